@@ -1,0 +1,111 @@
+"""The `kvpool` command: questions and orders to a running server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvpool.client import Client
+from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
+from kvpool.errors import InvalidRequestError, KVPoolError
+from kvpool.version import __version__
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Talk to a running kvpool-server.",
+)
+Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def ping(endpoint: Endpoint = DEFAULT_ENDPOINT) -> None:
+    """Is the server there?"""
+    with _client(endpoint) as client:
+        version, uptime_s = client.ping()
+        typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
+
+
+@app.command()
+def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+    """What the pool holds and has done."""
+    with _client(endpoint) as client:
+        found = dataclasses.asdict(client.stats())
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    table = Table("what", "value", title=f"kvpool-server at {endpoint}")
+    for name, value in {**found, **found.pop("counters")}.items():
+        if name != "counters":
+            table.add_row(name, f"{value:,}")
+    Console().print(table)
+
+
+@app.command()
+def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+    """Which models' blocks the pool holds."""
+    with _client(endpoint) as client:
+        found = client.namespaces()
+    if as_json:
+        rows = [
+            {"fingerprint": spec.fingerprint().hex(), "entries": entries, "bytes": nbytes, **dataclasses.asdict(spec)}
+            for spec, entries, nbytes in found
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("fingerprint", "model", "KV dtype", "groups", "blocks", "bytes", title=f"namespaces at {endpoint}")
+    for spec, entries, nbytes in found:
+        kinds = ", ".join(group.kind for group in spec.groups)
+        row = (spec.fingerprint().hex()[:12], spec.model, spec.kv_cache_dtype, kinds, f"{entries:,}", f"{nbytes:,}")
+        table.add_row(*row)
+    Console().print(table)
+
+
+@app.command()
+def clear(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    namespace: Annotated[
+        str, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")
+    ] = "",
+) -> None:
+    """Drop every block of a namespace, or of all."""
+    with _client(endpoint) as client:
+        fingerprint = _resolve(client, namespace) if namespace else b""
+        typer.echo(f"dropped {client.clear(fingerprint):,} blocks")
+
+
+def _resolve(client: Client, prefix: str) -> bytes:
+    fingerprints = [spec.fingerprint() for spec, _, _ in client.namespaces()]
+    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
+    if len(matching) != 1:
+        raise InvalidRequestError(
+            f"namespace {prefix!r} names {len(matching)} of {len(fingerprints)} namespaces, not 1"
+        )
+    return matching[0]
+
+
+def _client(endpoint: str) -> Client:
+    return Client(ClientConfig(endpoint=endpoint, timeout_ms=5_000))
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"kvpool {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the console script: errors are sentences, not tracebacks."""
+    try:
+        app()
+    except KVPoolError as error:
+        typer.echo(f"kvpool: {error}", err=True)
+        raise SystemExit(1) from None

@@ -1,0 +1,510 @@
+"""The typed, synchronous, thread-safe client of a kvpool server.
+
+Paths: `lookup` (or `lookup_async`) -> `get` -> `release`, and `put` (put_start -> transport -> put_end). Every call
+has a deadline. A wrong checksum, a lease that ran out and a restarted server all end in an error or a miss,
+never in bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import wire
+from kvpool.config import ClientConfig
+from kvpool.errors import (
+    ChecksumError,
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+)
+from kvpool.hashing import checksum
+from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.segment import Segment
+from kvpool.transport.base import BATCH_BYTES, Buffers, Transport
+from kvpool.transport.shm import ShmTransport
+from kvpool.transport.stream import StreamTransport
+from kvpool.types import (
+    BlockRun,
+    Chunk,
+    Located,
+    Lookup,
+    PoolKey,
+    PoolStats,
+    PutGrant,
+    PutReceipt,
+    PutStatus,
+    SegmentInfo,
+    ShardRange,
+)
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolStub
+
+MAX_MESSAGE_BYTES = 64 << 20
+INLINE_BATCH_BYTES = 4 << 20
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+class VisitBlocks(Protocol):
+    """What a caller of `put` or `get` does with the blocks' bytes."""
+
+    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> None:
+        """Fills or drains blocks `indices`, one buffer each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """An open namespace: its spec, its name, and how its bytes travel. Good for one boot of the server."""
+
+    spec: NamespaceSpec
+    fingerprint: bytes
+    boot_token: int
+    transport: Transport
+    max_batch_blocks: int
+
+    def group(self, group_idx: int) -> GroupSpec:
+        if not 0 <= group_idx < len(self.spec.groups):
+            raise InvalidRequestError(f"group_idx {group_idx}: the namespace has {len(self.spec.groups)} groups")
+        return self.spec.groups[group_idx]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of each block of a put."""
+
+    statuses: tuple[PutStatus, ...]
+    receipt: PutReceipt
+    nbytes: int
+
+
+class PendingLookup:
+    """A lookup under way."""
+
+    def __init__(self, call: Any, decode: Callable[[Any], Lookup], endpoint: str):
+        self._call = call
+        self._decode = decode
+        self._endpoint = endpoint
+
+    def done(self) -> bool:
+        return bool(self._call.done())
+
+    def result(self, timeout_s: float | None = None) -> Lookup | None:
+        """The answer; None if it is not there within `timeout_s`. Raises what `Client.lookup` raises."""
+        try:
+            return self._decode(self._call.result(timeout=timeout_s))
+        except grpc.FutureTimeoutError:
+            return None
+        except grpc.FutureCancelledError:
+            raise PoolTimeoutError("the lookup was cancelled") from None
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self._endpoint) from None
+
+    def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
+        """Calls back from another thread when the answer is there."""
+        self._call.add_done_callback(lambda _: callback(self))
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class Client:
+    """A connection to one server.
+
+    Args:
+        config: where the server is, and the deadlines.
+
+    Raises (every method): UnavailableError, PoolTimeoutError, and what its docstring names.
+    """
+
+    def __init__(self, config: ClientConfig | None = None):
+        self.config = config or ClientConfig()
+        self._channel = grpc.insecure_channel(self.config.endpoint, options=_CHANNEL_OPTIONS)
+        self._stub = PoolStub(self._channel)  # type: ignore[no-untyped-call]
+        self._transports: list[Transport] = []
+
+    def __repr__(self) -> str:
+        return f"Client({self.config.endpoint})"
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection; calls under way fail. Idempotent."""
+        self._channel.close()
+        while self._transports:
+            self._transports.pop().close()
+
+    # Namespaces
+
+    def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> Namespace:
+        """Declares a namespace and attaches to its bytes.
+
+        Raises:
+            InvalidRequestError: the spec cannot name a namespace.
+            IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
+            TransferError: `transport="shm"` is required, and client and server share no memory.
+        """
+        request = pb.OpenNamespaceRequest(spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint)
+        reply = self._call(self._stub.OpenNamespace, request)
+        opened = wire.decode_opened(reply)
+        if opened.fingerprint != spec.fingerprint():
+            raise TransferError("client and server compute different fingerprints; they are of different releases")
+        transport = self._attach(opened.segment, opened.piece_bytes)
+        self._transports.append(transport)
+        return Namespace(spec, opened.fingerprint, reply.boot_token, transport, opened.max_batch_blocks)
+
+    def _attach(self, segment: SegmentInfo | None, piece_bytes: int) -> Transport:
+        wanted = self.config.transport
+        if wanted != "stream" and segment is not None:
+            try:
+                return ShmTransport(Segment.attach(segment))
+            except TransferError:
+                if wanted == "shm":
+                    raise
+        if wanted == "shm":
+            raise TransferError(
+                f"kvpool-server at {self.config.endpoint} offers no shared memory; use transport=stream"
+            )
+        return StreamTransport(self._stub, self.config.endpoint, piece_bytes)
+
+    # Lookup
+
+    def lookup(
+        self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
+    ) -> Lookup:
+        """Which blocks are complete, with a lease on them unless `lease` is False."""
+        found = self.lookup_async(namespace, runs, prefix_only=prefix_only, lease=lease).result()
+        assert found is not None
+        return found
+
+    def lookup_async(
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool = True,
+        lease: bool = True,
+        timeout_ms: int | None = None,
+    ) -> PendingLookup:
+        """Sends a lookup off; does not wait."""
+        request = pb.LookupRequest(
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            prefix_only=prefix_only,
+            lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
+        )
+
+        def decode(reply: pb.LookupResponse) -> Lookup:
+            self._check_boot(namespace, reply.boot_token)
+            return wire.decode_lookup(reply)
+
+        call = self._stub.Lookup.future(request, timeout=self._timeout_s(timeout_ms))
+        return PendingLookup(call, decode, self.config.endpoint)
+
+    # Put
+
+    def put(
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        fill: VisitBlocks,
+        *,
+        shards: ShardRange | None = None,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> PutResult:
+        """Stores blocks. Blocks that are there already, or that another caller is writing, cost no bytes.
+
+        Args:
+            runs: the blocks, all of one group.
+            fill: writes block `indices[i]` (counted over all runs) into `buffers[i]`, uint8
+                [shards.count * chunk_bytes]. Called only for blocks that are wanted.
+            shards: which part of each block; all of it by default.
+            batch_bytes: how much `fill` is given at once.
+
+        Raises:
+            OutOfSpaceError: no room; nothing changed.
+            LeaseExpiredError: the ticket ran out while the bytes were on their way; nothing became readable.
+        """
+        group = self._one_group(namespace, runs)
+        shards = shards or ShardRange(0, group.num_shards)
+        grant = self.put_start(namespace, runs, shards)
+        if not grant.ticket_id:
+            return PutResult(grant.statuses, PutReceipt(0, 0), 0)
+        granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
+        region_bytes = shards.count * group.chunk_bytes
+        checksums: list[int] = []
+
+        def fill_and_sum(first: int, buffers: Buffers) -> None:
+            fill(granted[first : first + len(buffers)], buffers)
+            for buffer in buffers:
+                checksums.extend(_chunk_checksums(buffer, group.chunk_bytes))
+
+        timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
+        try:
+            namespace.transport.write(
+                grant.ticket_id, grant.offsets, region_bytes, fill_and_sum, batch_bytes, timeout_s
+            )
+            receipt = self.put_end(grant.ticket_id, checksums)
+        except BaseException:
+            self._revoke_quietly(grant.ticket_id)
+            raise
+        return PutResult(grant.statuses, receipt, len(granted) * region_bytes)
+
+    def put_blocks(
+        self, namespace: Namespace, run: BlockRun, payloads: Sequence[Any], *, shards: ShardRange | None = None
+    ) -> PutResult:
+        """Stores blocks whose bytes lie ready.
+
+        Args:
+            payloads: one a block of `run`: uint8 arrays of exactly shards.count * chunk_bytes.
+        """
+        group = namespace.group(run.group_idx)
+        expected = (shards.count if shards else group.num_shards) * group.chunk_bytes
+        if len(payloads) != len(run):
+            raise InvalidRequestError(f"{len(payloads)} payloads for {len(run)} blocks")
+        for idx, payload in enumerate(payloads):
+            if len(payload) != expected:
+                raise InvalidRequestError(f"payload {idx} has {len(payload)} bytes; the group's blocks have {expected}")
+
+        def fill(indices: Sequence[int], buffers: Buffers) -> None:
+            for idx, buffer in zip(indices, buffers, strict=True):
+                buffer[:] = payloads[idx]
+
+        return self.put(namespace, [run], fill, shards=shards)
+
+    def put_start(self, namespace: Namespace, runs: Sequence[BlockRun], shards: ShardRange) -> PutGrant:
+        """Reserves regions. Raises OutOfSpaceError; nothing changed then."""
+        request = pb.PutStartRequest(
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            shards=wire.encode_shards(shards),
+            ticket_ttl_ms=self.config.ticket_ttl_ms,
+        )
+        reply = self._call(self._stub.PutStart, request)
+        grant = wire.decode_grant(reply)
+        try:
+            self._check_boot(namespace, reply.boot_token)
+        except UnavailableError:
+            self._revoke_quietly(grant.ticket_id)
+            raise
+        return grant
+
+    def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
+        """Commits a ticket. Raises LeaseExpiredError if it is not live."""
+        return wire.decode_receipt(
+            self._call(self._stub.PutEnd, pb.PutEndRequest(ticket_id=ticket_id, checksums=checksums))
+        )
+
+    def put_revoke(self, ticket_id: int) -> bool:
+        """Gives a ticket back; False if it was not live."""
+        return bool(self._call(self._stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id)).revoked)
+
+    def _revoke_quietly(self, ticket_id: int) -> None:
+        # The ticket expires by itself; a revocation only gives the space back sooner.
+        if ticket_id:
+            self._stub.PutRevoke.future(pb.PutRevokeRequest(ticket_id=ticket_id), timeout=self._timeout_s())
+
+    # Get
+
+    def get(
+        self,
+        namespace: Namespace,
+        lease_id: int,
+        runs: Sequence[BlockRun],
+        drain: VisitBlocks,
+        *,
+        shards: ShardRange | None = None,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> Located:
+        """Brings leased blocks to the caller, verified.
+
+        Args:
+            runs: the blocks, all of one group.
+            drain: takes block `indices[i]` (counted over all runs) from `buffers[i]`, uint8
+                [shards.count * chunk_bytes]. What it has taken counts only once `get` has returned.
+            shards: which part of each block; all of it by default.
+
+        Returns:
+            Where the blocks lay; blocks that are gone are not `present`, and `drain` never saw them.
+
+        Raises:
+            LeaseExpiredError: the lease was not live, or ran out on the way.
+            ChecksumError: bytes had changed; the server was told, and drops them.
+        """
+        group = self._one_group(namespace, runs)
+        shards = shards or ShardRange(0, group.num_shards)
+        asked_at = time.monotonic()
+        located = self.locate(namespace, lease_id, runs, shards)
+        lease_ends_at = asked_at + located.lease_remaining_ms / 1000
+        there = [idx for idx, present in enumerate(located.present) if present]
+        corrupt: list[int] = []
+
+        def drain_and_check(first: int, buffers: Buffers) -> None:
+            indices = there[first : first + len(buffers)]
+            drain(indices, buffers)
+            for nth, (idx, buffer) in enumerate(zip(indices, buffers, strict=True), first):
+                expected = located.checksums[nth * shards.count : (nth + 1) * shards.count]
+                if tuple(_chunk_checksums(buffer, group.chunk_bytes)) != expected:
+                    corrupt.append(idx)
+
+        timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
+        if there:
+            region_bytes = shards.count * group.chunk_bytes
+            namespace.transport.read(lease_id, located.offsets, region_bytes, drain_and_check, batch_bytes, timeout_s)
+        if time.monotonic() > lease_ends_at:
+            raise LeaseExpiredError(f"lease {lease_id:#x} ran out while its blocks were read; raise lease_ttl_ms")
+        if corrupt:
+            hashes = [block_hash for run in runs for block_hash in run.block_hashes]
+            bad = [hashes[idx] for idx in corrupt]
+            self._verify_quietly(namespace, BlockRun(runs[0].group_idx, bad))
+            raise ChecksumError(f"{len(bad)} blocks differ from their checksums, the first is {bad[0].hex()}")
+        return located
+
+    def get_blocks(
+        self, namespace: Namespace, lease_id: int, run: BlockRun, *, shards: ShardRange | None = None
+    ) -> list[npt.NDArray[np.uint8] | None]:
+        """Copies of leased blocks, verified: uint8 [shards.count * chunk_bytes] each; None for blocks that are gone."""
+        blocks: list[npt.NDArray[np.uint8] | None] = [None] * len(run)
+
+        def drain(indices: Sequence[int], buffers: Buffers) -> None:
+            for idx, buffer in zip(indices, buffers, strict=True):
+                blocks[idx] = buffer.copy()
+
+        self.get(namespace, lease_id, [run], drain, shards=shards)
+        return blocks
+
+    def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
+        """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
+        request = pb.GetRequest(
+            lease_id=lease_id,
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            shards=wire.encode_shards(shards),
+        )
+        reply = self._call(self._stub.Get, request)
+        self._check_boot(namespace, reply.boot_token)
+        return wire.decode_located(reply)
+
+    def release(self, lease_ids: Sequence[int]) -> int:
+        """Ends leases; returns how many were live."""
+        return int(self._call(self._stub.Release, pb.ReleaseRequest(lease_ids=lease_ids)).num_released)
+
+    def release_quietly(self, lease_id: int) -> None:
+        """Ends a lease without waiting; if the call is lost, the lease ends by itself."""
+        if lease_id:
+            self._stub.Release.future(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=self._timeout_s())
+
+    def verify(self, namespace: Namespace, runs: Sequence[BlockRun]) -> tuple[int, int]:
+        """Has the server check blocks where they lie; returns (checked, dropped)."""
+        reply = self._call(
+            self._stub.Verify, pb.VerifyRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
+        )
+        return reply.num_checked, reply.num_dropped
+
+    def _verify_quietly(self, namespace: Namespace, run: BlockRun) -> None:
+        try:
+            self.verify(namespace, [run])
+        except KVPoolError:
+            pass  # The caller gets its ChecksumError either way.
+
+    # Inline
+
+    def put_chunks(self, chunks: Sequence[Chunk]) -> tuple[PutStatus, ...]:
+        """Stores chunks whose bytes travel in the call: no regions, no tickets."""
+
+        def requests() -> Any:
+            batch, nbytes = pb.PutChunksRequest(), 0
+            for chunk in chunks:
+                batch.chunks.append(wire.encode_chunk(chunk))
+                nbytes += len(chunk.payload)
+                if nbytes >= INLINE_BATCH_BYTES:
+                    yield batch
+                    batch, nbytes = pb.PutChunksRequest(), 0
+            if batch.chunks:
+                yield batch
+
+        reply = self._call(self._stub.PutChunks, requests(), self.config.data_timeout_ms)
+        return wire.decode_statuses(reply.statuses)
+
+    def get_chunks(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
+        """The chunks of `keys`, verified; None for each miss."""
+        found: list[Chunk | None] = [None] * len(keys)
+        request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
+        try:
+            for reply in self._stub.GetChunks(request, timeout=self._timeout_s(self.config.data_timeout_ms)):
+                if reply.found:
+                    chunk = wire.decode_chunk(reply.chunk)
+                    if checksum(chunk.payload) != chunk.checksum:
+                        raise ChecksumError(f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard} is corrupt")
+                    found[reply.index] = chunk
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self.config.endpoint) from None
+        return found
+
+    # Operations
+
+    def remove(self, namespace: Namespace, runs: Sequence[BlockRun]) -> int:
+        """Drops blocks; returns how many were there."""
+        request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
+        return int(self._call(self._stub.Remove, request).num_removed)
+
+    def clear(self, fingerprint: bytes = b"") -> int:
+        """Drops every block of one namespace, or of all; returns how many there were."""
+        return int(self._call(self._stub.Clear, pb.ClearRequest(namespace=fingerprint)).num_removed)
+
+    def ping(self) -> tuple[str, float]:
+        """The server's version, and how long it has been up, in seconds."""
+        reply = self._call(self._stub.Ping, pb.PingRequest())
+        return reply.version, reply.uptime_seconds
+
+    def stats(self) -> PoolStats:
+        return wire.decode_stats(self._call(self._stub.Stats, pb.StatsRequest()))
+
+    def namespaces(self) -> list[tuple[NamespaceSpec, int, int]]:
+        """Every open namespace: its spec, its entries, their bytes."""
+        reply = self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest())
+        return [(wire.decode_spec(info.spec), info.num_entries, info.nbytes) for info in reply.namespaces]
+
+    # Helpers
+
+    def _timeout_s(self, timeout_ms: int | None = None) -> float:
+        return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+        try:
+            return method(request, timeout=self._timeout_s(timeout_ms))
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self.config.endpoint) from None
+
+    def _check_boot(self, namespace: Namespace, boot_token: int) -> None:
+        # A namespace's transport belongs to one boot: after a restart the old segment is nobody's memory.
+        if boot_token != namespace.boot_token:
+            raise UnavailableError(f"kvpool-server at {self.config.endpoint} has restarted; open the namespace again")
+
+    @staticmethod
+    def _one_group(namespace: Namespace, runs: Sequence[BlockRun]) -> GroupSpec:
+        groups = {run.group_idx for run in runs}
+        if len(groups) != 1:
+            raise InvalidRequestError(f"a put or get moves blocks of one group; these are of {sorted(groups)}")
+        return namespace.group(runs[0].group_idx)
+
+
+def _chunk_checksums(region: Any, chunk_bytes: int) -> list[int]:
+    return [checksum(region[at : at + chunk_bytes]) for at in range(0, len(region), chunk_bytes)]

@@ -1,0 +1,49 @@
+"""Settings of the client. Plain frozen values, checked once when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.errors import ConfigError
+
+TRANSPORTS = ("auto", "shm", "stream")
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Returns `endpoint`; raises ConfigError unless it has the form HOST:PORT."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")
+    return endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """How a client reaches its pool.
+
+    Args:
+        endpoint: HOST:PORT of the server.
+        transport: how bytes travel: "shm" (same host), "stream" (gRPC), or "auto": shm where both sides really see
+            the same memory, else stream.
+        timeout_ms: deadline of every control call. Raise it for a server far away.
+        data_timeout_ms: deadline of one batch of bytes.
+        lease_ttl_ms: how long blocks found by a lookup stay readable. Longer than the slowest load.
+        ticket_ttl_ms: how long a put may take. Longer than the slowest write of one batch.
+    """
+
+    endpoint: str = DEFAULT_ENDPOINT
+    transport: str = "auto"
+    timeout_ms: int = 1_000
+    data_timeout_ms: int = 5_000
+    lease_ttl_ms: int = 10_000
+    ticket_ttl_ms: int = 10_000
+
+    def __post_init__(self) -> None:
+        check_endpoint(self.endpoint)
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        for name in ("timeout_ms", "data_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= 600_000:
+                raise ConfigError(f"{name} is {value!r}; give whole milliseconds from 1 to 600000")

@@ -1,0 +1,52 @@
+"""Errors of kvpool: one class a cause, each with one gRPC status (`kvpool.wire` translates).
+
+A miss is a value, never an error. Messages name the thing, the value and the fix.
+"""
+
+
+class KVPoolError(Exception):
+    """Base of every error kvpool raises on purpose."""
+
+
+class ConfigError(KVPoolError):
+    """A setting is wrong; found at start-up."""
+
+
+class InvalidRequestError(KVPoolError):
+    """A request is malformed: a key, a size or a batch (INVALID_ARGUMENT)."""
+
+
+class UnknownNamespaceError(KVPoolError):
+    """The namespace is not open on this server: open it first (NOT_FOUND)."""
+
+
+class IncompatibleNamespaceError(KVPoolError):
+    """Two namespaces that were to be the same differ; the message names the fields (FAILED_PRECONDITION)."""
+
+
+class OutOfSpaceError(KVPoolError):
+    """No room, and nothing that may be evicted; nothing changed (RESOURCE_EXHAUSTED)."""
+
+
+class LeaseExpiredError(KVPoolError):
+    """A lease or a ticket is not live: expired, ended, or of another boot (ABORTED)."""
+
+
+class UnavailableError(KVPoolError):
+    """The server cannot be reached (UNAVAILABLE)."""
+
+
+class PoolTimeoutError(KVPoolError):
+    """The server did not answer in time (DEADLINE_EXCEEDED)."""
+
+
+class TransferError(KVPoolError):
+    """Bytes did not travel as they should (INTERNAL)."""
+
+
+class ChecksumError(KVPoolError):
+    """Bytes differ from their checksum (DATA_LOSS)."""
+
+
+class PermissionDeniedError(KVPoolError):
+    """The caller may not do this (PERMISSION_DENIED)."""

@@ -1,0 +1,144 @@
+"""Namespaces: everything that must be equal for two engines' KV bytes to be interchangeable.
+
+A namespace is named by its fingerprint, the SHA-256 of a canonical encoding of its spec. Two engines whose specs
+differ in any field therefore never share a byte, and `differences` says which field it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpool.errors import InvalidRequestError
+
+FORMAT_VERSION = 1
+"""Order of the bytes in a chunk: layer, then KV head, then token, then K before V; no padding."""
+
+MAX_SHARDS = 64
+MAX_GROUPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV-cache group.
+
+    Args:
+        kind: "full_attention", "sliding_window", "mamba", ...
+        block_tokens: tokens in a block.
+        num_kv_heads: of the whole model, not of one rank.
+        head_size_k, head_size_v: elements.
+        num_shards: chunks in a block, 1 to `MAX_SHARDS`.
+        chunk_bytes: bytes of one chunk.
+        layer_names: in the order their bytes have in a chunk.
+        window_tokens: 0 for none.
+    """
+
+    kind: str
+    block_tokens: int
+    num_kv_heads: int
+    head_size_k: int
+    head_size_v: int
+    num_shards: int
+    chunk_bytes: int
+    layer_names: tuple[str, ...] = ()
+    window_tokens: int = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.num_shards * self.chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """What names a namespace. Every field is part of its identity.
+
+    Args:
+        model: name or path as served.
+        groups: in the engine's order; `group_idx` counts them from 0.
+        weights_digest: digest of the weights, where it is known.
+        weights_epoch: free text; change it and no block stored before is read again.
+        page_format: how one KV head's page is packed, where a platform packs its own.
+        hash_algorithm, hash_seed, hash_block_tokens: how block hashes are made.
+        extra: anything else that changes KV values, sorted by key.
+    """
+
+    model: str
+    groups: tuple[GroupSpec, ...]
+    revision: str = ""
+    weights_digest: str = ""
+    weights_epoch: str = ""
+    model_dtype: str = ""
+    kv_cache_dtype: str = ""
+    page_format: str = ""
+    hash_algorithm: str = "sha256_cbor"
+    hash_seed: str = ""
+    hash_block_tokens: int = 0
+    num_pipeline_stages: int = 1
+    extra: tuple[tuple[str, str], ...] = field(default=())
+    tenant: str = ""
+    salt: str = ""
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", tuple(sorted(self.extra)))
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the canonical JSON encoding, 32 bytes."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).digest()
+
+    def check(self) -> None:
+        """Raises InvalidRequestError, naming the field, if the spec cannot name a namespace."""
+        if not self.model:
+            raise InvalidRequestError("namespace spec: model is empty; give the model's name or path")
+        if self.format_version != FORMAT_VERSION:
+            raise InvalidRequestError(
+                f"namespace spec: format_version {self.format_version} is not {FORMAT_VERSION}; "
+                "client and server are of different releases"
+            )
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise InvalidRequestError(f"namespace spec: {len(self.groups)} groups, not 1 to {MAX_GROUPS}")
+        for idx, group in enumerate(self.groups):
+            where = f"namespace spec: groups[{idx}]"
+            if not 1 <= group.num_shards <= MAX_SHARDS:
+                raise InvalidRequestError(f"{where}.num_shards {group.num_shards} is not within 1 to {MAX_SHARDS}")
+            if group.chunk_bytes < 1:
+                raise InvalidRequestError(f"{where}.chunk_bytes {group.chunk_bytes} is not positive")
+            if group.block_tokens < 1:
+                raise InvalidRequestError(f"{where}.block_tokens {group.block_tokens} is not positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two specs differ."""
+
+    field: str
+    ours: Any
+    theirs: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.ours!r} != {self.theirs!r}"
+
+
+def differences(ours: NamespaceSpec, theirs: NamespaceSpec) -> list[Difference]:
+    """Every field in which two specs differ, by dotted path (`groups[0].chunk_bytes`)."""
+    found: list[Difference] = []
+    for spec_field in dataclasses.fields(NamespaceSpec):
+        a, b = getattr(ours, spec_field.name), getattr(theirs, spec_field.name)
+        if spec_field.name == "groups" and len(a) == len(b):
+            for idx, (group_a, group_b) in enumerate(zip(a, b, strict=True)):
+                for group_field in dataclasses.fields(GroupSpec):
+                    x, y = getattr(group_a, group_field.name), getattr(group_b, group_field.name)
+                    if x != y:
+                        found.append(Difference(f"groups[{idx}].{group_field.name}", x, y))
+        elif spec_field.name == "extra":
+            mine, yours = dict(a), dict(b)
+            for key in sorted(mine.keys() | yours.keys()):
+                if mine.get(key) != yours.get(key):
+                    found.append(Difference(f"extra[{key!r}]", mine.get(key), yours.get(key)))
+        elif a != b:
+            found.append(Difference(spec_field.name, a, b))
+    return found

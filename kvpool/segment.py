@@ -1,0 +1,157 @@
+"""The shared-memory object that holds the arena, and how another process proves that it sees the same one.
+
+The file is in a RAM-backed directory (/dev/shm). Its last page carries a nonce: a client that reads there what the
+server told it over gRPC shares the server's memory, whatever container or host name either of them has.
+
+The creator keeps an exclusive flock on the file. A file whose lock can be had belongs to a dead server and is
+removed by the next one (`sweep`), so a killed server leaks nothing for long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ConfigError, TransferError
+from kvpool.types import SegmentInfo
+
+PREFIX = "kvpool-"
+TRAILER_BYTES = mmap.PAGESIZE
+NONCE_BYTES = 16
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Segment:
+    """A mapped segment. `bytes` is the arena as a writable numpy array, without the trailer.
+
+    Threads may read and write disjoint parts of `bytes` freely; `close` only after they have ended.
+    """
+
+    def __init__(self, fd: int, path: str, nbytes: int, owner: bool):
+        self.path = path
+        self.nbytes = nbytes
+        self._fd = fd
+        self._owner = owner
+        self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        self.bytes: Bytes = whole[:nbytes]
+        self._address = whole.ctypes.data
+        self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
+
+    def __repr__(self) -> str:
+        return f"Segment({self.path}, {self.nbytes} bytes, {'owner' if self._owner else 'attached'})"
+
+    @classmethod
+    def create(cls, directory: str, nbytes: int) -> Segment:
+        """Makes a segment of `nbytes` (not yet backed by memory: see `populate`).
+
+        Raises:
+            ConfigError: the directory cannot hold it.
+        """
+        path = os.path.join(directory, f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            space = os.statvfs(directory)
+            available = space.f_bavail * space.f_frsize
+            if nbytes + TRAILER_BYTES > available:
+                raise ConfigError(
+                    f"{directory} has {available} bytes free, and the arena needs {nbytes}; "
+                    "lower --memory, or give the directory more (docker: --shm-size)"
+                )
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot make shared memory in {directory!r}: {error}; see --shm-dir") from error
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, nbytes + TRAILER_BYTES)
+        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
+        segment = cls(fd, path, nbytes, owner=True)
+        segment._advise(0, nbytes, _MADV_HUGEPAGE)
+        return segment
+
+    @classmethod
+    def attach(cls, info: SegmentInfo) -> Segment:
+        """Maps another process's segment.
+
+        Raises:
+            TransferError: it is not here, or not the one that was meant.
+        """
+        try:
+            fd = os.open(info.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransferError(f"no shared memory at {info.path}: {error.strerror}") from error
+        try:
+            if os.fstat(fd).st_size != info.nbytes + TRAILER_BYTES:
+                raise TransferError(f"the shared memory at {info.path} has another size than the server's")
+            segment = cls(fd, info.path, info.nbytes, owner=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        if segment.nonce != info.nonce:
+            segment.close()
+            raise TransferError(f"the shared memory at {info.path} is another server's")
+        return segment
+
+    def info(self) -> SegmentInfo:
+        return SegmentInfo(self.path, self.nbytes, self.nonce, self.nbytes)
+
+    def populate(self, start: int, nbytes: int) -> None:
+        """Backs a part with memory now, so that no later write faults or dies of a full file system.
+
+        Raises:
+            MemoryError: the system has no more to give.
+        """
+        error = self._advise(start, nbytes, _MADV_POPULATE_WRITE)
+        if error == 0:
+            return
+        try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.
+            os.posix_fallocate(self._fd, start, nbytes)
+        except OSError as fallocate_error:
+            raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
+
+    def _advise(self, start: int, nbytes: int, advice: int) -> int:
+        # mmap.madvise holds the GIL; populating gigabytes must not.
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self._address + start)
+        return 0 if libc.madvise(address, ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
+
+    def close(self) -> None:
+        """Unmaps (once the last view is gone) and, for the owner, removes the file. Idempotent."""
+        if self._fd < 0:
+            return
+        self.bytes = np.empty(0, np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # A view is still held; the mapping goes with it.
+        if self._owner:
+            Path(self.path).unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def sweep(directory: str) -> list[str]:
+    """Removes the segments of servers that died without removing them; returns their paths."""
+    removed = []
+    for path in Path(directory).glob(f"{PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # Someone else's, or gone.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(str(path))
+        except BlockingIOError:
+            pass  # Its server lives.
+        finally:
+            os.close(fd)
+    return removed

@@ -1,0 +1,1 @@
+"""Transports: how chunk bytes travel between a caller and the arena."""

@@ -1,0 +1,66 @@
+"""An in-process transport with fault injection, for tests and simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import KVPoolError, TransferError
+from kvpool.transport.base import Drain, Fill, batches
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong, each consumed by the transfer it hits.
+
+    Args:
+        errors: raised by the next transfers, in order; None lets one pass.
+        corrupt_reads: how many of the next reads deliver one flipped byte.
+        truncate_reads: how many of the next reads end before the last region.
+    """
+
+    errors: list[KVPoolError | None] = field(default_factory=list)
+    corrupt_reads: int = 0
+    truncate_reads: int = 0
+
+
+class MemoryTransport:
+    """Regions of a plain array."""
+
+    name = "memory"
+
+    def __init__(self, arena: npt.NDArray[np.uint8], faults: Faults | None = None):
+        self._arena = arena
+        self.faults = faults if faults is not None else Faults()
+
+    def write(
+        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+    ) -> None:
+        self._raise_next()
+        for start, stop in batches(len(offsets), region_bytes, batch_bytes):
+            fill(start, [self._arena[offset : offset + region_bytes] for offset in offsets[start:stop]])
+
+    def read(
+        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+    ) -> None:
+        self._raise_next()
+        corrupt, truncate = self.faults.corrupt_reads > 0, self.faults.truncate_reads > 0
+        self.faults.corrupt_reads -= corrupt
+        self.faults.truncate_reads -= truncate
+        for start, stop in batches(len(offsets), region_bytes, batch_bytes):
+            if truncate and stop == len(offsets):
+                raise TransferError(f"injected: the transfer ended before region {offsets[-1]}")
+            buffers = [self._arena[offset : offset + region_bytes].copy() for offset in offsets[start:stop]]
+            if corrupt and start == 0:
+                buffers[0][0] ^= 0xFF
+            drain(start, buffers)
+
+    def _raise_next(self) -> None:
+        if self.faults.errors and (error := self.faults.errors.pop(0)) is not None:
+            raise error
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,192 @@
+"""Values that the client, the server and the plugin share. Frozen, without behaviour beyond validation.
+
+Bitmaps are plain `int`s: bit i stands for shard i or block i.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvpool.errors import InvalidRequestError
+
+HASH_BYTES = 32
+"""Length of a block hash and of a namespace fingerprint (SHA-256)."""
+
+
+class PutStatus(enum.IntEnum):
+    """What `put_start` says of one block."""
+
+    GRANTED = 0
+    PRESENT = 1
+    BUSY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of one prefix in one KV-cache group.
+
+    Args:
+        group_idx: KV-cache group, >= 0.
+        block_hashes: chained block hashes in prefix order, `HASH_BYTES` each.
+        parent_hash: hash of the block before the first one; empty at the start of a prefix. It lets the pool
+            evict the deepest blocks of a prefix first.
+    """
+
+    group_idx: int
+    block_hashes: Sequence[bytes]
+    parent_hash: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.block_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """Shards [start, start + count)."""
+
+    start: int
+    count: int
+
+    @property
+    def mask(self) -> int:
+        return ((1 << self.count) - 1) << self.start
+
+    def check(self, num_shards: int) -> None:
+        """Raises InvalidRequestError unless the range lies in [0, num_shards)."""
+        if self.count < 1 or self.start < 0 or self.start + self.count > num_shards:
+            raise InvalidRequestError(
+                f"shards [{self.start}, {self.start + self.count}) are not within the group's {num_shards} shards"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKey:
+    """The content address of one chunk."""
+
+    namespace: bytes
+    group_idx: int
+    block_hash: bytes
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk with its address, for inline puts and gets.
+
+    Args:
+        payload: exactly the group's `chunk_bytes`.
+        parent_hash: see `BlockRun`.
+        checksum: xxh3-64 of the payload.
+    """
+
+    key: PoolKey
+    payload: bytes
+    checksum: int
+    parent_hash: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHits:
+    """Which blocks of one run are complete.
+
+    Args:
+        num_leading: complete blocks before the first that is not.
+        complete: bitmap over the run; 0 where the lookup was `prefix_only`.
+    """
+
+    num_leading: int
+    complete: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Answer of a lookup: hits a run, and the lease on them (`lease_id` 0: none)."""
+
+    hits: tuple[RunHits, ...]
+    lease_id: int = 0
+    lease_ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PutGrant:
+    """Answer of `put_start`.
+
+    Args:
+        ticket_id: 0 if nothing was granted.
+        statuses: one a block, in the order of the request.
+        offsets: arena offset of each granted block's region, in the same order.
+    """
+
+    ticket_id: int
+    ticket_ttl_ms: int
+    statuses: tuple[PutStatus, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PutReceipt:
+    """Answer of `put_end`: blocks whose shards are present now, and blocks that became readable."""
+
+    num_committed: int
+    num_complete: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Answer of `get`.
+
+    Args:
+        lease_remaining_ms: how long the regions stay untouched.
+        present: one a block, in the order of the request.
+        offsets: arena offset of each present block's region.
+        checksums: xxh3-64 of each chunk: present blocks x shards, block-major.
+    """
+
+    lease_remaining_ms: int
+    present: tuple[bool, ...]
+    offsets: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """Where the arena's shared memory is, and how a client proves that it sees the same memory."""
+
+    path: str
+    nbytes: int
+    nonce: bytes
+    nonce_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedNamespace:
+    """Answer of `open_namespace`."""
+
+    fingerprint: bytes
+    segment: SegmentInfo | None
+    created: bool
+    piece_bytes: int
+    max_batch_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A snapshot of the pool. Sizes in bytes; counters since the server's start."""
+
+    arena_bytes: int = 0
+    free_bytes: int = 0
+    prefaulted_bytes: int = 0
+    num_entries: int = 0
+    num_incomplete: int = 0
+    num_quarantined: int = 0
+    num_leases: int = 0
+    num_tickets: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def check_hash(value: bytes, what: str) -> None:
+    """Raises InvalidRequestError unless `value` is a hash of `HASH_BYTES` bytes."""
+    if len(value) != HASH_BYTES:
+        raise InvalidRequestError(f"{what} has {len(value)} bytes, not {HASH_BYTES}: {value[:HASH_BYTES].hex()!r}")

@@ -1,0 +1,1 @@
+"""Generated from proto/kvpool/v1 by `make proto`; never edited."""

@@ -1,0 +1,480 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUT_STATUS_GRANTED: _ClassVar[PutStatus]
+    PUT_STATUS_PRESENT: _ClassVar[PutStatus]
+    PUT_STATUS_BUSY: _ClassVar[PutStatus]
+PUT_STATUS_GRANTED: PutStatus
+PUT_STATUS_PRESENT: PutStatus
+PUT_STATUS_BUSY: PutStatus
+
+class PoolKey(_message.Message):
+    __slots__ = ("namespace", "group_idx", "block_hash", "shard")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_IDX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    group_idx: int
+    block_hash: bytes
+    shard: int
+    def __init__(self, namespace: _Optional[bytes] = ..., group_idx: _Optional[int] = ..., block_hash: _Optional[bytes] = ..., shard: _Optional[int] = ...) -> None: ...
+
+class BlockRun(_message.Message):
+    __slots__ = ("group_idx", "parent_hash", "block_hashes")
+    GROUP_IDX_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    group_idx: int
+    parent_hash: bytes
+    block_hashes: bytes
+    def __init__(self, group_idx: _Optional[int] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class ShardRange(_message.Message):
+    __slots__ = ("start", "count")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class GroupSpec(_message.Message):
+    __slots__ = ("kind", "block_tokens", "window_tokens", "num_kv_heads", "head_size_k", "head_size_v", "num_shards", "chunk_bytes", "layer_names")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SIZE_K_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SIZE_V_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    block_tokens: int
+    window_tokens: int
+    num_kv_heads: int
+    head_size_k: int
+    head_size_v: int
+    num_shards: int
+    chunk_bytes: int
+    layer_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., window_tokens: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size_k: _Optional[int] = ..., head_size_v: _Optional[int] = ..., num_shards: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class NamespaceSpec(_message.Message):
+    __slots__ = ("format_version", "model", "revision", "weights_digest", "weights_epoch", "model_dtype", "kv_cache_dtype", "page_format", "hash_algorithm", "hash_seed", "hash_block_tokens", "num_pipeline_stages", "groups", "extra", "tenant", "salt")
+    class ExtraEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    HASH_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PIPELINE_STAGES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    format_version: int
+    model: str
+    revision: str
+    weights_digest: str
+    weights_epoch: str
+    model_dtype: str
+    kv_cache_dtype: str
+    page_format: str
+    hash_algorithm: str
+    hash_seed: str
+    hash_block_tokens: int
+    num_pipeline_stages: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupSpec]
+    extra: _containers.ScalarMap[str, str]
+    tenant: str
+    salt: str
+    def __init__(self, format_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., weights_digest: _Optional[str] = ..., weights_epoch: _Optional[str] = ..., model_dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., page_format: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_tokens: _Optional[int] = ..., num_pipeline_stages: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., extra: _Optional[_Mapping[str, str]] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class OpenNamespaceRequest(_message.Message):
+    __slots__ = ("spec", "expected_fingerprint")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    spec: NamespaceSpec
+    expected_fingerprint: bytes
+    def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("path", "nbytes", "nonce", "nonce_offset")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    nbytes: int
+    nonce: bytes
+    nonce_offset: int
+    def __init__(self, path: _Optional[str] = ..., nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ...) -> None: ...
+
+class OpenNamespaceResponse(_message.Message):
+    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    fingerprint: bytes
+    segment: Segment
+    created: bool
+    piece_bytes: int
+    max_batch_blocks: int
+    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    prefix_only: bool
+    lease_ttl_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("boot_token", "hits", "lease_id", "lease_ttl_ms")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    hits: _containers.RepeatedCompositeFieldContainer[RunHits]
+    lease_id: int
+    lease_ttl_ms: int
+    def __init__(self, boot_token: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[RunHits, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
+
+class RunHits(_message.Message):
+    __slots__ = ("num_leading", "complete")
+    NUM_LEADING_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    num_leading: int
+    complete: bytes
+    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ...) -> None: ...
+
+class PutStartRequest(_message.Message):
+    __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    shards: ShardRange
+    ticket_ttl_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., shards: _Optional[_Union[ShardRange, _Mapping]] = ..., ticket_ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PutStartResponse(_message.Message):
+    __slots__ = ("boot_token", "ticket_id", "ticket_ttl_ms", "statuses", "offsets")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    ticket_id: int
+    ticket_ttl_ms: int
+    statuses: bytes
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, boot_token: _Optional[int] = ..., ticket_id: _Optional[int] = ..., ticket_ttl_ms: _Optional[int] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PutEndRequest(_message.Message):
+    __slots__ = ("ticket_id", "checksums")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: int
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket_id: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PutEndResponse(_message.Message):
+    __slots__ = ("boot_token", "num_committed", "num_complete")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_committed: int
+    num_complete: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_committed: _Optional[int] = ..., num_complete: _Optional[int] = ...) -> None: ...
+
+class PutRevokeRequest(_message.Message):
+    __slots__ = ("ticket_id",)
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: int
+    def __init__(self, ticket_id: _Optional[int] = ...) -> None: ...
+
+class PutRevokeResponse(_message.Message):
+    __slots__ = ("boot_token", "revoked")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    revoked: bool
+    def __init__(self, boot_token: _Optional[int] = ..., revoked: bool = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("lease_id", "namespace", "runs", "shards")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    shards: ShardRange
+    def __init__(self, lease_id: _Optional[int] = ..., namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., shards: _Optional[_Union[ShardRange, _Mapping]] = ...) -> None: ...
+
+class GetResponse(_message.Message):
+    __slots__ = ("boot_token", "lease_remaining_ms", "present", "offsets", "checksums")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    lease_remaining_ms: int
+    present: bytes
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, boot_token: _Optional[int] = ..., lease_remaining_ms: _Optional[int] = ..., present: _Optional[bytes] = ..., offsets: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_ids",)
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ("boot_token", "num_released")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_released: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_released: _Optional[int] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("ticket_id", "offset", "payload")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: int
+    offset: int
+    payload: bytes
+    def __init__(self, ticket_id: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class WriteResponse(_message.Message):
+    __slots__ = ("boot_token", "nbytes")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    nbytes: int
+    def __init__(self, boot_token: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("lease_id", "offsets", "region_bytes")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    region_bytes: int
+    def __init__(self, lease_id: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., region_bytes: _Optional[int] = ...) -> None: ...
+
+class ReadResponse(_message.Message):
+    __slots__ = ("boot_token", "offset", "payload")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    offset: int
+    payload: bytes
+    def __init__(self, boot_token: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("key", "parent_hash", "payload", "checksum")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    key: PoolKey
+    parent_hash: bytes
+    payload: bytes
+    checksum: int
+    def __init__(self, key: _Optional[_Union[PoolKey, _Mapping]] = ..., parent_hash: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PutChunksRequest(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
+
+class PutChunksResponse(_message.Message):
+    __slots__ = ("boot_token", "statuses")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    statuses: bytes
+    def __init__(self, boot_token: _Optional[int] = ..., statuses: _Optional[bytes] = ...) -> None: ...
+
+class GetChunksRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[PoolKey]
+    def __init__(self, keys: _Optional[_Iterable[_Union[PoolKey, _Mapping]]] = ...) -> None: ...
+
+class GetChunksResponse(_message.Message):
+    __slots__ = ("boot_token", "index", "found", "chunk")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    index: int
+    found: bool
+    chunk: Chunk
+    def __init__(self, boot_token: _Optional[int] = ..., index: _Optional[int] = ..., found: bool = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("namespace", "runs")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("boot_token", "num_checked", "num_dropped")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_checked: int
+    num_dropped: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_checked: _Optional[int] = ..., num_dropped: _Optional[int] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("namespace", "runs")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ...) -> None: ...
+
+class RemoveResponse(_message.Message):
+    __slots__ = ("boot_token", "num_removed")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_removed: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_removed: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
+
+class ClearResponse(_message.Message):
+    __slots__ = ("boot_token", "num_removed")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_removed: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_removed: _Optional[int] = ...) -> None: ...
+
+class PingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PingResponse(_message.Message):
+    __slots__ = ("boot_token", "version", "uptime_seconds")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    version: str
+    uptime_seconds: float
+    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREFAULTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    arena_bytes: int
+    free_bytes: int
+    prefaulted_bytes: int
+    num_entries: int
+    num_incomplete: int
+    num_quarantined: int
+    num_leases: int
+    num_tickets: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NamespaceInfo(_message.Message):
+    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    spec: NamespaceSpec
+    num_entries: int
+    nbytes: int
+    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class ListNamespacesResponse(_message.Message):
+    __slots__ = ("boot_token", "namespaces")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    def __init__(self, boot_token: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...

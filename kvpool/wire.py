@@ -1,0 +1,255 @@
+"""The only translator: proto messages <-> `kvpool.types`, errors <-> gRPC statuses.
+
+Decoding validates what a proto type cannot say (hash lengths, known enums); meaning is checked by the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import grpc
+
+from kvpool import errors
+from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.types import (
+    HASH_BYTES,
+    BlockRun,
+    Chunk,
+    Located,
+    Lookup,
+    OpenedNamespace,
+    PoolKey,
+    PoolStats,
+    PutGrant,
+    PutReceipt,
+    PutStatus,
+    RunHits,
+    SegmentInfo,
+    ShardRange,
+    check_hash,
+)
+from kvpool.v1 import pool_pb2 as pb
+
+_STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
+    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownNamespaceError: grpc.StatusCode.NOT_FOUND,
+    errors.IncompatibleNamespaceError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OutOfSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.LeaseExpiredError: grpc.StatusCode.ABORTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.PoolTimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.TransferError: grpc.StatusCode.INTERNAL,
+    errors.ChecksumError: grpc.StatusCode.DATA_LOSS,
+    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+}
+_ERROR_OF = {status: error for error, status in _STATUS_OF.items() if error is not errors.ConfigError}
+
+
+def status_of(error: errors.KVPoolError) -> grpc.StatusCode:
+    return _STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL)
+
+
+def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
+    """The kvpool error for a failed call."""
+    code, details = rpc_error.code(), rpc_error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return errors.UnavailableError(
+            f"cannot reach kvpool-server at {endpoint} ({details}); is it running, and is the endpoint right?"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.PoolTimeoutError(f"kvpool-server at {endpoint} did not answer in time ({details})")
+    return _ERROR_OF.get(code, errors.TransferError)(details or f"{code.name} from kvpool-server at {endpoint}")
+
+
+def encode_runs(runs: Iterable[BlockRun]) -> list[pb.BlockRun]:
+    return [
+        pb.BlockRun(group_idx=run.group_idx, parent_hash=run.parent_hash, block_hashes=b"".join(run.block_hashes))
+        for run in runs
+    ]
+
+
+def decode_runs(runs: Iterable[pb.BlockRun]) -> list[BlockRun]:
+    """Raises InvalidRequestError for hashes of a wrong length and for an empty batch."""
+    decoded = []
+    for run in runs:
+        packed = run.block_hashes
+        if not packed or len(packed) % HASH_BYTES:
+            raise errors.InvalidRequestError(
+                f"block_hashes has {len(packed)} bytes; give {HASH_BYTES} for each block, and at least one block"
+            )
+        if run.parent_hash:
+            check_hash(run.parent_hash, "parent_hash")
+        hashes = [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+        decoded.append(BlockRun(run.group_idx, hashes, run.parent_hash))
+    if not decoded:
+        raise errors.InvalidRequestError("the request names no blocks; give at least one run")
+    return decoded
+
+
+def decode_namespace(fingerprint: bytes) -> bytes:
+    check_hash(fingerprint, "namespace")
+    return fingerprint
+
+
+def encode_shards(shards: ShardRange) -> pb.ShardRange:
+    return pb.ShardRange(start=shards.start, count=shards.count)
+
+
+def decode_shards(shards: pb.ShardRange) -> ShardRange:
+    return ShardRange(shards.start, shards.count)
+
+
+def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
+    message = pb.NamespaceSpec(extra=dict(spec.extra))
+    for name in _SPEC_SCALARS:
+        setattr(message, name, getattr(spec, name))
+    for group in spec.groups:
+        added = message.groups.add(layer_names=group.layer_names)
+        for name in _GROUP_SCALARS:
+            setattr(added, name, getattr(group, name))
+    return message
+
+
+def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
+    groups = tuple(
+        GroupSpec(layer_names=tuple(group.layer_names), **{name: getattr(group, name) for name in _GROUP_SCALARS})
+        for group in message.groups
+    )
+    scalars = {name: getattr(message, name) for name in _SPEC_SCALARS}
+    return NamespaceSpec(groups=groups, extra=tuple(message.extra.items()), **scalars)
+
+
+_SPEC_SCALARS = tuple(
+    field.name for field in pb.NamespaceSpec.DESCRIPTOR.fields if field.name not in ("groups", "extra")
+)
+_GROUP_SCALARS = tuple(field.name for field in pb.GroupSpec.DESCRIPTOR.fields if field.name != "layer_names")
+
+
+def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceResponse:
+    message = pb.OpenNamespaceResponse(
+        boot_token=boot_token,
+        fingerprint=opened.fingerprint,
+        created=opened.created,
+        piece_bytes=opened.piece_bytes,
+        max_batch_blocks=opened.max_batch_blocks,
+    )
+    if (segment := opened.segment) is not None:
+        message.segment.CopyFrom(
+            pb.Segment(path=segment.path, nbytes=segment.nbytes, nonce=segment.nonce, nonce_offset=segment.nonce_offset)
+        )
+    return message
+
+
+def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
+    segment = None
+    if message.HasField("segment"):
+        segment = SegmentInfo(
+            message.segment.path, message.segment.nbytes, message.segment.nonce, message.segment.nonce_offset
+        )
+    return OpenedNamespace(message.fingerprint, segment, message.created, message.piece_bytes, message.max_batch_blocks)
+
+
+def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> pb.LookupResponse:
+    hits = [
+        pb.RunHits(
+            num_leading=hit.num_leading,
+            complete=hit.complete.to_bytes((len(run) + 7) // 8, "little") if hit.complete else b"",
+        )
+        for run, hit in zip(runs, lookup.hits, strict=True)
+    ]
+    return pb.LookupResponse(
+        boot_token=boot_token, hits=hits, lease_id=lookup.lease_id, lease_ttl_ms=lookup.lease_ttl_ms
+    )
+
+
+def decode_lookup(message: pb.LookupResponse) -> Lookup:
+    hits = tuple(RunHits(hit.num_leading, int.from_bytes(hit.complete, "little")) for hit in message.hits)
+    return Lookup(hits, message.lease_id, message.lease_ttl_ms)
+
+
+def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
+    return pb.PutStartResponse(
+        boot_token=boot_token,
+        ticket_id=grant.ticket_id,
+        ticket_ttl_ms=grant.ticket_ttl_ms,
+        statuses=bytes(grant.statuses),
+        offsets=grant.offsets,
+    )
+
+
+_PUT_STATUSES = tuple(PutStatus)
+
+
+def decode_statuses(packed: bytes) -> tuple[PutStatus, ...]:
+    return tuple(map(_PUT_STATUSES.__getitem__, packed))
+
+
+def decode_grant(message: pb.PutStartResponse) -> PutGrant:
+    return PutGrant(message.ticket_id, message.ticket_ttl_ms, decode_statuses(message.statuses), tuple(message.offsets))
+
+
+def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
+    return pb.PutEndResponse(
+        boot_token=boot_token, num_committed=receipt.num_committed, num_complete=receipt.num_complete
+    )
+
+
+def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
+    return PutReceipt(message.num_committed, message.num_complete)
+
+
+def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
+    return pb.GetResponse(
+        boot_token=boot_token,
+        lease_remaining_ms=located.lease_remaining_ms,
+        present=bytes(located.present),
+        offsets=located.offsets,
+        checksums=located.checksums,
+    )
+
+
+def decode_located(message: pb.GetResponse) -> Located:
+    return Located(
+        message.lease_remaining_ms,
+        tuple(map(bool, message.present)),
+        tuple(message.offsets),
+        tuple(message.checksums),
+    )
+
+
+def encode_key(key: PoolKey) -> pb.PoolKey:
+    return pb.PoolKey(namespace=key.namespace, group_idx=key.group_idx, block_hash=key.block_hash, shard=key.shard)
+
+
+def decode_key(message: pb.PoolKey) -> PoolKey:
+    check_hash(message.namespace, "namespace")
+    check_hash(message.block_hash, "block_hash")
+    return PoolKey(message.namespace, message.group_idx, message.block_hash, message.shard)
+
+
+def encode_chunk(chunk: Chunk) -> pb.Chunk:
+    return pb.Chunk(
+        key=encode_key(chunk.key), parent_hash=chunk.parent_hash, payload=chunk.payload, checksum=chunk.checksum
+    )
+
+
+def decode_chunk(message: pb.Chunk) -> Chunk:
+    if message.parent_hash:
+        check_hash(message.parent_hash, "parent_hash")
+    return Chunk(decode_key(message.key), message.payload, message.checksum, message.parent_hash)
+
+
+def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
+    return pb.StatsResponse(
+        boot_token=boot_token, counters=stats.counters, **{name: getattr(stats, name) for name in _STATS_SCALARS}
+    )
+
+
+def decode_stats(message: pb.StatsResponse) -> PoolStats:
+    return PoolStats(counters=dict(message.counters), **{name: getattr(message, name) for name in _STATS_SCALARS})
+
+
+_STATS_SCALARS = tuple(
+    field.name for field in pb.StatsResponse.DESCRIPTOR.fields if field.name not in ("boot_token", "counters")
+)

@@ -1,0 +1,1 @@
+"""The kvpool server: an asyncio gRPC server around a synchronous pool."""

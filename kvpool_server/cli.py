@@ -1,0 +1,112 @@
+"""The `kvpool-server` command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import structlog
+import typer
+
+from kvpool.errors import ConfigError
+from kvpool.version import __version__
+from kvpool_server.config import ServerConfig, load, split_address
+from kvpool_server.server import Server
+
+
+def _help(name: str) -> str:
+    field = ServerConfig.model_fields[name]
+    shown = "1GiB" if name == "memory" else field.default
+    return f"{field.description} (default: {shown})"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpool-server {__version__}")
+        raise typer.Exit
+
+
+def serve(
+    listen: Annotated[str | None, typer.Option(help=_help("listen"))] = None,
+    memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
+    http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
+    shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
+    max_ttl_ms: Annotated[int | None, typer.Option(help=_help("max_ttl_ms"))] = None,
+    grace_ms: Annotated[int | None, typer.Option(help=_help("grace_ms"))] = None,
+    drain_ms: Annotated[int | None, typer.Option(help=_help("drain_ms"))] = None,
+    log_level: Annotated[str | None, typer.Option(help=_help("log_level"))] = None,
+    log_format: Annotated[str | None, typer.Option(help=_help("log_format"))] = None,
+    config: Annotated[
+        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="TOML file with any of these settings.")
+    ] = None,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Serve a pool of KV-cache blocks to the vLLM engines that point at it.
+
+    Each setting comes from its flag, else from KVPOOL_<NAME> in the environment, else from the TOML file, else from its
+    default. Unknown keys are errors. SIGTERM and SIGINT drain, then stop.
+
+    Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
+    """
+    given = {name: value for name, value in locals().items() if name in ServerConfig.model_fields and value is not None}
+    try:
+        settings = load(given, config)
+        configure_logging(settings)
+        asyncio.run(_run(settings))
+    except ConfigError as error:
+        typer.echo(f"kvpool-server: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+async def _run(settings: ServerConfig) -> None:
+    server = Server(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.request_stop)
+    await server.start()
+    host = split_address(settings.listen)[0]
+    endpoint = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{server.port}"
+    typer.echo(_welcome(endpoint, server))
+    try:
+        await server.wait()
+    finally:
+        await server.stop()
+
+
+def _welcome(endpoint: str, server: Server) -> str:
+    http = f"http://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
+    size = server.config.memory.human_readable()
+    return f"""kvpool-server {__version__}: {size} on {endpoint}; metrics and health: {http}
+Point vLLM at it:
+  vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\
+    '{{"kv_connector":"KVPoolConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute",
+      "kv_connector_extra_config":{{"endpoint":"{endpoint}"}}}}'
+"""
+
+
+def configure_logging(settings: ServerConfig) -> None:
+    """One line per event that matters, on stderr."""
+    renderer: Any = structlog.processors.JSONRenderer()
+    if settings.log_format == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.log_level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(serve)
+    app()

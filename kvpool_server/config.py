@@ -1,0 +1,114 @@
+"""Settings of the server, resolved once: flag > environment (KVPOOL_*) > TOML file > default. Unknown keys fail."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+
+from kvpool.errors import ConfigError
+
+ENV_PREFIX = "KVPOOL_"
+_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
+
+
+class ServerConfig(BaseModel):
+    """Every setting says meaning, unit, and when to change it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for gRPC. Port 0 takes a free one.")
+    http_listen: str = Field(
+        "127.0.0.1:50052", description="HOST:PORT for /metrics and /healthz. Port 0 takes a free one; empty: none."
+    )
+    memory: ByteSize = Field(
+        ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
+    )
+    shm_dir: str = Field("/dev/shm", description="RAM-backed directory for the arena; clients on this host map it.")
+    max_ttl_ms: int = Field(
+        120_000, ge=100, le=3_600_000, description="Longest lease or ticket a client gets, milliseconds."
+    )
+    grace_ms: int = Field(
+        30_000, ge=0, le=3_600_000,
+        description="How long the space of a writer that vanished waits for its last writes, milliseconds.",
+    )  # fmt: skip
+    drain_ms: int = Field(
+        5_000, ge=0, le=600_000, description="How long calls under way may go on after SIGTERM, milliseconds."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["console", "json"] = Field("console", description="How log lines look.")
+
+    @field_validator("listen", "http_listen")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        if value:
+            split_address(value)
+        return value
+
+    @field_validator("memory")
+    @classmethod
+    def _check_memory(cls, value: int) -> int:
+        if value < 1 << 20:
+            raise ValueError("give at least 1MiB")
+        return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
+    """The settings in force.
+
+    Args:
+        flags: what the command line gave.
+        config_file: a TOML file; None for none.
+        environ: the environment; the process's by default.
+
+    Raises:
+        ConfigError: names the source, the key, the value and what is wrong.
+    """
+    environ = dict(os.environ) if environ is None else environ
+    values = {**_from_file(config_file), **_from_environment(environ), **flags}
+    try:
+        return ServerConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"setting {key} = {first['input']!r}: {first['msg']}") from None
+
+
+def _from_file(config_file: Path | None) -> dict[str, Any]:
+    if config_file is None:
+        return {}
+    try:
+        values = tomllib.loads(config_file.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config file {config_file}: {error}") from None
+    _refuse_unknown(values, f"config file {config_file}")
+    return values
+
+
+def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
+    values = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and name not in _CLIENT_VARIABLES
+    }
+    _refuse_unknown(values, "environment", ENV_PREFIX)
+    return values
+
+
+def _refuse_unknown(values: dict[str, Any], source: str, prefix: str = "") -> None:
+    for key in values:
+        if key not in ServerConfig.model_fields:
+            shown = prefix + (key.upper() if prefix else key)
+            known = ", ".join(ServerConfig.model_fields)
+            raise ConfigError(f"{source}: unknown key {shown}; the keys are {known}")

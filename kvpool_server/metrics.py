@@ -1,0 +1,78 @@
+"""Prometheus metrics of the server. docs/metrics.md glosses each one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvpool.types import PoolStats
+
+_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
+
+_GAUGES = {
+    "arena_bytes": "Size of the arena.",
+    "free_bytes": "Bytes of the arena in no entry's slot.",
+    "prefaulted_bytes": "Bytes of the arena backed by memory so far.",
+    "num_entries": "Complete (readable) blocks.",
+    "num_incomplete": "Blocks that miss a shard.",
+    "num_quarantined": "Slots that wait for late writers or readers.",
+    "num_leases": "Live leases.",
+    "num_tickets": "Live put tickets.",
+}
+
+_COUNTERS = {
+    "lookups": "Lookup calls.",
+    "lookup_blocks": "Blocks asked for by lookups.",
+    "lookup_hits": "Blocks found complete by lookups.",
+    "put_blocks_granted": "Blocks for which a put got a region.",
+    "put_blocks_present": "Blocks that a put found present.",
+    "put_blocks_busy": "Blocks that a put found being written by another.",
+    "put_blocks_completed": "Blocks that became readable.",
+    "get_blocks": "Blocks asked for by gets.",
+    "get_blocks_present": "Blocks that gets found.",
+    "evicted_blocks": "Blocks evicted to make room.",
+    "removed_blocks": "Blocks removed or cleared by request.",
+    "corrupt_blocks_dropped": "Blocks dropped because their bytes had changed.",
+    "out_of_space": "Puts refused for lack of room.",
+    "leases_expired": "Leases that ended at their deadline.",
+    "leases_refused": "Lookups that got no lease because too many were live.",
+    "tickets_expired": "Put tickets that ended at their deadline.",
+    "tickets_revoked": "Put tickets given back.",
+}
+
+
+class PoolCollector(Collector):
+    """Reads the pool's own counters when it is scraped, so that nothing is counted twice."""
+
+    def __init__(self, stats: Callable[[], PoolStats]):
+        self._stats = stats
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        stats = self._stats()
+        for name, gloss in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvpool_{name.removeprefix('num_')}", gloss, value=getattr(stats, name))
+        for name, gloss in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvpool_{name}", gloss, value=stats.counters.get(name, 0))
+
+
+class RpcMetrics:
+    """Calls by method and status, and bytes that passed through the server."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._seconds = Histogram(
+            "kvpool_rpc_seconds", "Time in the server, by method and status.", ["method", "status"],
+            buckets=_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._bytes = Counter(
+            "kvpool_stream_bytes", "Payload bytes through gRPC (shared-memory bytes never pass here).", ["direction"],
+            registry=registry,
+        )  # fmt: skip
+
+    def observe(self, method: str, status: str, seconds: float) -> None:
+        self._seconds.labels(method, status).observe(seconds)
+
+    def add_bytes(self, direction: str, nbytes: int) -> None:
+        self._bytes.labels(direction).inc(nbytes)

@@ -1,0 +1,184 @@
+"""The composition root: builds the server from its settings, starts it, drains it, stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from kvpool.client import MAX_MESSAGE_BYTES
+from kvpool.errors import ConfigError
+from kvpool.segment import Segment, sweep
+from kvpool.v1 import pool_pb2
+from kvpool.v1.pool_pb2_grpc import add_PoolServicer_to_server
+from kvpool.version import __version__
+from kvpool_server.config import ServerConfig, split_address
+from kvpool_server.http import OperatorHttp
+from kvpool_server.metrics import PoolCollector, RpcMetrics
+from kvpool_server.service import PoolService
+from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.pool import Limits, Pool
+
+log = structlog.get_logger()
+
+PREFAULT_STEP_BYTES = 32 << 20
+EXPIRE_EVERY_S = 0.5
+_SERVICE = pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name
+
+
+class Server:
+    """One kvpool server. `start`, then `wait`, then `stop`.
+
+    Attributes:
+        port: of gRPC, once started (settings may say 0).
+        http_port: of /metrics and /healthz; 0 if there is none.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.port = self.http_port = 0
+        self.boot_token = secrets.randbits(63) | 1
+        self._stopping = asyncio.Event()
+        self._failure = ""
+        self._draining = False
+        self._prefaulted_bytes = 0
+        self._prefault_stop = threading.Event()
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError where the settings cannot be met; nothing is left behind then."""
+        config = self.config
+        _check_memory(config.memory)
+        for path in sweep(config.shm_dir):
+            log.info("removed the memory of a dead server", path=path)
+        arena = Arena(config.memory)
+        limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
+        self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits)
+        self._segment = Segment.create(config.shm_dir, arena.arena_bytes)
+        try:
+            await self._listen()
+        except BaseException:
+            self._segment.close()
+            raise
+        self._prefault_thread = threading.Thread(target=self._prefault, name="kvpool-prefault", daemon=True)
+        self._prefault_thread.start()
+        self._expire_task = asyncio.create_task(self._expire())
+        self._loop = asyncio.get_running_loop()
+        log.info(
+            "listening", version=__version__, grpc=f"{split_address(config.listen)[0]}:{self.port}",
+            http_port=self.http_port or None, arena_bytes=arena.arena_bytes, segment=self._segment.path,
+        )  # fmt: skip
+
+    async def _listen(self) -> None:
+        registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+        registry.register(PoolCollector(lambda: self.pool.stats(self._prefaulted_bytes)))
+        self._grpc = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),  # Two servers on one port must be an error, not a lottery.
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ]
+        )
+        service = PoolService(
+            self.pool,
+            self._segment.bytes,
+            self._segment.info(),
+            self.boot_token,
+            RpcMetrics(registry),
+            lambda: self._prefaulted_bytes,
+        )
+        add_PoolServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        try:
+            self.port = self._grpc.add_insecure_port(self.config.listen)
+        except RuntimeError:
+            raise ConfigError(
+                f"cannot listen on {self.config.listen}: the port is in use or the host is not this machine's; "
+                "see --listen"
+            ) from None
+        self._http: OperatorHttp | None = None
+        if self.config.http_listen:
+            host, port = split_address(self.config.http_listen)
+            try:
+                self._http = OperatorHttp(host, port, registry, lambda: not self._draining)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {self.config.http_listen} for /metrics: {error.strerror}; see --http-listen"
+                ) from None
+            self.http_port = self._http.port
+        await self._grpc.start()
+        await self._set_serving(True)
+
+    async def _set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", _SERVICE):
+            await self._health.set(name, status)
+
+    def request_stop(self) -> None:
+        """Ends `wait`; for signal handlers."""
+        self._stopping.set()
+
+    async def wait(self) -> None:
+        """Returns when the server is to stop. Raises ConfigError if it cannot go on."""
+        await self._stopping.wait()
+        if self._failure:
+            raise ConfigError(self._failure)
+
+    async def stop(self) -> None:
+        """Drains and stops. Every thread, task and file of the server is gone afterwards."""
+        self._draining = True
+        log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
+        await self._set_serving(False)
+        await self._grpc.stop(self.config.drain_ms / 1000)
+        self._expire_task.cancel()
+        self._prefault_stop.set()
+        if self._http is not None:
+            self._http.close()
+        await asyncio.to_thread(self._prefault_thread.join, 10)
+        self._segment.close()
+        log.info("stopped")
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            self.pool.expire()
+
+    def _prefault(self) -> None:
+        # In the background: a server of 100 GiB is to answer at once. In steps: it is to stop at once, too.
+        started = time.monotonic()
+        total = self._segment.nbytes
+        try:
+            for start in range(0, total, PREFAULT_STEP_BYTES):
+                if self._prefault_stop.is_set():
+                    return
+                nbytes = min(PREFAULT_STEP_BYTES, total - start)
+                self._segment.populate(start, nbytes)
+                self._prefaulted_bytes = start + nbytes
+        except MemoryError as error:
+            # Going on would end in SIGBUS, here or in an engine, at the first write to the missing part.
+            self._failure = f"{error} (got {self._prefaulted_bytes} of {total} bytes); lower --memory"
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            return
+        log.info("arena prefaulted", arena_bytes=total, seconds=round(time.monotonic() - started, 2))
+
+
+def _check_memory(wanted: int) -> None:
+    """Raises ConfigError if the machine, or the cgroup the server runs in, cannot hold the arena."""
+    limit, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
+    cgroup = Path("/sys/fs/cgroup/memory.max")
+    if cgroup.exists() and (text := cgroup.read_text().strip()).isdigit() and int(text) < limit:
+        limit, what = int(text), "this container may use"
+    if wanted > limit:
+        raise ConfigError(f"memory = {wanted} bytes, and {what} {limit}; lower --memory")

@@ -1,0 +1,270 @@
+"""The gRPC service: decode -> pool -> encode. All meaning is in the pool, all translation in `kvpool.wire`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvpool import wire
+from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError
+from kvpool.hashing import checksum
+from kvpool.types import BlockRun, Chunk, OpenedNamespace, PoolKey, PutStatus, SegmentInfo, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolServicer
+from kvpool.version import __version__
+from kvpool_server.metrics import RpcMetrics
+from kvpool_server.storage.pool import Pool
+
+log = structlog.get_logger()
+
+PIECE_BYTES = 1 << 20
+"""Largest payload of one Write or Read message: larger ones copy no faster, smaller ones cost calls."""
+
+INLINE_TTL_MS = 60_000
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
+
+
+class PoolService(PoolServicer):
+    """Serves one pool.
+
+    Args:
+        memory: the arena, uint8 [arena_bytes].
+        segment: where clients on this host find the same memory; None to offer no shared memory.
+        prefaulted_bytes: how much of the arena is backed by memory so far.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        memory: npt.NDArray[np.uint8],
+        segment: SegmentInfo | None,
+        boot_token: int,
+        metrics: RpcMetrics,
+        prefaulted_bytes: Callable[[], int],
+    ):
+        self._pool = pool
+        self._memory = memory
+        self._segment = segment
+        self._boot_token = boot_token
+        self._metrics = metrics
+        self._prefaulted_bytes = prefaulted_bytes
+        self._started = time.monotonic()
+        for name in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "PutRevoke", "Get", "Release", "Write",
+                     "PutChunks", "Verify", "Remove", "Clear", "Ping", "Stats", "ListNamespaces"):  # fmt: skip
+            setattr(self, name, self._guarded(name, getattr(self, name)))
+
+    def _guarded(self, name: str, method: Method) -> Any:
+        """Times a unary-reply method and turns its errors into statuses."""
+
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            started = time.perf_counter()
+            try:
+                reply = await method(request, context)
+            except KVPoolError as error:
+                await self._fail(name, started, error, context)
+            else:
+                self._metrics.observe(name, "OK", time.perf_counter() - started)
+                return reply
+
+        return call
+
+    async def _fail(
+        self, name: str, started: float, error: KVPoolError, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        status = wire.status_of(error)
+        self._metrics.observe(name, status.name, time.perf_counter() - started)
+        await context.abort(status, str(error))
+
+    # Namespaces
+
+    async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
+        namespace, created = self._pool.open_namespace(wire.decode_spec(request.spec), request.expected_fingerprint)
+        if created:
+            log.info(
+                "namespace opened",
+                model=namespace.spec.model,
+                fingerprint=namespace.fingerprint.hex()[:12],
+                block_bytes=[group.slot_bytes for group in namespace.spec.groups],
+            )
+        opened = OpenedNamespace(
+            namespace.fingerprint, self._segment, created, PIECE_BYTES, self._pool.limits.max_batch_blocks
+        )
+        return wire.encode_opened(opened, self._boot_token)
+
+    # Lookup
+
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        runs = wire.decode_runs(request.runs)
+        found = self._pool.lookup(
+            wire.decode_namespace(request.namespace),
+            runs,
+            prefix_only=request.prefix_only,
+            lease_ttl_ms=request.lease_ttl_ms,
+        )
+        return wire.encode_lookup(found, runs, self._boot_token)
+
+    # Put
+
+    async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
+        grant = self._pool.put_start(
+            wire.decode_namespace(request.namespace),
+            wire.decode_runs(request.runs),
+            wire.decode_shards(request.shards),
+            request.ticket_ttl_ms,
+        )
+        return wire.encode_grant(grant, self._boot_token)
+
+    async def Write(self, requests: AsyncIterator[pb.WriteRequest], context: Any) -> pb.WriteResponse:
+        nbytes = 0
+        async for request in requests:
+            payload = np.frombuffer(request.payload, np.uint8)
+            self._pool.writable(request.ticket_id, request.offset, len(payload))
+            self._memory[request.offset : request.offset + len(payload)] = payload
+            nbytes += len(payload)
+        self._metrics.add_bytes("write", nbytes)
+        return pb.WriteResponse(boot_token=self._boot_token, nbytes=nbytes)
+
+    async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
+        return wire.encode_receipt(self._pool.put_end(request.ticket_id, request.checksums), self._boot_token)
+
+    async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
+        return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
+
+    # Get
+
+    async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
+        located = self._pool.get(
+            request.lease_id,
+            wire.decode_namespace(request.namespace),
+            wire.decode_runs(request.runs),
+            wire.decode_shards(request.shards),
+        )
+        return wire.encode_located(located, self._boot_token)
+
+    async def Read(
+        self, request: pb.ReadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.ReadResponse]:
+        started = time.perf_counter()
+        nbytes = 0
+        try:
+            for region in request.offsets:
+                for offset in range(region, region + request.region_bytes, PIECE_BYTES):
+                    size = min(PIECE_BYTES, region + request.region_bytes - offset)
+                    self._pool.readable(request.lease_id, offset, size)
+                    payload = self._memory[offset : offset + size].tobytes()
+                    nbytes += size
+                    yield pb.ReadResponse(boot_token=self._boot_token, offset=offset, payload=payload)
+        except KVPoolError as error:
+            await self._fail("Read", started, error, context)
+        self._metrics.add_bytes("read", nbytes)
+        self._metrics.observe("Read", "OK", time.perf_counter() - started)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
+
+    # Inline
+
+    async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
+        statuses = bytearray()
+        async for request in requests:
+            statuses.extend(self._put_chunk(wire.decode_chunk(chunk)) for chunk in request.chunks)
+        return pb.PutChunksResponse(boot_token=self._boot_token, statuses=bytes(statuses))
+
+    def _put_chunk(self, chunk: Chunk) -> PutStatus:
+        if checksum(chunk.payload) != chunk.checksum:
+            raise ChecksumError(
+                f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard}: the payload's xxh3-64 is not "
+                f"{chunk.checksum:#x}"
+            )
+        run = BlockRun(chunk.key.group_idx, [chunk.key.block_hash], chunk.parent_hash)
+        expected = self._pool.chunk_bytes(chunk.key.namespace, run)
+        if len(chunk.payload) != expected:
+            raise InvalidRequestError(
+                f"chunk {chunk.key.block_hash.hex()} has {len(chunk.payload)} bytes; group "
+                f"{chunk.key.group_idx}'s chunks have {expected}"
+            )
+        grant = self._pool.put_start(chunk.key.namespace, [run], ShardRange(chunk.key.shard, 1), INLINE_TTL_MS)
+        for offset in grant.offsets:
+            self._memory[offset : offset + expected] = np.frombuffer(chunk.payload, np.uint8)
+            self._pool.put_end(grant.ticket_id, [chunk.checksum])
+        self._metrics.add_bytes("write", len(grant.offsets) * expected)
+        return grant.statuses[0]
+
+    async def GetChunks(
+        self, request: pb.GetChunksRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GetChunksResponse]:
+        started = time.perf_counter()
+        try:
+            for index, key in enumerate(request.keys):
+                chunk = self._get_chunk(wire.decode_key(key))
+                reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
+                if chunk is not None:
+                    reply.chunk.CopyFrom(wire.encode_chunk(chunk))
+                yield reply
+        except KVPoolError as error:
+            await self._fail("GetChunks", started, error, context)
+        self._metrics.observe("GetChunks", "OK", time.perf_counter() - started)
+
+    def _get_chunk(self, key: PoolKey) -> Chunk | None:
+        run = BlockRun(key.group_idx, [key.block_hash])
+        shards = ShardRange(key.shard, 1)
+        size = self._pool.chunk_bytes(key.namespace, run)
+        lease_id = self._pool.lookup(key.namespace, [run], prefix_only=True, lease_ttl_ms=INLINE_TTL_MS).lease_id
+        if not lease_id:
+            return None
+        try:
+            located = self._pool.get(lease_id, key.namespace, [run], shards)
+        finally:
+            self._pool.release([lease_id])
+        # No other call runs between the release and the copy: this is one step of the event loop.
+        payload = self._memory[located.offsets[0] : located.offsets[0] + size].tobytes()
+        self._metrics.add_bytes("read", size)
+        return Chunk(key, payload, located.checksums[0])
+
+    # Operations
+
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        checked, dropped = self._pool.verify(
+            wire.decode_namespace(request.namespace),
+            wire.decode_runs(request.runs),
+            lambda offset, nbytes: self._memory[offset : offset + nbytes],
+        )
+        if dropped:
+            log.error("corrupt blocks dropped", checked=checked, dropped=dropped)
+        return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
+
+    async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
+        removed = self._pool.remove(wire.decode_namespace(request.namespace), wire.decode_runs(request.runs))
+        return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
+
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
+        fingerprint = wire.decode_namespace(request.namespace) if request.namespace else b""
+        removed = self._pool.clear(fingerprint)
+        log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
+        return pb.ClearResponse(boot_token=self._boot_token, num_removed=removed)
+
+    async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
+        uptime = time.monotonic() - self._started
+        return pb.PingResponse(boot_token=self._boot_token, version=__version__, uptime_seconds=uptime)
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
+        return wire.encode_stats(self._pool.stats(self._prefaulted_bytes()), self._boot_token)
+
+    async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
+        infos = [
+            pb.NamespaceInfo(
+                fingerprint=namespace.fingerprint,
+                spec=wire.encode_spec(namespace.spec),
+                num_entries=num_entries,
+                nbytes=nbytes,
+            )
+            for namespace, num_entries, nbytes in self._pool.namespaces()
+        ]
+        return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=infos)

@@ -1,0 +1,135 @@
+"""Places for entries: the arena is cut into equal extents, and an extent into equal slots of one size.
+
+Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot taken until its
+last slot is freed. Pure bookkeeping: offsets, no memory. Not thread-safe: the pool's event loop owns it.
+
+Invariant: every offset is either free or has exactly one owner.
+"""
+
+from __future__ import annotations
+
+from kvpool_server.storage.entry import Entry
+
+ALIGNMENT = 2 << 20
+MIN_EXTENT_BYTES = 32 << 20
+EXTENTS_PER_ARENA = 64
+MIN_EXTENTS = 4
+
+
+class Extent:
+    """Slots of one size. `owners[i]` is the entry in slot i, or None."""
+
+    __slots__ = ("free", "owners", "slot_bytes", "start")
+
+    def __init__(self, start: int, slot_bytes: int, num_slots: int):
+        self.start = start
+        self.slot_bytes = slot_bytes
+        self.owners: list[Entry | None] = [None] * num_slots
+        # Taken from the end: ascending offsets, so that the blocks of one put lie side by side.
+        self.free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        return len(self.owners) - len(self.free)
+
+
+class Arena:
+    """Slots by offset.
+
+    Args:
+        arena_bytes: rounded down to whole extents.
+        extent_bytes: default: a 64th of the arena, 32 MiB at least, and a quarter of the arena at most.
+    """
+
+    def __init__(self, arena_bytes: int, extent_bytes: int | None = None):
+        if extent_bytes is None:
+            wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
+            extent_bytes = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
+            extent_bytes = max(extent_bytes // ALIGNMENT, 1) * ALIGNMENT if extent_bytes >= ALIGNMENT else extent_bytes
+        self.extent_bytes = extent_bytes
+        self.num_extents = arena_bytes // extent_bytes
+        if not self.num_extents:
+            raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
+        self.arena_bytes = self.num_extents * extent_bytes
+        self._extents: list[Extent | None] = [None] * self.num_extents
+        self._unused = list(range(self.num_extents - 1, -1, -1))
+        # slot size -> its extents by start; those with room are kept apart so that allocation never searches.
+        self._by_size: dict[int, dict[int, Extent]] = {}
+        self._with_room: dict[int, dict[int, Extent]] = {}
+
+    def slots_per_extent(self, slot_bytes: int) -> int:
+        return self.extent_bytes // slot_bytes
+
+    def sizes(self) -> list[int]:
+        """Slot sizes that have extents."""
+        return list(self._by_size)
+
+    def extents(self, slot_bytes: int) -> list[Extent]:
+        return list(self._by_size.get(slot_bytes, {}).values())
+
+    def available(self, slot_bytes: int) -> int:
+        """Slots of this size that can be taken now."""
+        room = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())
+        return room + len(self._unused) * self.slots_per_extent(slot_bytes)
+
+    def take(self, slot_bytes: int, count: int) -> list[int] | None:
+        """Takes `count` slots; their offsets. None if there are fewer: nothing has changed."""
+        if count > self.available(slot_bytes):
+            return None
+        offsets: list[int] = []
+        with_room = self._with_room.setdefault(slot_bytes, {})
+        while len(offsets) < count:
+            extent = next(iter(with_room.values()), None) or self._open(slot_bytes)
+            while extent.free and len(offsets) < count:
+                offsets.append(extent.start + extent.free.pop() * slot_bytes)
+            if not extent.free:
+                del with_room[extent.start]
+        return offsets
+
+    def assign(self, offset: int, owner: Entry) -> None:
+        """Says who is in a slot that `take` gave."""
+        extent, slot = self._locate(offset)
+        extent.owners[slot] = owner
+
+    def owner(self, offset: int) -> Entry | None:
+        """The entry whose slot contains `offset`, if any."""
+        idx = offset // self.extent_bytes
+        extent = self._extents[idx] if 0 <= idx < self.num_extents else None
+        if extent is None:
+            return None
+        slot = (offset - extent.start) // extent.slot_bytes
+        return extent.owners[slot] if slot < len(extent.owners) else None
+
+    def free(self, offset: int) -> None:
+        """Gives a slot back. An extent whose last slot is freed is open to every size again."""
+        extent, slot = self._locate(offset)
+        extent.owners[slot] = None
+        extent.free.append(slot)
+        if extent.num_used:
+            self._with_room[extent.slot_bytes][extent.start] = extent
+            return
+        self._extents[extent.start // self.extent_bytes] = None
+        self._unused.append(extent.start // self.extent_bytes)
+        del self._by_size[extent.slot_bytes][extent.start]
+        self._with_room[extent.slot_bytes].pop(extent.start, None)
+        if not self._by_size[extent.slot_bytes]:
+            del self._by_size[extent.slot_bytes], self._with_room[extent.slot_bytes]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
+
+    def _open(self, slot_bytes: int) -> Extent:
+        idx = self._unused.pop()
+        extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes))
+        self._extents[idx] = extent
+        self._by_size.setdefault(slot_bytes, {})[extent.start] = extent
+        self._with_room[slot_bytes][extent.start] = extent
+        return extent
+
+    def _locate(self, offset: int) -> tuple[Extent, int]:
+        extent = self._extents[offset // self.extent_bytes]
+        assert extent is not None, f"offset {offset} lies in no extent"
+        slot, rest = divmod(offset - extent.start, extent.slot_bytes)
+        assert rest == 0, f"offset {offset} is no slot of {extent.slot_bytes} bytes"
+        return extent, slot

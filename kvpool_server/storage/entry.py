@@ -1,0 +1,78 @@
+"""The pool's record of one block, and of the group it belongs to.
+
+States of an entry, by its bitmaps over shards (bit s: shard s):
+    reserved    pending != 0           some shard is being written under a live ticket
+    incomplete  present != full mask   some shard is missing; nobody can read it
+    complete    present == full mask   readable
+A dropped entry (`live` False) is out of its group's index; its slot may still wait in quarantine.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kvpool.namespace import GroupSpec
+
+
+class Group:
+    """One KV-cache group of an open namespace: its index of entries by block hash."""
+
+    __slots__ = ("full_mask", "index", "spec")
+
+    def __init__(self, spec: GroupSpec):
+        self.spec = spec
+        self.full_mask = (1 << spec.num_shards) - 1
+        self.index: dict[bytes, Entry] = {}
+
+
+class Entry:
+    """One block.
+
+    Attributes:
+        offset: of its slot in the arena, bytes.
+        parent: the entry of the block before it, if that was there when this one came.
+        children: live entries whose parent this is; only entries without any are evicted (deepest first).
+        present, pending: bitmaps over shards.
+        checksums: xxh3-64 of each present shard.
+        leases: live leases that cover it.
+        used: the pool's tick at its last use.
+        queued: whether the eviction queue holds it.
+    """
+
+    __slots__ = (
+        "block_hash",
+        "checksums",
+        "children",
+        "group",
+        "leases",
+        "live",
+        "offset",
+        "parent",
+        "pending",
+        "present",
+        "queued",
+        "used",
+    )
+
+    def __init__(self, group: Group, block_hash: bytes, parent: Entry | None, offset: int, used: int):
+        self.group = group
+        self.block_hash = block_hash
+        self.parent = parent
+        self.children = 0
+        self.offset = offset
+        self.present = 0
+        self.pending = 0
+        self.checksums = array("Q", bytes(8 * group.spec.num_shards))
+        self.leases = 0
+        self.used = used
+        self.queued = False
+        self.live = True
+
+    @property
+    def complete(self) -> bool:
+        return self.present == self.group.full_mask
+
+    @property
+    def movable(self) -> bool:
+        """No reader or writer may touch its slot."""
+        return self.leases == 0 and self.pending == 0

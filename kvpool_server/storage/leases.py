@@ -1,0 +1,78 @@
+"""Leases and tickets: references that end at a deadline, whatever becomes of their holder."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from kvpool.types import ShardRange
+from kvpool_server.storage.entry import Entry
+
+
+class Holding:
+    """Entries held until a deadline."""
+
+    __slots__ = ("_members", "deadline", "entries", "id")
+
+    def __init__(self, id: int, deadline: float, entries: list[Entry]):
+        self.id = id
+        self.deadline = deadline
+        self.entries = entries
+        self._members: set[int] | None = None
+
+    def covers(self, entry: Entry) -> bool:
+        """Whether the (now final) entries contain this one."""
+        if self._members is None:
+            self._members = {id(member) for member in self.entries}
+        return id(entry) in self._members
+
+
+class Lease(Holding):
+    """Keeps entries from eviction between lookup and load."""
+
+    __slots__ = ()
+
+
+class Ticket(Holding):
+    """The right to write `shards` of `entries` until the deadline."""
+
+    __slots__ = ("shards",)
+
+    def __init__(self, id: int, deadline: float, entries: list[Entry], shards: ShardRange):
+        super().__init__(id, deadline, entries)
+        self.shards = shards
+
+
+Held = TypeVar("Held", Lease, Ticket)
+
+
+class Register(Generic[Held]):
+    """Live leases or tickets, by id and by deadline."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Held] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def values(self) -> list[Held]:
+        return list(self._live.values())
+
+    def add(self, held: Held) -> None:
+        self._live[held.id] = held
+        heapq.heappush(self._deadlines, (held.deadline, held.id))
+
+    def get(self, id: int) -> Held | None:
+        return self._live.get(id)
+
+    def pop(self, id: int) -> Held | None:
+        return self._live.pop(id, None)
+
+    def pop_expired(self, now: float) -> Iterator[Held]:
+        """Removes and yields what has reached its deadline."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            held = self._live.pop(heapq.heappop(self._deadlines)[1], None)
+            if held is not None:
+                yield held

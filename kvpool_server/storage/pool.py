@@ -1,0 +1,623 @@
+"""The pool: a synchronous state machine over entries, leases and tickets. It decides; its callers move bytes.
+
+The file stands in the order of its paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
+Clock, ids and arena come from outside, so a simulation can drive it. Not thread-safe: one event loop owns it.
+
+Invariants (`check_integrity`):
+- free + reserved + resident + quarantined slots = capacity.
+- An entry is readable only when every shard has been covered by a put_end.
+- A slot is free again only when no lease covers it and no ticket, nor the grace after one, could still write to it.
+- A call that raises has changed nothing, but for what had expired before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.errors import (
+    IncompatibleNamespaceError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    OutOfSpaceError,
+    UnknownNamespaceError,
+)
+from kvpool.hashing import checksum
+from kvpool.namespace import NamespaceSpec, differences
+from kvpool.types import (
+    BlockRun,
+    Located,
+    Lookup,
+    PoolStats,
+    PutGrant,
+    PutReceipt,
+    PutStatus,
+    RunHits,
+    ShardRange,
+)
+from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.leases import Lease, Register, Ticket
+from kvpool_server.storage.space import Space
+
+Read = Callable[[int, int], Any]
+"""(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one caller can ask for.
+
+    Args:
+        max_batch_blocks: blocks in one request.
+        max_ttl_ms: of leases and tickets; longer wishes are cut to it.
+        default_ticket_ttl_ms: where the caller names none.
+        grace_ms: how long the slot of an expired ticket waits for a late writer.
+        max_leases, max_tickets: live at once.
+        max_namespaces: open at once.
+    """
+
+    max_batch_blocks: int = 65_536
+    max_ttl_ms: int = 120_000
+    default_ticket_ttl_ms: int = 10_000
+    grace_ms: int = 30_000
+    max_leases: int = 100_000
+    max_tickets: int = 100_000
+    max_namespaces: int = 1_024
+
+
+class Namespace:
+    """An open namespace and its groups."""
+
+    __slots__ = ("fingerprint", "groups", "spec")
+
+    def __init__(self, spec: NamespaceSpec, fingerprint: bytes):
+        self.spec = spec
+        self.fingerprint = fingerprint
+        self.groups = [Group(group) for group in spec.groups]
+
+
+class Pool:
+    """See the module.
+
+    Args:
+        arena: slots to give out.
+        clock: monotonic seconds.
+        new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
+    """
+
+    def __init__(
+        self, arena: Arena, clock: Callable[[], float], new_id: Callable[[], int], limits: Limits | None = None
+    ):
+        self.arena = arena
+        self.limits = limits or Limits()
+        self.counters: Counter[str] = Counter()
+        self._space = Space(arena)
+        self._clock = clock
+        self._new_id = new_id
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._leases: Register[Lease] = Register()
+        self._tickets: Register[Ticket] = Register()
+        # Slots out of the index that somebody may still touch: offset -> (entry, not before).
+        self._quarantine: dict[int, tuple[Entry, float]] = {}
+        self._quarantine_ends: list[tuple[float, int]] = []
+        self._tick = 0
+        self._num_live = 0
+        self._num_complete = 0
+
+    # Namespaces
+
+    def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> tuple[Namespace, bool]:
+        """The namespace of a spec, and whether it is new here.
+
+        Raises:
+            InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
+            IncompatibleNamespaceError: it is not the expected one.
+        """
+        spec.check()
+        fingerprint = spec.fingerprint()
+        if expected_fingerprint and fingerprint != expected_fingerprint:
+            raise IncompatibleNamespaceError(self._explain(spec, expected_fingerprint))
+        if (namespace := self._namespaces.get(fingerprint)) is not None:
+            return namespace, False
+        for idx, group in enumerate(spec.groups):
+            if group.slot_bytes > self.arena.extent_bytes:
+                raise InvalidRequestError(
+                    f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
+                    f"({self.arena.extent_bytes} bytes); start kvpool-server with more --memory"
+                )
+        if len(self._namespaces) >= self.limits.max_namespaces:
+            raise OutOfSpaceError(f"{len(self._namespaces)} namespaces are open, which is the limit; clear some")
+        namespace = self._namespaces[fingerprint] = Namespace(spec, fingerprint)
+        return namespace, True
+
+    def namespaces(self) -> list[tuple[Namespace, int, int]]:
+        """Every open namespace, its complete entries and the bytes of their slots."""
+        listed = []
+        for namespace in self._namespaces.values():
+            entries = [entry for group in namespace.groups for entry in group.index.values() if entry.complete]
+            listed.append((namespace, len(entries), sum(entry.group.spec.slot_bytes for entry in entries)))
+        return listed
+
+    def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
+        """Bytes of one chunk of a run's group."""
+        return self._group(self._namespace(fingerprint), run).spec.chunk_bytes
+
+    # Lookup
+
+    def lookup(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+    ) -> Lookup:
+        """Which blocks are complete; with a TTL, a lease on them. Without one nothing is renewed."""
+        namespace = self._namespace(fingerprint)
+        self._check_batch(runs)
+        groups = [self._group(namespace, run) for run in runs]
+        found: list[Entry] = []
+        hits = tuple(self._hits(group, run, prefix_only, found) for group, run in zip(groups, runs, strict=True))
+        self.counters["lookups"] += 1
+        self.counters["lookup_blocks"] += sum(map(len, runs))
+        self.counters["lookup_hits"] += len(found)
+        if not lease_ttl_ms or not found:
+            return Lookup(hits)
+        now = self.expire()
+        if len(self._leases) >= self.limits.max_leases:
+            self.counters["leases_refused"] += 1
+            return Lookup(hits)
+        ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
+        lease = Lease(self._new_id(), now + ttl_ms / 1000, found)
+        self._leases.add(lease)
+        tick = self._next_tick(groups)
+        for entry in found:
+            entry.leases += 1
+            entry.used = tick
+        return Lookup(hits, lease.id, ttl_ms)
+
+    @staticmethod
+    def _hits(group: Group, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
+        get, full_mask, leading, complete = group.index.get, group.full_mask, 0, 0
+        whole = True
+        for idx, block_hash in enumerate(run.block_hashes):
+            entry = get(block_hash)
+            if entry is None or entry.present != full_mask:
+                if prefix_only:
+                    break
+                whole = False
+                continue
+            found.append(entry)
+            leading += whole
+            if not prefix_only:
+                complete |= 1 << idx
+        return RunHits(leading, complete)
+
+    # Put
+
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
+        """Reserves the shards of every block that is neither there nor being written.
+
+        Raises:
+            OutOfSpaceError: there is no room for all of them; nothing changed.
+        """
+        group = self._one_group(fingerprint, runs)
+        shards.check(group.spec.num_shards)
+        now = self.expire()
+        if len(self._tickets) >= self.limits.max_tickets:
+            raise OutOfSpaceError(f"{len(self._tickets)} puts are under way, which is the limit")
+        offsets = iter(self._make_room(group, runs))
+        ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
+        ticket = Ticket(self._new_id(), now + ttl_ms / 1000, [], shards)
+        tick = self._next_tick([group])
+        statuses = []
+        for run in runs:
+            parent = group.index.get(run.parent_hash)
+            for block_hash in run.block_hashes:
+                entry = group.index.get(block_hash)
+                if entry is None:
+                    entry = self._insert(group, block_hash, parent, next(offsets), tick)
+                entry.used = tick
+                statuses.append(self._reserve(entry, ticket))
+                parent = entry
+        granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
+        self.counters["put_blocks_granted"] += len(granted)
+        self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
+        self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
+        if not granted:
+            return PutGrant(0, 0, tuple(statuses), ())
+        self._tickets.add(ticket)
+        return PutGrant(ticket.id, ttl_ms, tuple(statuses), granted)
+
+    def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
+        """Commits what a ticket covers.
+
+        Args:
+            checksums: xxh3-64 of each chunk: entries x shards, entry-major.
+
+        Raises:
+            LeaseExpiredError: the ticket is not live.
+            InvalidRequestError: another number of checksums than of chunks; the ticket stays live.
+        """
+        self.expire()
+        ticket = self._ticket(ticket_id)
+        count = ticket.shards.count
+        if len(checksums) != len(ticket.entries) * count:
+            raise InvalidRequestError(
+                f"put_end has {len(checksums)} checksums; the ticket covers {len(ticket.entries)} blocks "
+                f"x {count} shards"
+            )
+        self._tickets.pop(ticket_id)
+        committed = completed = 0
+        for idx, entry in enumerate(ticket.entries):
+            entry.pending &= ~ticket.shards.mask
+            if not entry.live:
+                continue  # Removed or cleared meanwhile: its slot is in quarantine.
+            for shard in range(count):
+                entry.checksums[ticket.shards.start + shard] = checksums[idx * count + shard]
+            entry.present |= ticket.shards.mask
+            committed += 1
+            if entry.complete:
+                completed += 1
+                self._num_complete += 1
+            self._offer(entry)
+        self.counters["put_blocks_completed"] += completed
+        return PutReceipt(committed, completed)
+
+    def put_revoke(self, ticket_id: int) -> bool:
+        """Takes a ticket back from a writer that has stopped writing; False if it was not live."""
+        self.expire()
+        ticket = self._tickets.pop(ticket_id)
+        if ticket is None:
+            return False
+        self.counters["tickets_revoked"] += 1
+        for entry in ticket.entries:
+            entry.pending &= ~ticket.shards.mask
+            if not entry.live:
+                continue
+            if not entry.present and not entry.pending:
+                self._drop(entry)
+            else:
+                self._offer(entry)
+        return True
+
+    def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
+        """Raises unless a live ticket covers [offset, offset + nbytes)."""
+        ticket = self._ticket(ticket_id)
+        if ticket.deadline <= self._clock():
+            self.expire()
+            raise LeaseExpiredError(f"ticket {ticket_id:#x} has expired; put_start again")
+        entry = self.arena.owner(offset)
+        if entry is not None and entry.live and ticket.covers(entry):
+            chunk_bytes = entry.group.spec.chunk_bytes
+            start = entry.offset + ticket.shards.start * chunk_bytes
+            if start <= offset and offset + nbytes <= start + ticket.shards.count * chunk_bytes:
+                return
+        raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {ticket_id:#x}")
+
+    # Get
+
+    def get(self, lease_id: int, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
+        """Where leased blocks lie. A block that is gone, or not under the lease, is not present.
+
+        Raises:
+            LeaseExpiredError: the lease is not live.
+        """
+        group = self._one_group(fingerprint, runs)
+        shards.check(group.spec.num_shards)
+        now = self.expire()
+        lease = self._lease(lease_id)
+        present: list[bool] = []
+        offsets: list[int] = []
+        checksums: list[int] = []
+        first, stop = shards.start, shards.start + shards.count
+        for block_hash in _all(runs):
+            entry = group.index.get(block_hash)
+            there = entry is not None and entry.complete and lease.covers(entry)
+            present.append(there)
+            if there:
+                assert entry is not None
+                offsets.append(entry.offset + first * group.spec.chunk_bytes)
+                checksums.extend(entry.checksums[first:stop])
+        self.counters["get_blocks"] += len(present)
+        self.counters["get_blocks_present"] += len(offsets)
+        remaining_ms = int((lease.deadline - now) * 1000)
+        return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
+
+    def readable(self, lease_id: int, offset: int, nbytes: int) -> None:
+        """Raises unless a live lease covers [offset, offset + nbytes)."""
+        lease = self._lease(lease_id)
+        if lease.deadline <= self._clock():
+            self.expire()
+            raise LeaseExpiredError(f"lease {lease_id:#x} has expired; look up again")
+        entry = self.arena.owner(offset)
+        if entry is None or not lease.covers(entry) or offset + nbytes > entry.offset + entry.group.spec.slot_bytes:
+            raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no block of lease {lease_id:#x}")
+
+    def release(self, lease_ids: Sequence[int]) -> int:
+        """Ends leases; returns how many were live."""
+        self.expire()
+        released = 0
+        for lease_id in lease_ids:
+            if (lease := self._leases.pop(lease_id)) is not None:
+                self._end_lease(lease)
+                released += 1
+        return released
+
+    # Verify, remove, clear
+
+    def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
+        """Recomputes checksums where the bytes lie, and drops what has changed; (checked, dropped)."""
+        group = self._one_group(fingerprint, runs)
+        self.expire()
+        checked = dropped = 0
+        for entry in self._found(group, runs):
+            if not entry.complete:
+                continue
+            checked += 1
+            size = group.spec.chunk_bytes
+            if any(
+                checksum(read(entry.offset + shard * size, size)) != expected
+                for shard, expected in enumerate(entry.checksums)
+            ):
+                self._drop(entry)
+                dropped += 1
+        self.counters["corrupt_blocks_dropped"] += dropped
+        return checked, dropped
+
+    def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
+        """Drops blocks; returns how many were there. Readers that hold a lease finish undisturbed."""
+        group = self._one_group(fingerprint, runs)
+        self.expire()
+        entries = self._found(group, runs)
+        for entry in entries:
+            self._drop(entry)
+        self.counters["removed_blocks"] += len(entries)
+        return len(entries)
+
+    def clear(self, fingerprint: bytes = b"") -> int:
+        """Drops every block of a namespace, or of all; returns how many there were."""
+        self.expire()
+        chosen = [self._namespace(fingerprint)] if fingerprint else list(self._namespaces.values())
+        entries = [entry for namespace in chosen for group in namespace.groups for entry in group.index.values()]
+        for entry in entries:
+            self._drop(entry)
+        self.counters["removed_blocks"] += len(entries)
+        return len(entries)
+
+    # Time
+
+    def expire(self) -> float:
+        """Ends what has reached its deadline; returns the time. Cheap when nothing has."""
+        now = self._clock()
+        for lease in self._leases.pop_expired(now):
+            self.counters["leases_expired"] += 1
+            self._end_lease(lease)
+        for ticket in self._tickets.pop_expired(now):
+            self.counters["tickets_expired"] += 1
+            # Its writer may be alive and late. Nobody else may be handed these slots before the grace is over, and
+            # nobody need wait for that: the entries go, the next put_start gets fresh ones.
+            grace_ends = ticket.deadline + self.limits.grace_ms / 1000
+            for entry in ticket.entries:
+                entry.pending &= ~ticket.shards.mask
+                if entry.live:
+                    self._drop(entry, grace_ends)
+                else:
+                    self._hold(entry, grace_ends)
+        while self._quarantine_ends and self._quarantine_ends[0][0] <= now:
+            self._settle(heapq.heappop(self._quarantine_ends)[1], now)
+        return now
+
+    # State
+
+    def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
+        return PoolStats(
+            arena_bytes=self.arena.arena_bytes,
+            free_bytes=self.arena.arena_bytes - self.arena.used_bytes,
+            prefaulted_bytes=prefaulted_bytes,
+            num_entries=self._num_complete,
+            num_incomplete=self._num_live - self._num_complete,
+            num_quarantined=len(self._quarantine),
+            num_leases=len(self._leases),
+            num_tickets=len(self._tickets),
+            counters=dict(self.counters),
+        )
+
+    def check_integrity(self) -> None:
+        """Recomputes the invariants from scratch. Raises AssertionError; for tests and `kvpool-server --paranoid`."""
+        entries = [e for ns in self._namespaces.values() for group in ns.groups for e in group.index.values()]
+        by_offset = {entry.offset: entry for entry in entries}
+        assert len(by_offset) == len(entries), "two entries share a slot"
+        assert not by_offset.keys() & self._quarantine.keys(), "a quarantined slot is in use"
+        capacity = used = 0
+        for size in self.arena.sizes():
+            for extent in self.arena.extents(size):
+                capacity += len(extent.owners)
+                used += extent.num_used
+                free_slots = set(extent.free)
+                for slot, owner in enumerate(extent.owners):
+                    offset = extent.start + slot * size
+                    expected = by_offset.get(offset) or (self._quarantine.get(offset) or (None,))[0]
+                    assert owner is expected, f"slot {offset} has another owner than the index says"
+                    assert (owner is None) == (slot in free_slots), f"slot {offset} is both free and owned"
+        reserved = sum(1 for entry in entries if entry.pending)
+        resident = len(entries) - reserved
+        free = capacity - used
+        assert free + reserved + resident + len(self._quarantine) == capacity, "slots are lost"
+        assert len(entries) == self._num_live, "the count of entries is off"
+        assert sum(entry.complete for entry in entries) == self._num_complete, "the count of complete entries is off"
+        leases: Counter[int] = Counter(id(e) for lease in self._leases.values() for e in lease.entries)
+        pending: Counter[int] = Counter()
+        for ticket in self._tickets.values():
+            for entry in ticket.entries:
+                assert not pending[id(entry)] & ticket.shards.mask, "two tickets cover one shard"
+                pending[id(entry)] |= ticket.shards.mask
+        children: Counter[int] = Counter(id(e.parent) for e in entries if e.parent is not None and e.parent.live)
+        for entry in [*entries, *(entry for entry, _ in self._quarantine.values())]:
+            assert entry.leases == leases[id(entry)], "a lease count is off"
+            assert entry.pending == pending[id(entry)], "pending shards without a ticket"
+            assert not entry.present & entry.pending, "a shard is both present and being written"
+        for entry in entries:
+            assert entry.live and entry.children == children[id(entry)], "a child count is off"
+            assert entry.present or entry.pending, "an entry has no shard and no writer"
+            assert entry.queued or entry.children or entry.pending, "an idle leaf can never be evicted"
+
+    # Helpers
+
+    def _namespace(self, fingerprint: bytes) -> Namespace:
+        namespace = self._namespaces.get(fingerprint)
+        if namespace is None:
+            raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
+        return namespace
+
+    def _group(self, namespace: Namespace, run: BlockRun) -> Group:
+        if run.group_idx >= len(namespace.groups):
+            raise InvalidRequestError(f"group_idx {run.group_idx}: the namespace has {len(namespace.groups)} groups")
+        return namespace.groups[run.group_idx]
+
+    def _one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Group:
+        namespace = self._namespace(fingerprint)
+        self._check_batch(runs)
+        if len({run.group_idx for run in runs}) != 1:
+            raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")
+        return self._group(namespace, runs[0])
+
+    def _check_batch(self, runs: Sequence[BlockRun]) -> None:
+        total = sum(map(len, runs))
+        if not 1 <= total <= self.limits.max_batch_blocks:
+            raise InvalidRequestError(
+                f"a batch of {total} blocks; give 1 to {self.limits.max_batch_blocks}, and split larger ones"
+            )
+
+    def _ticket(self, ticket_id: int) -> Ticket:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            raise LeaseExpiredError(
+                f"ticket {ticket_id:#x} is not live: it expired, was ended, or is of another boot; put_start again"
+            )
+        return ticket
+
+    def _lease(self, lease_id: int) -> Lease:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseExpiredError(
+                f"lease {lease_id:#x} is not live: it expired, was released, or is of another boot; look up again"
+            )
+        return lease
+
+    def _explain(self, spec: NamespaceSpec, expected_fingerprint: bytes) -> str:
+        expected = self._namespaces.get(expected_fingerprint)
+        if expected is None:
+            return f"the spec's fingerprint is {spec.fingerprint().hex()}, not {expected_fingerprint.hex()}"
+        fields = "; ".join(map(str, differences(spec, expected.spec)))
+        return f"the spec is not that of namespace {expected_fingerprint.hex()[:12]}: {fields}"
+
+    def _next_tick(self, groups: Sequence[Group]) -> int:
+        self._tick += 1
+        for group in groups:
+            self._space.touch(group.spec.slot_bytes, self._tick)
+        return self._tick
+
+    def _make_room(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
+        """Slots for the blocks of a put that are not there yet."""
+        named = [group.index.get(block_hash) for block_hash in _distinct(runs)]
+        count = named.count(None)
+        if not count:
+            return []
+        # Nothing that the put itself names may be evicted for it.
+        parents = [group.index.get(run.parent_hash) for run in runs]
+        kept = [entry for entry in (*named, *parents) if entry is not None]
+        for entry in kept:
+            entry.leases += 1
+        victims = self._space.victims(group.spec.slot_bytes, count)
+        for entry in kept:
+            entry.leases -= 1
+        if victims is None:
+            self.counters["out_of_space"] += 1
+            raise OutOfSpaceError(
+                f"no room for {count} blocks of {group.spec.slot_bytes} bytes: too much is leased or being written; "
+                "try fewer, try later, or start kvpool-server with more --memory"
+            )
+        for victim in victims:
+            self._drop(victim)
+        self.counters["evicted_blocks"] += len(victims)
+        offsets = self.arena.take(group.spec.slot_bytes, count)
+        assert offsets is not None, "evicting made too little room"
+        return offsets
+
+    def _insert(self, group: Group, block_hash: bytes, parent: Entry | None, offset: int, tick: int) -> Entry:
+        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, tick)
+        self.arena.assign(offset, entry)
+        if parent is not None:
+            parent.children += 1
+        self._num_live += 1
+        return entry
+
+    @staticmethod
+    def _reserve(entry: Entry, ticket: Ticket) -> PutStatus:
+        mask = ticket.shards.mask
+        if entry.present & mask == mask:
+            return PutStatus.PRESENT
+        if entry.pending & mask:
+            return PutStatus.BUSY
+        entry.pending |= mask
+        entry.present &= ~mask
+        ticket.entries.append(entry)
+        return PutStatus.GRANTED
+
+    def _offer(self, entry: Entry) -> None:
+        if entry.live and not entry.children and not entry.pending:
+            self._space.queue(entry.group.spec.slot_bytes).add(entry)
+
+    def _drop(self, entry: Entry, not_before: float = 0.0) -> None:
+        """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
+        assert entry.live
+        entry.live = False
+        del entry.group.index[entry.block_hash]
+        self._num_live -= 1
+        self._num_complete -= entry.complete
+        if (parent := entry.parent) is not None:
+            entry.parent = None
+            parent.children -= 1
+            self._offer(parent)
+        if entry.pending:
+            last = max(ticket.deadline for ticket in self._tickets.values())
+            not_before = max(not_before, last + self.limits.grace_ms / 1000)
+        if entry.leases or not_before > self._clock():
+            self._hold(entry, not_before)
+        else:
+            self.arena.free(entry.offset)
+
+    def _hold(self, entry: Entry, not_before: float) -> None:
+        """Keeps the slot of a dropped entry in quarantine, or keeps it longer."""
+        _, until = self._quarantine.get(entry.offset, (entry, not_before))
+        self._quarantine[entry.offset] = (entry, max(until, not_before))
+        heapq.heappush(self._quarantine_ends, (max(until, not_before), entry.offset))
+
+    def _settle(self, offset: int, now: float) -> None:
+        entry, until = self._quarantine.get(offset, (None, 0.0))
+        if entry is None or now < until or not entry.movable:
+            return
+        del self._quarantine[offset]
+        self.arena.free(offset)
+
+    def _end_lease(self, lease: Lease) -> None:
+        now = self._clock()
+        for entry in lease.entries:
+            entry.leases -= 1
+            if not entry.live and not entry.leases:
+                self._settle(entry.offset, now)
+
+    @staticmethod
+    def _found(group: Group, runs: Sequence[BlockRun]) -> list[Entry]:
+        found = (group.index.get(block_hash) for block_hash in _distinct(runs))
+        return [entry for entry in found if entry is not None]
+
+
+def _all(runs: Sequence[BlockRun]) -> Iterator[bytes]:
+    return (block_hash for run in runs for block_hash in run.block_hashes)
+
+
+def _distinct(runs: Sequence[BlockRun]) -> list[bytes]:
+    return list(dict.fromkeys(_all(runs)))
