@@ -1,0 +1,214 @@
+"""A real vLLM engine in a process of its own, driven line by line: for the demo, the benchmarks and the tests.
+
+The parent writes one JSON command a line and reads one JSON answer a line; vLLM's own output goes to a log file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+START_TIMEOUT_S = 240.0
+BLOCK_TOKENS = 32
+"""The CPU attention kernel wants multiples of 32."""
+
+
+def kvpool_transfer_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """What `--kv-transfer-config` gets."""
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"endpoint": endpoint, **extra},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of one prompt.
+
+    Args:
+        ttft_s: time to first token, as vLLM measures it.
+        cached_tokens: prompt tokens that were not computed.
+        logprobs: of the chosen tokens.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    ttft_s: float
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class EngineSpec:
+    """How to start an engine.
+
+    Args:
+        transfer: `kv_transfer_config`; None for no connector.
+        options: further arguments of `vllm.LLM`.
+        environment: further variables.
+    """
+
+    model: Path
+    transfer: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, died, or did not answer in time; the message ends with its log."""
+
+
+class Engine:
+    """A running engine. Use as a context manager: the process is gone afterwards."""
+
+    def __init__(self, spec: EngineSpec, log_path: Path):
+        self._log_path = log_path
+        tp_size = spec.options.get("tensor_parallel_size", 1)
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # "auto" leaves a core idle in some set-ups and not in others: a comparison would compare that.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if tp_size > 1 else f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            **spec.environment,
+        }
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=Path(__file__).parent.parent,
+                start_new_session=True,  # So that `kill` reaches vLLM's own processes, and nobody else's.
+            )
+        self._answers: Queue[str | None] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, timeout_s: float = 120.0, **options: Any
+    ) -> list[Answer]:
+        """Greedy answers to prompts given as token ids, all submitted at once.
+
+        Args:
+            options: further arguments of `SamplingParams`.
+        """
+        command = {"generate": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "options": options}
+        return [Answer(**answer) for answer in self._ask(command, timeout_s)]
+
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        """Empties the engine's own prefix cache, and the pool's namespace with `external`."""
+        return bool(self._ask({"reset": external}, 60.0))
+
+    def log(self) -> str:
+        """What the engine has logged so far."""
+        return self._log_path.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Of the driving process; also the id of its process group."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Shuts the engine down; kills its process group if that takes too long."""
+        if self._process.poll() is None:
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+                self._process.wait(timeout=30)
+            except (OSError, subprocess.TimeoutExpired):
+                pass
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills every process of the engine."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(timeout=10)
+
+    def _ask(self, command: dict[str, Any], timeout_s: float) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=timeout_s)
+        except (OSError, Empty):
+            line = None
+        if line is None:
+            self.kill()
+            tail = "\n".join(self.log().splitlines()[-40:])
+            raise EngineError(f"the engine did not answer {next(iter(command))} within {timeout_s:.0f} s\n{tail}")
+        return json.loads(line)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+
+def serve() -> None:
+    """The engine's process: one command a line until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Whatever vLLM prints is not an answer.
+    from vllm import LLM, SamplingParams
+
+    spec = json.loads(sys.stdin.readline())["spec"]
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": False,
+        **spec["options"],
+    }
+    llm = LLM(model=spec["model"], kv_transfer_config=spec["transfer"], **arguments)
+    print("true", file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: Any
+        if "reset" in command:
+            answer = llm.reset_prefix_cache(reset_connector=command["reset"])
+        else:
+            sampling = SamplingParams(
+                max_tokens=command["max_tokens"],
+                **{"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True, **command["options"]},
+            )
+            prompts = [{"prompt_token_ids": prompt} for prompt in command["generate"]]
+            answer = [asdict(_answer(output)) for output in llm.generate(prompts, sampling, use_tqdm=False)]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs or [], strict=False)]
+    return Answer(tokens, logprobs, output.metrics.first_token_latency, output.num_cached_tokens or 0)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,83 @@
+"""Settings of the connector: `kv_connector_extra_config`. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
+from kvpool.errors import ConfigError
+
+MAX_LOOKUP_WAIT_MS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """What a user may set.
+
+    Args:
+        endpoint: HOST:PORT of the kvpool-server.
+        transport: "auto", "shm" or "stream"; see `ClientConfig`.
+        lookup_timeout_ms: a lookup that takes longer is a miss.
+        load_timeout_ms: a load that takes longer is recomputed. Raise it for long prompts over slow networks.
+        store_timeout_ms: a store that takes longer is dropped.
+        store_decoded: also store blocks that were filled by decoding; the next turn of a conversation hits them.
+        max_pinned_fraction: share of the engine's blocks that may be kept from reuse while they are being stored.
+        num_shards: chunks a block is cut into; 0: one a KV head, 16 at most. Engines share blocks only if it is equal.
+        weights_epoch: change it when the weights change under the same name; no old block is read again.
+        tenant, salt: engines share blocks only if both are equal.
+    """
+
+    endpoint: str = DEFAULT_ENDPOINT
+    transport: str = "auto"
+    lookup_timeout_ms: int = 200
+    load_timeout_ms: int = 5_000
+    store_timeout_ms: int = 5_000
+    store_decoded: bool = True
+    max_pinned_fraction: float = 0.5
+    num_shards: int = 0
+    weights_epoch: str = ""
+    tenant: str = ""
+    salt: str = ""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Reads `kv_connector_extra_config`.
+
+        Raises:
+            ConfigError: an unknown key, a value of a wrong type, or one out of bounds.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key, value in extra.items():
+            if key not in fields:
+                close = difflib.get_close_matches(key, fields, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(fields)}"
+                raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+            wanted = type(fields[key].default)
+            if not (isinstance(value, wanted) or (wanted is float and isinstance(value, int))) or (
+                isinstance(value, bool) and wanted is not bool
+            ):
+                raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not a {wanted.__name__}")
+        config = cls(**extra)
+        config.client_config()
+        if not 0 < config.max_pinned_fraction <= 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
+            )
+        if not 0 <= config.num_shards <= 64:
+            raise ConfigError(f"kv_connector_extra_config: num_shards = {config.num_shards} is not in 0 to 64")
+        return config
+
+    def client_config(self) -> ClientConfig:
+        # A lease outlives the slowest load, however long the request waits for the worker to begin it.
+        return ClientConfig(
+            endpoint=self.endpoint,
+            transport=self.transport,
+            timeout_ms=self.lookup_timeout_ms,
+            data_timeout_ms=max(self.load_timeout_ms, self.store_timeout_ms),
+            lease_ttl_ms=2 * self.load_timeout_ms,
+            ticket_ttl_ms=self.store_timeout_ms,
+        )

@@ -1,0 +1,158 @@
+"""`KVPoolConnector`: what vLLM calls. Delegation only; importing it has no side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.logger import init_logger
+
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.metadata import ConnectorMetadata
+from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
+from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.worker import KVPoolWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvpool.connector")
+
+
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's v1 KV connector to a kvpool-server. One object is either the scheduler's side or a worker's."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        self._scheduler: KVPoolScheduler | None = None
+        self._worker: KVPoolWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute', and it "
+                    "will be computed instead.",
+                    transfer.kv_load_failure_policy,
+                )
+            self._scheduler = KVPoolScheduler(vllm_config, kv_cache_config, config)
+        else:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            self._worker = KVPoolWorker(vllm_config, kv_cache_config, config, get_tensor_model_parallel_rank())
+
+    @property
+    def _of_scheduler(self) -> KVPoolScheduler:
+        assert self._scheduler is not None, "a scheduler hook was called on a worker's connector"
+        return self._scheduler
+
+    @property
+    def _of_worker(self) -> KVPoolWorker:
+        assert self._worker is not None, "a worker hook was called on the scheduler's connector"
+        return self._worker
+
+    # Both sides
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # A store that is lost is a miss later, nothing else.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return (self._scheduler or self._of_worker).stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KVPoolStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVPoolPromMetrics:
+        return KVPoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        (self._scheduler or self._of_worker).shutdown()
+
+    # Scheduler side, in the order of a step
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._of_scheduler.bind_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._of_scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._of_scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._of_scheduler.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._of_scheduler.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._of_scheduler.request_finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._of_scheduler.request_finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._of_scheduler.has_pinned_blocks()
+
+    def reset_cache(self) -> bool | None:
+        return self._of_scheduler.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    # Worker side, in the order of a step
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._of_worker.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._of_worker.start_loads(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: no forward pass begins before its blocks are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Whole blocks are stored after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self._of_worker.start_stores(self._metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._of_worker.transfer_results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._of_worker.worker_metadata()
+
+    def _metadata(self) -> ConnectorMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ConnectorMetadata)
+        return metadata

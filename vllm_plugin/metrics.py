@@ -1,0 +1,107 @@
+"""What the connector counts, and how it reaches vLLM's log and its /metrics (`vllm:kvpool_*`).
+
+docs/metrics.md glosses each name.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "lookups": "Lookups answered in time.",
+    "lookup_failures": "Lookups that failed or took too long; each is a miss.",
+    "hit_tokens": "Tokens found in the pool beyond the engine's own cache.",
+    "loaded_blocks": "Blocks loaded from the pool, by all ranks together.",
+    "loaded_bytes": "Bytes loaded from the pool.",
+    "load_failures": "Requests whose load failed on a rank and that were computed instead.",
+    "stored_blocks": "Blocks stored in the pool, by all ranks together.",
+    "stored_bytes": "Bytes stored in the pool.",
+    "store_skipped_blocks": "Blocks that a store found in the pool already.",
+    "store_failures": "Store jobs that failed; their blocks are not in the pool.",
+    "store_deferred": "Times a store waited because too many blocks were pinned.",
+}
+HISTOGRAMS = {
+    "lookup_seconds": "From sending a lookup to its answer.",
+    "load_seconds": "One rank's load of one request.",
+    "store_seconds": "One rank's store job.",
+}
+_BUCKETS = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass
+class KVPoolStats(KVConnectorStats):
+    """Counters and observations of one interval: `data` maps a counter to its sum, a histogram to its values."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value if name in self.data else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        reduced: dict[str, int | float] = {}
+        for name, value in sorted(self.data.items()):
+            if name in HISTOGRAMS:
+                reduced[f"{name}_mean"] = round(sum(value) / len(value), 6)
+            else:
+                reduced[name] = value
+        return reduced
+
+
+class Recorder:
+    """Collects from the connector's threads; `take` hands over what has come together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._data: dict[str, Any] = {}
+
+    def add(self, name: str, count: int = 1) -> None:
+        assert name in COUNTERS, name
+        if count:
+            with self._lock:
+                self._data[name] = self._data.get(name, 0) + count
+
+    def observe(self, name: str, seconds: float) -> None:
+        assert name in HISTOGRAMS, name
+        with self._lock:
+            self._data.setdefault(name, []).append(seconds)
+
+    def take(self) -> KVPoolStats | None:
+        with self._lock:
+            data, self._data = self._data, {}
+        return KVPoolStats(data) if data else None
+
+
+class KVPoolPromMetrics(KVConnectorPromMetrics):
+    """vLLM's Prometheus series of the connector, one an engine."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames)
+            for name, gloss in COUNTERS.items()
+        }
+        self._histograms = {
+            name: self._histogram_cls(
+                name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames, buckets=_BUCKETS
+            )
+            for name, gloss in HISTOGRAMS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in (transfer_stats_data or {}).items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(value)
+            elif name in self._histograms:
+                for seconds in value:
+                    self._histograms[name].labels(*labels).observe(seconds)
