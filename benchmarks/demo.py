@@ -1,6 +1,6 @@
 """The main job in one command: a pool and two real vLLM engines on the CPU; the second loads what the first stored.
 
-    python -m benchmarks.demo        (or `make demo`, which also installs what it needs)
+python -m benchmarks.demo        (or `make demo`, which also installs what it needs)
 """
 
 from __future__ import annotations

@@ -120,6 +120,10 @@ class Engine:
         """Empties the engine's own prefix cache, and the pool's namespace with `external`."""
         return bool(self._ask({"reset": external}, 60.0))
 
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges, summed over their labels, as of the last answer."""
+        return dict(self._ask({"metrics": True}, 60.0))
+
     def log(self) -> str:
         """What the engine has logged so far."""
         return self._log_path.read_text(errors="replace")
@@ -193,6 +197,11 @@ def serve() -> None:
         answer: Any
         if "reset" in command:
             answer = llm.reset_prefix_cache(reset_connector=command["reset"])
+        elif "metrics" in command:
+            answer = {}
+            for metric in llm.get_metrics():
+                if (value := getattr(metric, "value", None)) is not None:
+                    answer[metric.name] = answer.get(metric.name, 0) + value
         else:
             sampling = SamplingParams(
                 max_tokens=command["max_tokens"],

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tiny_model DIRECTORY [--layers N]
 
-The weights are seeded, so two machines make the same model; their spread is wide enough that every output depends on the
-whole prompt.
+The weights are seeded, so two machines make the same model; their spread is wide enough that every output depends on
+the whole prompt.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def _resolve(client: Client, prefix: str) -> bytes:
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:
         raise InvalidRequestError(
-            f"namespace {prefix!r} names {len(matching)} of {len(fingerprints)} namespaces, not 1"
+            f"namespace {prefix!r} names {len(matching)} of {len(fingerprints)} namespaces, not 1; "
+            "`kvpool namespaces` lists them"
         )
     return matching[0]
 

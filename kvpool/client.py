@@ -7,6 +7,8 @@ never in bytes.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,7 +136,10 @@ class Client:
         self.config = config or ClientConfig()
         self._channel = grpc.insecure_channel(self.config.endpoint, options=_CHANNEL_OPTIONS)
         self._stub = PoolStub(self._channel)  # type: ignore[no-untyped-call]
-        self._transports: list[Transport] = []
+        # One transport serves every namespace of one boot of the server.
+        self._attaching = threading.Lock()
+        self._transport: Transport | None = None
+        self._transport_boot = 0
 
     def __repr__(self) -> str:
         return f"Client({self.config.endpoint})"
@@ -148,12 +153,16 @@ class Client:
     def close(self) -> None:
         """Ends the connection; calls under way fail. Idempotent."""
         self._channel.close()
-        while self._transports:
-            self._transports.pop().close()
+        with self._attaching:
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None
 
     # Namespaces
 
-    def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> Namespace:
+    def open_namespace(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", *, timeout_ms: int | None = None
+    ) -> Namespace:
         """Declares a namespace and attaches to its bytes.
 
         Raises:
@@ -162,13 +171,19 @@ class Client:
             TransferError: `transport="shm"` is required, and client and server share no memory.
         """
         request = pb.OpenNamespaceRequest(spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint)
-        reply = self._call(self._stub.OpenNamespace, request)
+        reply = self._call(self._stub.OpenNamespace, request, timeout_ms)
         opened = wire.decode_opened(reply)
         if opened.fingerprint != spec.fingerprint():
             raise TransferError("client and server compute different fingerprints; they are of different releases")
-        transport = self._attach(opened.segment, opened.piece_bytes)
-        self._transports.append(transport)
-        return Namespace(spec, opened.fingerprint, reply.boot_token, transport, opened.max_batch_blocks)
+        with self._attaching:
+            if self._transport is None or self._transport_boot != reply.boot_token:
+                # What was attached before belongs to a server that is gone; holding it would hold its memory.
+                if self._transport is not None:
+                    self._transport.close()
+                    self._transport = None
+                self._transport = self._attach(opened.segment, opened.piece_bytes)
+                self._transport_boot = reply.boot_token
+            return Namespace(spec, opened.fingerprint, reply.boot_token, self._transport, opened.max_batch_blocks)
 
     def _attach(self, segment: SegmentInfo | None, piece_bytes: int) -> Transport:
         wanted = self.config.transport
@@ -182,7 +197,7 @@ class Client:
             raise TransferError(
                 f"kvpool-server at {self.config.endpoint} offers no shared memory; use transport=stream"
             )
-        return StreamTransport(self._stub, self.config.endpoint, piece_bytes)
+        return StreamTransport(self._channel, self.config.endpoint, piece_bytes)
 
     # Lookup
 
@@ -190,9 +205,10 @@ class Client:
         self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
     ) -> Lookup:
         """Which blocks are complete, with a lease on them unless `lease` is False."""
-        found = self.lookup_async(namespace, runs, prefix_only=prefix_only, lease=lease).result()
-        assert found is not None
-        return found
+        # Not `lookup_async`: an answer that comes through a callback's thread comes later.
+        reply = self._call(self._stub.Lookup, self._lookup_request(namespace, runs, prefix_only, lease))
+        self._check_boot(namespace, reply.boot_token)
+        return wire.decode_lookup(reply)
 
     def lookup_async(
         self,
@@ -204,19 +220,24 @@ class Client:
         timeout_ms: int | None = None,
     ) -> PendingLookup:
         """Sends a lookup off; does not wait."""
-        request = pb.LookupRequest(
-            namespace=namespace.fingerprint,
-            runs=wire.encode_runs(runs),
-            prefix_only=prefix_only,
-            lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
-        )
+        request = self._lookup_request(namespace, runs, prefix_only, lease)
 
         def decode(reply: pb.LookupResponse) -> Lookup:
             self._check_boot(namespace, reply.boot_token)
             return wire.decode_lookup(reply)
 
-        call = self._stub.Lookup.future(request, timeout=self._timeout_s(timeout_ms))
+        call = self._send(self._stub.Lookup, request, timeout_ms)
         return PendingLookup(call, decode, self.config.endpoint)
+
+    def _lookup_request(
+        self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool
+    ) -> pb.LookupRequest:
+        return pb.LookupRequest(
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            prefix_only=prefix_only,
+            lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
+        )
 
     # Put
 
@@ -273,7 +294,7 @@ class Client:
         """Stores blocks whose bytes lie ready.
 
         Args:
-            payloads: one a block of `run`: uint8 arrays of exactly shards.count * chunk_bytes.
+            payloads: one a block of `run`: bytes or uint8 arrays, of exactly shards.count * chunk_bytes.
         """
         group = namespace.group(run.group_idx)
         expected = (shards.count if shards else group.num_shards) * group.chunk_bytes
@@ -285,7 +306,8 @@ class Client:
 
         def fill(indices: Sequence[int], buffers: Buffers) -> None:
             for idx, buffer in zip(indices, buffers, strict=True):
-                buffer[:] = payloads[idx]
+                content = payloads[idx]
+                buffer[:] = content if isinstance(content, np.ndarray) else np.frombuffer(content, np.uint8)
 
         return self.put(namespace, [run], fill, shards=shards)
 
@@ -319,7 +341,7 @@ class Client:
     def _revoke_quietly(self, ticket_id: int) -> None:
         # The ticket expires by itself; a revocation only gives the space back sooner.
         if ticket_id:
-            self._stub.PutRevoke.future(pb.PutRevokeRequest(ticket_id=ticket_id), timeout=self._timeout_s())
+            self._send_and_forget(self._stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
 
     # Get
 
@@ -409,7 +431,7 @@ class Client:
     def release_quietly(self, lease_id: int) -> None:
         """Ends a lease without waiting; if the call is lost, the lease ends by itself."""
         if lease_id:
-            self._stub.Release.future(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=self._timeout_s())
+            self._send_and_forget(self._stub.Release, pb.ReleaseRequest(lease_ids=[lease_id]))
 
     def verify(self, namespace: Namespace, runs: Sequence[BlockRun]) -> tuple[int, int]:
         """Has the server check blocks where they lie; returns (checked, dropped)."""
@@ -465,9 +487,9 @@ class Client:
         request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
         return int(self._call(self._stub.Remove, request).num_removed)
 
-    def clear(self, fingerprint: bytes = b"") -> int:
+    def clear(self, fingerprint: bytes = b"", *, timeout_ms: int | None = None) -> int:
         """Drops every block of one namespace, or of all; returns how many there were."""
-        return int(self._call(self._stub.Clear, pb.ClearRequest(namespace=fingerprint)).num_removed)
+        return int(self._call(self._stub.Clear, pb.ClearRequest(namespace=fingerprint), timeout_ms).num_removed)
 
     def ping(self) -> tuple[str, float]:
         """The server's version, and how long it has been up, in seconds."""
@@ -492,6 +514,20 @@ class Client:
             return method(request, timeout=self._timeout_s(timeout_ms))
         except grpc.RpcError as error:
             raise wire.error_of(error, self.config.endpoint) from None
+        except ValueError:  # gRPC's word for a channel that was closed.
+            raise UnavailableError(f"{self!r} is closed") from None
+
+    def _send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """Begins a call without waiting for its answer."""
+        try:
+            return method.future(request, timeout=self._timeout_s(timeout_ms))
+        except ValueError:
+            raise UnavailableError(f"{self!r} is closed") from None
+
+    def _send_and_forget(self, method: Any, request: Any) -> None:
+        with contextlib.suppress(UnavailableError):
+            # gRPC cancels a call when nobody refers to it any more; a callback of its own keeps it until it is done.
+            self._send(method, request).add_done_callback(lambda _: None)
 
     def _check_boot(self, namespace: Namespace, boot_token: int) -> None:
         # A namespace's transport belongs to one boot: after a restart the old segment is nobody's memory.

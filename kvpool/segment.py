@@ -14,6 +14,8 @@ import fcntl
 import mmap
 import os
 import secrets
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,12 @@ from kvpool.types import SegmentInfo
 PREFIX = "kvpool-"
 TRAILER_BYTES = mmap.PAGESIZE
 NONCE_BYTES = 16
+MAP_STEP_BYTES = 32 << 20
+MAP_POLL_S = 0.1
+MAP_AHEAD_S = 600.0
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -117,11 +123,34 @@ class Segment:
         except OSError as fallocate_error:
             raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
 
+    def map_ahead(self) -> None:
+        """Maps, in the background, what the owner has backed with memory: a first touch costs as much as ten copies.
+
+        Never touches a page before its owner has: whoever does pays for it, and in a container that is a limit.
+        """
+        threading.Thread(target=self._map_ahead, args=(self.bytes,), name="kvpool-map-ahead", daemon=True).start()
+
+    def _map_ahead(self, view: Bytes) -> None:
+        # `view` keeps the mapping until this thread has seen that the segment is closed.
+        deadline = time.monotonic() + MAP_AHEAD_S
+        for start in range(0, len(view), MAP_STEP_BYTES):
+            nbytes = min(MAP_STEP_BYTES, len(view) - start)
+            while not self._is_backed(start + nbytes - TRAILER_BYTES):
+                if self._fd < 0 or time.monotonic() > deadline:
+                    return
+                time.sleep(MAP_POLL_S)
+            if self._fd < 0 or self._advise(start, nbytes, _MADV_POPULATE_WRITE):
+                return
+
+    def _is_backed(self, page_start: int) -> bool:
+        state = ctypes.c_ubyte(0)
+        address = ctypes.c_void_p(self._address + page_start)
+        return _libc.mincore(address, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state)) == 0 and bool(state.value)
+
     def _advise(self, start: int, nbytes: int, advice: int) -> int:
         # mmap.madvise holds the GIL; populating gigabytes must not.
-        libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self._address + start)
-        return 0 if libc.madvise(address, ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
+        return 0 if _libc.madvise(address, ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
 
     def close(self) -> None:
         """Unmaps (once the last view is gone) and, for the owner, removes the file. Idempotent."""

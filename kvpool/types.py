@@ -151,6 +151,21 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a region on its way through a stream.
+
+    Args:
+        token: the ticket that a write is under; of a read, the server's boot token.
+        offset: in the arena.
+        payload: contiguous bytes, not empty. A view: good until its owner writes there again.
+    """
+
+    token: int
+    offset: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentInfo:
     """Where the arena's shared memory is, and how a client proves that it sees the same memory."""
 

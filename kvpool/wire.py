@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import grpc
+import numpy as np
 
 from kvpool import errors
 from kvpool.namespace import GroupSpec, NamespaceSpec
@@ -18,6 +19,7 @@ from kvpool.types import (
     Located,
     Lookup,
     OpenedNamespace,
+    Piece,
     PoolKey,
     PoolStats,
     PutGrant,
@@ -62,6 +64,9 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     return _ERROR_OF.get(code, errors.TransferError)(details or f"{code.name} from kvpool-server at {endpoint}")
 
 
+_HASH = np.dtype(f"V{HASH_BYTES}")
+
+
 def encode_runs(runs: Iterable[BlockRun]) -> list[pb.BlockRun]:
     return [
         pb.BlockRun(group_idx=run.group_idx, parent_hash=run.parent_hash, block_hashes=b"".join(run.block_hashes))
@@ -80,7 +85,7 @@ def decode_runs(runs: Iterable[pb.BlockRun]) -> list[BlockRun]:
             )
         if run.parent_hash:
             check_hash(run.parent_hash, "parent_hash")
-        hashes = [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+        hashes = np.frombuffer(packed, _HASH).tolist()  # bytes objects; four times as fast as slicing
         decoded.append(BlockRun(run.group_idx, hashes, run.parent_hash))
     if not decoded:
         raise errors.InvalidRequestError("the request names no blocks; give at least one run")
@@ -216,6 +221,68 @@ def decode_located(message: pb.GetResponse) -> Located:
         tuple(message.offsets),
         tuple(message.checksums),
     )
+
+
+def encode_piece(piece: Piece) -> bytes:
+    """A serialized WriteRequest or ReadResponse, which look alike: fixed64 1, uint64 2, bytes 3.
+
+    Copies the payload once. The protobuf library would copy it three times, which costs a stream half its rate; what
+    is on the wire is the same.
+    """
+    head = pb.WriteRequest(ticket_id=piece.token, offset=piece.offset).SerializeToString()
+    payload = memoryview(piece.payload)
+    return b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(payload.nbytes), payload))
+
+
+def decode_piece(message: bytes) -> Piece:
+    """Reads a serialized WriteRequest or ReadResponse. The payload is a view of `message` wherever it comes last."""
+    split = _split_piece(message)
+    if split is None:
+        whole = pb.WriteRequest.FromString(message)
+        return Piece(whole.ticket_id, whole.offset, memoryview(whole.payload))
+    head_ends, payload_starts = split
+    head = pb.WriteRequest.FromString(message[:head_ends])
+    return Piece(head.ticket_id, head.offset, memoryview(message)[payload_starts:])
+
+
+_TOKEN_TAG, _OFFSET_TAG, _PAYLOAD_TAG = 0x09, 0x10, 0x1A
+
+
+def _split_piece(message: bytes) -> tuple[int, int] | None:
+    """Where the head ends and the payload starts; None unless the fields stand in order and the payload is the last."""
+    try:
+        at = 9 if message[0] == _TOKEN_TAG else 0
+        if message[at] == _OFFSET_TAG:
+            _, at = _read_varint(message, at + 1)
+        if message[at] != _PAYLOAD_TAG:
+            return None
+        nbytes, starts = _read_varint(message, at + 1)
+    except IndexError:
+        return None
+    return (at, starts) if starts + nbytes == len(message) else None
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """The varint at `at`, and where it ends. Raises IndexError if it does not end."""
+    value = 0
+    for nth in range(_MAX_VARINT_BYTES):
+        byte = message[at + nth]
+        value |= (byte & 0x7F) << 7 * nth
+        if byte <= 0x7F:
+            return value, at + nth + 1
+    raise IndexError(at)
+
+
+_MAX_VARINT_BYTES = 10
 
 
 def encode_key(key: PoolKey) -> pb.PoolKey:

@@ -14,6 +14,7 @@ import typer
 
 from kvpool.errors import ConfigError
 from kvpool.version import __version__
+from kvpool_server.allocator import keep_freed_memory
 from kvpool_server.config import ServerConfig, load, split_address
 from kvpool_server.server import Server
 
@@ -56,6 +57,7 @@ def serve(
     try:
         settings = load(given, config)
         configure_logging(settings)
+        keep_freed_memory()
         asyncio.run(_run(settings))
     except ConfigError as error:
         typer.echo(f"kvpool-server: {error}", err=True)

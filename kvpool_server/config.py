@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from kvpool.errors import ConfigError
 
@@ -43,8 +43,8 @@ class ServerConfig(BaseModel):
 
     @field_validator("listen", "http_listen")
     @classmethod
-    def _check_address(cls, value: str) -> str:
-        if value:
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        if value or info.field_name == "listen":
             split_address(value)
         return value
 
@@ -76,13 +76,21 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
         ConfigError: names the source, the key, the value and what is wrong.
     """
     environ = dict(os.environ) if environ is None else environ
-    values = {**_from_file(config_file), **_from_environment(environ), **flags}
+    from_environment = _from_environment(environ)
+    values = {**_from_file(config_file), **from_environment, **flags}
     try:
         return ServerConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"setting {key} = {first['input']!r}: {first['msg']}") from None
+        source = f"config file {config_file}"
+        if key in flags:
+            source = f"--{key.replace('_', '-')}"
+        elif key in from_environment:
+            source = ENV_PREFIX + key.upper()
+        field = ServerConfig.model_fields.get(key)
+        wanted = f". {field.description}" if field is not None else ""
+        raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {first['msg']}{wanted}") from None
 
 
 def _from_file(config_file: Path | None) -> dict[str, Any]:
@@ -90,7 +98,7 @@ def _from_file(config_file: Path | None) -> dict[str, Any]:
         return {}
     try:
         values = tomllib.loads(config_file.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # Not there, not UTF-8, not TOML.
         raise ConfigError(f"config file {config_file}: {error}") from None
     _refuse_unknown(values, f"config file {config_file}")
     return values

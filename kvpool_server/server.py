@@ -18,13 +18,11 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from kvpool.client import MAX_MESSAGE_BYTES
 from kvpool.errors import ConfigError
 from kvpool.segment import Segment, sweep
-from kvpool.v1 import pool_pb2
-from kvpool.v1.pool_pb2_grpc import add_PoolServicer_to_server
 from kvpool.version import __version__
 from kvpool_server.config import ServerConfig, split_address
 from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import PoolCollector, RpcMetrics
-from kvpool_server.service import PoolService
+from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.pool import Limits, Pool
 
@@ -32,7 +30,6 @@ log = structlog.get_logger()
 
 PREFAULT_STEP_BYTES = 32 << 20
 EXPIRE_EVERY_S = 0.5
-_SERVICE = pool_pb2.DESCRIPTOR.services_by_name["Pool"].full_name
 
 
 class Server:
@@ -97,10 +94,10 @@ class Server:
             RpcMetrics(registry),
             lambda: self._prefaulted_bytes,
         )
-        add_PoolServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
+        add_service(service, self._grpc)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         try:
             self.port = self._grpc.add_insecure_port(self.config.listen)
         except RuntimeError:
@@ -123,7 +120,7 @@ class Server:
 
     async def _set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", _SERVICE):
+        for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
 
     def request_stop(self) -> None:

@@ -14,9 +14,9 @@ import structlog
 from kvpool import wire
 from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Chunk, OpenedNamespace, PoolKey, PutStatus, SegmentInfo, ShardRange
+from kvpool.types import BlockRun, Chunk, OpenedNamespace, Piece, PoolKey, PutStatus, SegmentInfo, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.v1.pool_pb2_grpc import PoolServicer
+from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from kvpool.version import __version__
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.storage.pool import Pool
@@ -27,6 +27,8 @@ PIECE_BYTES = 1 << 20
 """Largest payload of one Write or Read message: larger ones copy no faster, smaller ones cost calls."""
 
 INLINE_TTL_MS = 60_000
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Pool"].full_name
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
@@ -121,12 +123,12 @@ class PoolService(PoolServicer):
         )
         return wire.encode_grant(grant, self._boot_token)
 
-    async def Write(self, requests: AsyncIterator[pb.WriteRequest], context: Any) -> pb.WriteResponse:
+    async def Write(self, pieces: AsyncIterator[Piece], context: Any) -> pb.WriteResponse:
         nbytes = 0
-        async for request in requests:
-            payload = np.frombuffer(request.payload, np.uint8)
-            self._pool.writable(request.ticket_id, request.offset, len(payload))
-            self._memory[request.offset : request.offset + len(payload)] = payload
+        async for piece in pieces:
+            payload = np.frombuffer(piece.payload, np.uint8)
+            self._pool.writable(piece.token, piece.offset, len(payload))
+            self._memory[piece.offset : piece.offset + len(payload)] = payload
             nbytes += len(payload)
         self._metrics.add_bytes("write", nbytes)
         return pb.WriteResponse(boot_token=self._boot_token, nbytes=nbytes)
@@ -148,23 +150,26 @@ class PoolService(PoolServicer):
         )
         return wire.encode_located(located, self._boot_token)
 
-    async def Read(
-        self, request: pb.ReadRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.ReadResponse]:
+    async def Read(self, request: pb.ReadRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Piece]:
         started = time.perf_counter()
-        nbytes = 0
+        nbytes, total = 0, len(request.offsets) * request.region_bytes
+        status = "CANCELLED" if total else "OK"
         try:
             for region in request.offsets:
                 for offset in range(region, region + request.region_bytes, PIECE_BYTES):
                     size = min(PIECE_BYTES, region + request.region_bytes - offset)
                     self._pool.readable(request.lease_id, offset, size)
-                    payload = self._memory[offset : offset + size].tobytes()
                     nbytes += size
-                    yield pb.ReadResponse(boot_token=self._boot_token, offset=offset, payload=payload)
+                    status = "OK" if nbytes == total else "CANCELLED"
+                    # gRPC serializes (copies) it before anything else of the event loop runs.
+                    yield Piece(self._boot_token, offset, self._memory[offset : offset + size].data)
         except KVPoolError as error:
+            status = ""
             await self._fail("Read", started, error, context)
-        self._metrics.add_bytes("read", nbytes)
-        self._metrics.observe("Read", "OK", time.perf_counter() - started)
+        finally:  # Also where a reader that has what it wants hangs up before the call has ended.
+            self._metrics.add_bytes("read", nbytes)
+            if status:
+                self._metrics.observe("Read", status, time.perf_counter() - started)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
@@ -225,20 +230,25 @@ class PoolService(PoolServicer):
             self._pool.release([lease_id])
         # No other call runs between the release and the copy: this is one step of the event loop.
         payload = self._memory[located.offsets[0] : located.offsets[0] + size].tobytes()
+        if checksum(payload) != located.checksums[0]:
+            self._verify(key.namespace, [run])
+            return None
         self._metrics.add_bytes("read", size)
         return Chunk(key, payload, located.checksums[0])
 
     # Operations
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        checked, dropped = self._verify(wire.decode_namespace(request.namespace), wire.decode_runs(request.runs))
+        return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
+
+    def _verify(self, fingerprint: bytes, runs: list[BlockRun]) -> tuple[int, int]:
         checked, dropped = self._pool.verify(
-            wire.decode_namespace(request.namespace),
-            wire.decode_runs(request.runs),
-            lambda offset, nbytes: self._memory[offset : offset + nbytes],
+            fingerprint, runs, lambda offset, nbytes: self._memory[offset : offset + nbytes]
         )
         if dropped:
             log.error("corrupt blocks dropped", checked=checked, dropped=dropped)
-        return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
+        return checked, dropped
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         removed = self._pool.remove(wire.decode_namespace(request.namespace), wire.decode_runs(request.runs))
@@ -268,3 +278,17 @@ class PoolService(PoolServicer):
             for namespace, num_entries, nbytes in self._pool.namespaces()
         ]
         return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=infos)
+
+
+def add_service(service: PoolService, server: grpc.aio.Server) -> None:
+    """Registers the service with a server; Write and Read with serializers that copy their payload but once."""
+    pieces = {
+        "Write": grpc.stream_unary_rpc_method_handler(
+            service.Write, wire.decode_piece, pb.WriteResponse.SerializeToString
+        ),
+        "Read": grpc.unary_stream_rpc_method_handler(service.Read, pb.ReadRequest.FromString, wire.encode_piece),
+    }
+    # Of generic handlers the first that knows a method serves it, of registered ones the last; both are tried.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, pieces),))
+    add_PoolServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    server.add_registered_method_handlers(SERVICE_NAME, pieces)  # type: ignore[attr-defined]

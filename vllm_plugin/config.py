@@ -12,6 +12,7 @@ from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.errors import ConfigError
 
 MAX_LOOKUP_WAIT_MS = 2
+MAX_TIMEOUT_MS = 300_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,11 @@ class ConnectorConfig:
             ):
                 raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not a {wanted.__name__}")
         config = cls(**extra)
+        for name in ("lookup_timeout_ms", "load_timeout_ms", "store_timeout_ms"):
+            if not 1 <= getattr(config, name) <= MAX_TIMEOUT_MS:
+                raise ConfigError(
+                    f"kv_connector_extra_config: {name} = {getattr(config, name)} is not in 1 to {MAX_TIMEOUT_MS}"
+                )
         config.client_config()
         if not 0 < config.max_pinned_fraction <= 1:
             raise ConfigError(

@@ -109,10 +109,14 @@ def _page_format(device_type: str) -> str:
 def _extra(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
     model = vllm_config.model_config
     hf_config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE_KEYS}
+    text = _canonical(hf_config)
     extra = {
-        "hf_config": hashlib.sha256(_canonical(hf_config).encode()).hexdigest(),
+        "hf_config": hashlib.sha256(text.encode()).hexdigest(),
         "quantization": str(model.quantization or ""),
     }
+    if "longrope" in text:
+        # vLLM takes LongRoPE's short or long factors, for every position, by this limit.
+        extra["max_model_len"] = str(model.max_model_len)
     load_format = str(vllm_config.load_config.load_format)
     if load_format.endswith("dummy"):
         extra["load_format"] = "dummy"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvpool.client import PendingLookup
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, UnavailableError
 from kvpool.types import BlockRun
 from vllm_plugin.config import MAX_LOOKUP_WAIT_MS, ConnectorConfig
 from vllm_plugin.identity import namespace_spec
@@ -121,11 +121,12 @@ class KVPoolScheduler:
             return None
         hashes = request.block_hashes
         run = BlockRun(0, hashes[first:stop], hashes[first - 1] if first else b"")
+        sent_at = time.monotonic()
         try:
             pending = self._session.client.lookup_async(namespace, [run])
-        except ValueError:
+        except UnavailableError:
             return None  # The connection is being closed.
-        sought = self._sought[request.request_id] = Sought(first, first, time.monotonic(), pending)
+        sought = self._sought[request.request_id] = Sought(first, first, sent_at, pending)
         return sought
 
     def _receive(self, sought: Sought) -> bool:
@@ -215,9 +216,13 @@ class KVPoolScheduler:
         block_ids = tables[0][first:stop]  # An abort can leave more hashes than blocks.
         if not block_ids:
             return None
-        if self._num_pinned + len(block_ids) > self._max_pinned:
+        room = self._max_pinned - self._num_pinned
+        if len(block_ids) > room:
+            # What fits is stored now: a prompt longer than all that may be pinned would never be stored as a whole.
             self._recorder.add("store_deferred")
-            return None
+            block_ids = block_ids[:room]
+            if not block_ids:
+                return None
         hashes = request.block_hashes
         run = BlockRun(0, hashes[first : first + len(block_ids)], hashes[first - 1] if first else b"")
         self._stored[request_id] = first + len(block_ids)

@@ -75,9 +75,10 @@ class Session:
 
     def close(self) -> None:
         """Ends the thread and the connection. Idempotent."""
-        self._closed.set()
-        self._wanted.set()
-        self._namespace = None
+        with self._lock:
+            self._closed.set()
+            self._wanted.set()
+            self._namespace = None
         self.client.close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=OPEN_TIMEOUT_MS / 1000 + 1)
@@ -90,7 +91,7 @@ class Session:
                 return
             try:
                 namespace = self.client.open_namespace(self._spec, timeout_ms=OPEN_TIMEOUT_MS)
-            except (KVPoolError, ValueError) as error:  # ValueError: the channel was closed meanwhile.
+            except KVPoolError as error:
                 if self._closed.is_set():
                     return
                 if str(error) != said:
@@ -100,6 +101,8 @@ class Session:
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue
             with self._lock:
+                if self._closed.is_set():
+                    return  # `close` came first: nobody would end the wait below.
                 self._namespace = namespace
                 self._wanted.clear()
             retry_s, said = FIRST_RETRY_S, ""

@@ -23,6 +23,7 @@ class ShmTransport:
     def __init__(self, segment: Segment, clock: Clock = time.monotonic):
         self._segment = segment
         self._clock = clock
+        segment.map_ahead()
 
     def __repr__(self) -> str:
         return f"ShmTransport({self._segment})"

@@ -1,4 +1,8 @@
-"""The `stream` transport: bytes travel through gRPC, in pieces, to and from any host."""
+"""The `stream` transport: bytes travel through gRPC, in pieces, to and from any host.
+
+Each direction has one staging batch for the whole call: memory that is touched for the first time costs more than the
+copy into it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,17 @@ from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from kvpool import wire
 from kvpool.errors import TransferError
 from kvpool.transport.base import Drain, Fill, batches
+from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.v1.pool_pb2_grpc import PoolStub
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class StreamTransport:
@@ -20,8 +29,17 @@ class StreamTransport:
 
     name = "stream"
 
-    def __init__(self, stub: PoolStub, endpoint: str, piece_bytes: int):
-        self._stub = stub
+    def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int):
+        self._write = channel.stream_unary(
+            f"/{_SERVICE}/Write",
+            request_serializer=wire.encode_piece,
+            response_deserializer=pb.WriteResponse.FromString,
+        )
+        self._read = channel.unary_stream(
+            f"/{_SERVICE}/Read",
+            request_serializer=pb.ReadRequest.SerializeToString,
+            response_deserializer=wire.decode_piece,
+        )
         self._endpoint = endpoint
         self._piece_bytes = piece_bytes
 
@@ -33,22 +51,23 @@ class StreamTransport:
     ) -> None:
         failures: list[BaseException] = []
 
-        def requests() -> Iterator[pb.WriteRequest]:
+        def requests() -> Iterator[Piece]:
             # gRPC runs this in a thread of its own; what goes wrong in it must reach the caller, not the log.
+            # It serializes (copies) a piece before it asks for the next one, so the staging can be filled again.
+            staging = _staging(len(offsets), region_bytes, batch_bytes)
             try:
                 for start, stop in batches(len(offsets), region_bytes, batch_bytes):
-                    staging = np.empty((stop - start, region_bytes), np.uint8)
-                    fill(start, list(staging))
-                    for row, offset in zip(staging, offsets[start:stop], strict=True):
+                    rows = staging[: stop - start]
+                    fill(start, list(rows))
+                    for row, offset in zip(rows, offsets[start:stop], strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
-                            payload = row[at : at + self._piece_bytes].tobytes()
-                            yield pb.WriteRequest(ticket_id=ticket_id, offset=offset + at, payload=payload)
+                            yield Piece(ticket_id, offset + at, row[at : at + self._piece_bytes].data)
             except Exception as error:
                 failures.append(error)
                 raise
 
         try:
-            reply = self._stub.Write(requests(), timeout=timeout_s)
+            reply = self._write(requests(), timeout=timeout_s)
         except grpc.RpcError as error:
             if failures:
                 raise failures[0] from None
@@ -61,19 +80,19 @@ class StreamTransport:
         self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
     ) -> None:
         request = pb.ReadRequest(lease_id=lease_id, offsets=offsets, region_bytes=region_bytes)
-        call: Any = self._stub.Read(request, timeout=timeout_s)
+        call: Any = self._read(request, timeout=timeout_s)
+        staging = _staging(len(offsets), region_bytes, batch_bytes)
         try:
             for start, stop in batches(len(offsets), region_bytes, batch_bytes):
-                staging = np.empty((stop - start, region_bytes), np.uint8)
-                for row, offset in zip(staging, offsets[start:stop], strict=True):
-                    self._receive(call, row, offset)
-                drain(start, list(staging))
+                rows = zip(staging, offsets[start:stop], strict=False)
+                drain(start, [self._receive(call, row, offset) for row, offset in rows])
         except grpc.RpcError as error:
             raise wire.error_of(error, self._endpoint) from None
         finally:
             call.cancel()
 
-    def _receive(self, call: Iterator[pb.ReadResponse], row: np.ndarray[Any, np.dtype[np.uint8]], offset: int) -> None:
+    def _receive(self, call: Iterator[Piece], row: Bytes, offset: int) -> Bytes:
+        """One region: in `row`, or where it arrived if it came in one piece."""
         filled = 0
         while filled < len(row):
             piece = next(call, None)
@@ -84,8 +103,17 @@ class StreamTransport:
                 raise TransferError(
                     f"the stream sent {len(payload)} bytes at {piece.offset}, not the rest of region {offset}"
                 )
+            if len(payload) == len(row):
+                return payload
             row[filled : filled + len(payload)] = payload
             filled += len(payload)
+        return row
 
     def close(self) -> None:
         """The channel is the client's; nothing to end."""
+
+
+def _staging(num_regions: int, region_bytes: int, batch_bytes: int) -> Bytes:
+    """Room for the largest batch: uint8 [regions of a batch, region_bytes]."""
+    largest = max((stop - start for start, stop in batches(num_regions, region_bytes, batch_bytes)), default=0)
+    return np.empty((largest, region_bytes), np.uint8)

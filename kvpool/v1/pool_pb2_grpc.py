@@ -174,27 +174,29 @@ class PoolServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """The `stream` transport: bytes into ticketed regions, bytes out of leased regions.
+        """The `stream` transport: bytes into ticketed regions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The `stream` transport: bytes out of leased regions.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutChunks(self, request_iterator, context):
-        """Inline puts and gets: the bytes travel in the messages; no leases, tickets or regions.
+        """Inline puts: the bytes travel in the messages; no tickets or regions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetChunks(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Inline gets: no leases or regions. A block whose bytes have changed is a miss.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -221,19 +223,22 @@ class PoolServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Ping(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Whether the server answers, its release and its age.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A snapshot of what the pool holds and has done.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Every open namespace and what it holds.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -14,6 +14,8 @@ ALIGNMENT = 2 << 20
 MIN_EXTENT_BYTES = 32 << 20
 EXTENTS_PER_ARENA = 64
 MIN_EXTENTS = 4
+MAX_SLOTS_PER_EXTENT = 1 << 18
+"""Bounds the bookkeeping: a namespace of one-byte chunks must not make lists as long as the arena."""
 
 
 class Extent:
@@ -58,7 +60,7 @@ class Arena:
         self._with_room: dict[int, dict[int, Extent]] = {}
 
     def slots_per_extent(self, slot_bytes: int) -> int:
-        return self.extent_bytes // slot_bytes
+        return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
 
     def sizes(self) -> list[int]:
         """Slot sizes that have extents."""

@@ -130,7 +130,7 @@ class Pool:
                     f"({self.arena.extent_bytes} bytes); start kvpool-server with more --memory"
                 )
         if len(self._namespaces) >= self.limits.max_namespaces:
-            raise OutOfSpaceError(f"{len(self._namespaces)} namespaces are open, which is the limit; clear some")
+            self._forget_empty_namespace()
         namespace = self._namespaces[fingerprint] = Namespace(spec, fingerprint)
         return namespace, True
 
@@ -177,20 +177,24 @@ class Pool:
 
     @staticmethod
     def _hits(group: Group, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
-        get, full_mask, leading, complete = group.index.get, group.full_mask, 0, 0
-        whole = True
-        for idx, block_hash in enumerate(run.block_hashes):
-            entry = get(block_hash)
+        """The hits of one run; their entries are added to `found`."""
+        full_mask, before = group.full_mask, len(found)
+        entries = map(group.index.get, run.block_hashes)
+        for entry in entries:
             if entry is None or entry.present != full_mask:
-                if prefix_only:
-                    break
-                whole = False
-                continue
+                break
             found.append(entry)
-            leading += whole
-            if not prefix_only:
-                complete |= 1 << idx
-        return RunHits(leading, complete)
+        leading = len(found) - before
+        if prefix_only:
+            return RunHits(leading)
+        flags = ["1"] * leading + ["0"] * (leading < len(run))
+        for entry in entries:
+            if entry is None or entry.present != full_mask:
+                flags.append("0")
+            else:
+                flags.append("1")
+                found.append(entry)
+        return RunHits(leading, int("".join(reversed(flags)), 2))
 
     # Put
 
@@ -470,6 +474,14 @@ class Pool:
         if namespace is None:
             raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
         return namespace
+
+    def _forget_empty_namespace(self) -> None:
+        """Makes room for one more. Whoever still uses the one that goes is told to open it again."""
+        for fingerprint, namespace in self._namespaces.items():
+            if not any(group.index for group in namespace.groups):
+                del self._namespaces[fingerprint]
+                return
+        raise OutOfSpaceError(f"{len(self._namespaces)} namespaces hold blocks, which is the limit; clear one")
 
     def _group(self, namespace: Namespace, run: BlockRun) -> Group:
         if run.group_idx >= len(namespace.groups):

@@ -1,0 +1,113 @@
+"""Mooncake Store beside us: a master, a process that holds the segment, and a client, over loopback TCP.
+
+The segment lies in a process of its own, as kvpool's arena does, so that bytes really travel between processes.
+`python -m benchmarks.mooncake_store MASTER HOST:PORT BYTES` is that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.harness import free_port, process, wait_until
+
+LOCAL_BUFFER_BYTES = 64 << 20
+
+
+class Store:
+    """A client of Mooncake Store that moves bytes from and to registered buffers."""
+
+    def __init__(self, master: str):
+        self._store = _setup(master, f"127.0.0.1:{free_port()}", 0)
+
+    def register(self, buffer: npt.NDArray[np.uint8]) -> None:
+        assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0, "Mooncake refused a buffer"
+
+    def put(self, keys: list[str], addresses: list[int], nbytes: int) -> None:
+        codes = self._store.batch_put_from(keys, addresses, [nbytes] * len(keys))
+        assert not any(codes), f"Mooncake put: codes {set(codes)}"
+
+    def get(self, keys: list[str], addresses: list[int], nbytes: int) -> None:
+        codes = self._store.batch_get_into(keys, addresses, [nbytes] * len(keys))
+        assert set(codes) == {nbytes}, f"Mooncake get: codes {set(codes)}"
+
+    def exist(self, keys: list[str]) -> list[int]:
+        found: list[int] = self._store.batch_is_exist(keys)
+        return found
+
+    def remove_all(self) -> None:
+        assert self._store.remove_all(True) >= 0, "Mooncake refused to remove"
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@contextlib.contextmanager
+def master() -> Iterator[str]:
+    """A master on a free port; its address."""
+    address = f"127.0.0.1:{free_port()}"
+    port = address.rpartition(":")[2]
+    binary = Path(importlib.util.find_spec("mooncake").submodule_search_locations[0]) / "mooncake_master"  # type: ignore[union-attr,index]
+    arguments = [f"--rpc_port={port}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=10s"]
+    with process([str(binary), *arguments]) as running:
+        wait_until(lambda: _listens(int(port)), "mooncake_master", running)
+        yield address
+
+
+@contextlib.contextmanager
+def mooncake_store(segment_bytes: int) -> Iterator[Store]:
+    """A store with one segment in another process, and a client of it here."""
+    with master() as address:
+        holder = [sys.executable, "-m", "benchmarks.mooncake_store"]
+        with process([*holder, address, f"127.0.0.1:{free_port()}", str(segment_bytes)]) as holder_process:
+            assert holder_process.stdout is not None
+            while (line := holder_process.stdout.readline()) and line != "ready\n":
+                pass
+            store = Store(address)
+            try:
+                yield store
+            finally:
+                store.close()
+
+
+def addresses(buffer: npt.NDArray[np.uint8], nbytes: int) -> list[int]:
+    """Addresses of the consecutive parts of `nbytes` of a buffer."""
+    return list(range(buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes, nbytes))
+
+
+def _setup(master: str, local: str, segment_bytes: int) -> Any:
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    code = store.setup(local, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
+    if code:
+        raise RuntimeError(f"Mooncake Store setup at {master} failed with code {code}")
+    return store
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Holds a segment until SIGTERM."""
+    stop = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    store = _setup(arguments[0], arguments[1], int(arguments[2]))
+    print("ready", flush=True)
+    signal.sigwait(stop)
+    store.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

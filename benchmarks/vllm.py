@@ -1,0 +1,119 @@
+"""What a pool does to a real engine: vLLM on the CPU alone, with kvpool, with a dead kvpool, and with Mooncake Store.
+
+Questions: how much does the plugin cost a prompt that nobody has stored (server healthy; server dead)? How fast is a
+prompt that the pool has, beside computing it and beside vLLM's MooncakeStoreConnector?
+
+Every round gives one new prompt to each engine in turn, then empties the engines' own caches and gives it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import harness, mooncake_store, tiny_model
+from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.harness import Row, at_least, at_most
+
+SHAPE = tiny_model.Shape(hidden=1024, intermediate=2048)
+MEMORY = "2GiB"
+MOONCAKE_SEGMENT_BYTES = 2 << 30
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 12,
+    tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 4096,
+    logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
+) -> None:
+    """Time cold and warm prompts in four engines that take turns."""
+    logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
+    print(f"logs: {logs}", flush=True)
+    model = tiny_model.write(logs / "model", SHAPE)
+    with contextlib.ExitStack() as stack:
+        endpoint = stack.enter_context(harness.kvpool_server(MEMORY))
+        dead = f"127.0.0.1:{harness.free_port()}"
+        master = stack.enter_context(mooncake_store.master())
+        specs = {
+            "alone": EngineSpec(model),
+            "kvpool": EngineSpec(model, kvpool_transfer_config(endpoint)),
+            "dead kvpool": EngineSpec(model, kvpool_transfer_config(dead)),
+            "Mooncake": _mooncake_engine(model, master, logs),
+        }
+        engines = {}
+        for name, spec in specs.items():
+            started = time.monotonic()
+            engines[name] = stack.enter_context(Engine(spec, logs / f"{name.replace(' ', '-')}.log"))
+            print(f"{name}: started in {time.monotonic() - started:.0f} s", flush=True)
+        cold, warm = _measure(engines, rounds, tokens)
+    _report(cold, warm, rounds=rounds, tokens=tokens)
+
+
+def _measure(
+    engines: dict[str, Engine], rounds: int, tokens: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds to first token, by engine: prompts nobody has stored, and the same ones again."""
+    picks = random.Random(0)
+    cold: dict[str, list[float]] = {name: [] for name in engines}
+    warm: dict[str, list[float]] = {name: [] for name in ("kvpool", "Mooncake")}
+    for nth in range(-2, rounds):
+        prompt = [picks.randrange(10, SHAPE.vocab) for _ in range(tokens)]
+        order = list(engines)
+        picks.shuffle(order)
+        for name in order:
+            ttft_s = engines[name].generate([prompt])[0].ttft_s
+            if nth >= 0:
+                cold[name].append(ttft_s)
+        for name in (name for name in order if name in warm):
+            # Blocks that are still being stored are in use.
+            harness.until_true(engines[name].reset_prefix_cache, "the engine's blocks stay in use")
+            answer = engines[name].generate([prompt])[0]
+            if answer.cached_tokens < tokens * 0.9:
+                raise RuntimeError(f"{name} hit only {answer.cached_tokens} of {tokens} tokens")
+            if nth >= 0:
+                warm[name].append(answer.ttft_s)
+        print(f"round {nth + 1}/{rounds}", flush=True)
+    return cold, warm
+
+
+def _mooncake_engine(model: Path, master: str, logs: Path) -> EngineSpec:
+    config: dict[str, Any] = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master,
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": MOONCAKE_SEGMENT_BYTES,
+        "local_buffer_size": 256 << 20,
+    }
+    path = logs / "mooncake.json"
+    path.write_text(json.dumps(config))
+    transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return EngineSpec(model, transfer, environment={"MOONCAKE_CONFIG_PATH": str(path), "PYTHONHASHSEED": "0"})
+
+
+def _report(cold: dict[str, list[float]], warm: dict[str, list[float]], **facts: Any) -> None:
+    def ratio(ours: list[float], theirs: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+    rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
+    rows += [Row(f"warm TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in warm.items()]
+    rows += [
+        at_most("cold, kvpool over alone", ratio(cold["kvpool"], cold["alone"]), "ratio", 1.03),
+        at_most("cold, dead kvpool over alone", ratio(cold["dead kvpool"], cold["alone"]), "ratio", 1.03),
+        Row("cold, Mooncake over alone", ratio(cold["Mooncake"], cold["alone"]), "ratio"),
+        at_least("kvpool: cold over warm", ratio(cold["alone"], warm["kvpool"]), "ratio", 20),
+        Row("Mooncake: cold over warm", ratio(cold["alone"], warm["Mooncake"]), "ratio"),
+        at_most("warm, kvpool over Mooncake", ratio(warm["kvpool"], warm["Mooncake"]), "ratio", 1.3),
+    ]
+    harness.report("vllm", rows, **facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
