@@ -101,6 +101,8 @@ class NamespaceSpec:
             )
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise InvalidRequestError(f"namespace spec: {len(self.groups)} groups, not 1 to {MAX_GROUPS}")
+        if len(dict(self.extra)) != len(self.extra):
+            raise InvalidRequestError(f"namespace spec: extra has a key twice: {self.extra}; give each key once")
         for idx, group in enumerate(self.groups):
             where = f"namespace spec: groups[{idx}]"
             if not 1 <= group.num_shards <= MAX_SHARDS:

@@ -65,6 +65,7 @@ class Segment:
             ConfigError: the directory cannot hold it.
         """
         path = os.path.join(directory, f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        unlocked = os.path.join(directory, f".{os.path.basename(path)}")  # A name that no sweep looks at.
         try:
             space = os.statvfs(directory)
             available = space.f_bavail * space.f_frsize
@@ -73,13 +74,19 @@ class Segment:
                     f"{directory} has {available} bytes free, and the arena needs {nbytes}; "
                     "lower --memory, or give the directory more (docker: --shm-size)"
                 )
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot make shared memory in {directory!r}: {error}; see --shm-dir") from error
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, nbytes + TRAILER_BYTES)
-        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
-        segment = cls(fd, path, nbytes, owner=True)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, nbytes + TRAILER_BYTES)
+            os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
+            segment = cls(fd, path, nbytes, owner=True)
+            os.rename(unlocked, path)
+        except OSError as error:
+            os.close(fd)
+            Path(unlocked).unlink(missing_ok=True)
+            raise ConfigError(f"cannot make {nbytes} bytes of shared memory in {directory!r}: {error}") from error
         segment._advise(0, nbytes, _MADV_HUGEPAGE)
         return segment
 

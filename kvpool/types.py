@@ -57,7 +57,8 @@ class ShardRange:
         """Raises InvalidRequestError unless the range lies in [0, num_shards)."""
         if self.count < 1 or self.start < 0 or self.start + self.count > num_shards:
             raise InvalidRequestError(
-                f"shards [{self.start}, {self.start + self.count}) are not within the group's {num_shards} shards"
+                f"shards [{self.start}, {self.start + self.count}) are not within the group's {num_shards} shards; "
+                "name at least one of them"
             )
 
 

@@ -61,6 +61,10 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.PoolTimeoutError(f"kvpool-server at {endpoint} did not answer in time ({details})")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return errors.InvalidRequestError(
+            f"a message to kvpool-server at {endpoint} is too large ({details}); send less"
+        )
     return _ERROR_OF.get(code, errors.TransferError)(details or f"{code.name} from kvpool-server at {endpoint}")
 
 

@@ -24,7 +24,8 @@ from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import PoolCollector, RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.pool import Limits, Pool
+from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.pool import Pool
 
 log = structlog.get_logger()
 
@@ -150,7 +151,10 @@ class Server:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
-            self.pool.expire()
+            try:
+                self.pool.expire()
+            except Exception:
+                log.exception("expiring failed")  # Every call expires, too: the server goes on.
 
     def _prefault(self) -> None:
         # In the background: a server of 100 GiB is to answer at once. In steps: it is to stop at once, too.

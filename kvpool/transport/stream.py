@@ -6,6 +6,7 @@ copy into it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,15 +51,22 @@ class StreamTransport:
         self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
     ) -> None:
         failures: list[BaseException] = []
+        # gRPC asks for pieces in a thread of its own, maybe after the call has failed and the caller has gone on:
+        #   1. the deadline passes while `fill` copies   2. the caller reuses what `fill` copies from, or through
+        # So nothing is filled once the call has ended, and the call has not ended while something is being filled.
+        filling, ended = threading.Lock(), threading.Event()
 
         def requests() -> Iterator[Piece]:
-            # gRPC runs this in a thread of its own; what goes wrong in it must reach the caller, not the log.
-            # It serializes (copies) a piece before it asks for the next one, so the staging can be filled again.
+            # What goes wrong here must reach the caller, not gRPC's log. gRPC serializes (copies) a piece before it
+            # asks for the next one, so the staging can be filled again.
             staging = _staging(len(offsets), region_bytes, batch_bytes)
             try:
                 for start, stop in batches(len(offsets), region_bytes, batch_bytes):
                     rows = staging[: stop - start]
-                    fill(start, list(rows))
+                    with filling:
+                        if ended.is_set():
+                            return
+                        fill(start, list(rows))
                     for row, offset in zip(rows, offsets[start:stop], strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
                             yield Piece(ticket_id, offset + at, row[at : at + self._piece_bytes].data)
@@ -72,6 +80,9 @@ class StreamTransport:
             if failures:
                 raise failures[0] from None
             raise wire.error_of(error, self._endpoint) from None
+        finally:
+            with filling:
+                ended.set()
         expected = len(offsets) * region_bytes
         if reply.nbytes != expected:
             raise TransferError(f"kvpool-server took {reply.nbytes} of {expected} bytes")

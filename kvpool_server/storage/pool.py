@@ -12,21 +12,13 @@ Invariants (`check_integrity`):
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvpool.errors import (
-    IncompatibleNamespaceError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    OutOfSpaceError,
-    UnknownNamespaceError,
-)
+from kvpool.errors import InvalidRequestError, LeaseExpiredError, OutOfSpaceError
 from kvpool.hashing import checksum
-from kvpool.namespace import NamespaceSpec, differences
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import (
     BlockRun,
     Located,
@@ -39,45 +31,16 @@ from kvpool.types import (
     ShardRange,
 )
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.catalog import Catalog, Namespace
 from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.storage.leases import Lease, Register, Ticket
+from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.quarantine import Quarantine
 from kvpool_server.storage.space import Space
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on what one caller can ask for.
-
-    Args:
-        max_batch_blocks: blocks in one request.
-        max_ttl_ms: of leases and tickets; longer wishes are cut to it.
-        default_ticket_ttl_ms: where the caller names none.
-        grace_ms: how long the slot of an expired ticket waits for a late writer.
-        max_leases, max_tickets: live at once.
-        max_namespaces: open at once.
-    """
-
-    max_batch_blocks: int = 65_536
-    max_ttl_ms: int = 120_000
-    default_ticket_ttl_ms: int = 10_000
-    grace_ms: int = 30_000
-    max_leases: int = 100_000
-    max_tickets: int = 100_000
-    max_namespaces: int = 1_024
-
-
-class Namespace:
-    """An open namespace and its groups."""
-
-    __slots__ = ("fingerprint", "groups", "spec")
-
-    def __init__(self, spec: NamespaceSpec, fingerprint: bytes):
-        self.spec = spec
-        self.fingerprint = fingerprint
-        self.groups = [Group(group) for group in spec.groups]
 
 
 class Pool:
@@ -98,12 +61,10 @@ class Pool:
         self._space = Space(arena)
         self._clock = clock
         self._new_id = new_id
-        self._namespaces: dict[bytes, Namespace] = {}
+        self._catalog = Catalog(self.limits, arena.extent_bytes)
         self._leases: Register[Lease] = Register()
         self._tickets: Register[Ticket] = Register()
-        # Slots out of the index that somebody may still touch: offset -> (entry, not before).
-        self._quarantine: dict[int, tuple[Entry, float]] = {}
-        self._quarantine_ends: list[tuple[float, int]] = []
+        self._quarantine = Quarantine()
         self._tick = 0
         self._num_live = 0
         self._num_complete = 0
@@ -117,34 +78,19 @@ class Pool:
             InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
             IncompatibleNamespaceError: it is not the expected one.
         """
-        spec.check()
-        fingerprint = spec.fingerprint()
-        if expected_fingerprint and fingerprint != expected_fingerprint:
-            raise IncompatibleNamespaceError(self._explain(spec, expected_fingerprint))
-        if (namespace := self._namespaces.get(fingerprint)) is not None:
-            return namespace, False
-        for idx, group in enumerate(spec.groups):
-            if group.slot_bytes > self.arena.extent_bytes:
-                raise InvalidRequestError(
-                    f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
-                    f"({self.arena.extent_bytes} bytes); start kvpool-server with more --memory"
-                )
-        if len(self._namespaces) >= self.limits.max_namespaces:
-            self._forget_empty_namespace()
-        namespace = self._namespaces[fingerprint] = Namespace(spec, fingerprint)
-        return namespace, True
+        return self._catalog.open(spec, expected_fingerprint)
 
     def namespaces(self) -> list[tuple[Namespace, int, int]]:
         """Every open namespace, its complete entries and the bytes of their slots."""
         listed = []
-        for namespace in self._namespaces.values():
+        for namespace in self._catalog.values():
             entries = [entry for group in namespace.groups for entry in group.index.values() if entry.complete]
             listed.append((namespace, len(entries), sum(entry.group.spec.slot_bytes for entry in entries)))
         return listed
 
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
         """Bytes of one chunk of a run's group."""
-        return self._group(self._namespace(fingerprint), run).spec.chunk_bytes
+        return self._catalog.group(fingerprint, run.group_idx).spec.chunk_bytes
 
     # Lookup
 
@@ -152,9 +98,7 @@ class Pool:
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         """Which blocks are complete; with a TTL, a lease on them. Without one nothing is renewed."""
-        namespace = self._namespace(fingerprint)
-        self._check_batch(runs)
-        groups = [self._group(namespace, run) for run in runs]
+        groups = self._catalog.groups(fingerprint, runs)
         found: list[Entry] = []
         hits = tuple(self._hits(group, run, prefix_only, found) for group, run in zip(groups, runs, strict=True))
         self.counters["lookups"] += 1
@@ -206,11 +150,11 @@ class Pool:
         Raises:
             OutOfSpaceError: there is no room for all of them; nothing changed.
         """
-        group = self._one_group(fingerprint, runs)
+        group = self._catalog.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
         if len(self._tickets) >= self.limits.max_tickets:
-            raise OutOfSpaceError(f"{len(self._tickets)} puts are under way, which is the limit")
+            raise OutOfSpaceError(f"{len(self._tickets)} puts are under way, which is the limit; try again later")
         offsets = iter(self._make_room(group, runs))
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket = Ticket(self._new_id(), now + ttl_ms / 1000, [], shards)
@@ -308,7 +252,7 @@ class Pool:
         Raises:
             LeaseExpiredError: the lease is not live.
         """
-        group = self._one_group(fingerprint, runs)
+        group = self._catalog.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
         lease = self._lease(lease_id)
@@ -353,7 +297,7 @@ class Pool:
 
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes checksums where the bytes lie, and drops what has changed; (checked, dropped)."""
-        group = self._one_group(fingerprint, runs)
+        group = self._catalog.one_group(fingerprint, runs)
         self.expire()
         checked = dropped = 0
         for entry in self._found(group, runs):
@@ -372,7 +316,7 @@ class Pool:
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks; returns how many were there. Readers that hold a lease finish undisturbed."""
-        group = self._one_group(fingerprint, runs)
+        group = self._catalog.one_group(fingerprint, runs)
         self.expire()
         entries = self._found(group, runs)
         for entry in entries:
@@ -383,7 +327,7 @@ class Pool:
     def clear(self, fingerprint: bytes = b"") -> int:
         """Drops every block of a namespace, or of all; returns how many there were."""
         self.expire()
-        chosen = [self._namespace(fingerprint)] if fingerprint else list(self._namespaces.values())
+        chosen = [self._catalog.get(fingerprint)] if fingerprint else self._catalog.values()
         entries = [entry for namespace in chosen for group in namespace.groups for entry in group.index.values()]
         for entry in entries:
             self._drop(entry)
@@ -408,9 +352,9 @@ class Pool:
                 if entry.live:
                     self._drop(entry, grace_ends)
                 else:
-                    self._hold(entry, grace_ends)
-        while self._quarantine_ends and self._quarantine_ends[0][0] <= now:
-            self._settle(heapq.heappop(self._quarantine_ends)[1], now)
+                    self._quarantine.hold(entry, grace_ends)
+        for entry in self._quarantine.pop_ended(now):
+            self.arena.free(entry.offset)
         return now
 
     # State
@@ -429,78 +373,16 @@ class Pool:
         )
 
     def check_integrity(self) -> None:
-        """Recomputes the invariants from scratch. Raises AssertionError; for tests and `kvpool-server --paranoid`."""
-        entries = [e for ns in self._namespaces.values() for group in ns.groups for e in group.index.values()]
-        by_offset = {entry.offset: entry for entry in entries}
-        assert len(by_offset) == len(entries), "two entries share a slot"
-        assert not by_offset.keys() & self._quarantine.keys(), "a quarantined slot is in use"
-        capacity = used = 0
-        for size in self.arena.sizes():
-            for extent in self.arena.extents(size):
-                capacity += len(extent.owners)
-                used += extent.num_used
-                free_slots = set(extent.free)
-                for slot, owner in enumerate(extent.owners):
-                    offset = extent.start + slot * size
-                    expected = by_offset.get(offset) or (self._quarantine.get(offset) or (None,))[0]
-                    assert owner is expected, f"slot {offset} has another owner than the index says"
-                    assert (owner is None) == (slot in free_slots), f"slot {offset} is both free and owned"
-        reserved = sum(1 for entry in entries if entry.pending)
-        resident = len(entries) - reserved
-        free = capacity - used
-        assert free + reserved + resident + len(self._quarantine) == capacity, "slots are lost"
+        """Recomputes the invariants from scratch; raises AssertionError. For tests: it looks at every slot."""
+        entries = [e for ns in self._catalog.values() for group in ns.groups for e in group.index.values()]
+        quarantined = self._quarantine.entries()
+        check_slots(self.arena, entries, quarantined)
+        check_holdings(entries, list(quarantined.values()), self._leases.values(), self._tickets.values())
+        check_prefixes(entries)
         assert len(entries) == self._num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == self._num_complete, "the count of complete entries is off"
-        leases: Counter[int] = Counter(id(e) for lease in self._leases.values() for e in lease.entries)
-        pending: Counter[int] = Counter()
-        for ticket in self._tickets.values():
-            for entry in ticket.entries:
-                assert not pending[id(entry)] & ticket.shards.mask, "two tickets cover one shard"
-                pending[id(entry)] |= ticket.shards.mask
-        children: Counter[int] = Counter(id(e.parent) for e in entries if e.parent is not None and e.parent.live)
-        for entry in [*entries, *(entry for entry, _ in self._quarantine.values())]:
-            assert entry.leases == leases[id(entry)], "a lease count is off"
-            assert entry.pending == pending[id(entry)], "pending shards without a ticket"
-            assert not entry.present & entry.pending, "a shard is both present and being written"
-        for entry in entries:
-            assert entry.live and entry.children == children[id(entry)], "a child count is off"
-            assert entry.present or entry.pending, "an entry has no shard and no writer"
-            assert entry.queued or entry.children or entry.pending, "an idle leaf can never be evicted"
 
     # Helpers
-
-    def _namespace(self, fingerprint: bytes) -> Namespace:
-        namespace = self._namespaces.get(fingerprint)
-        if namespace is None:
-            raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
-        return namespace
-
-    def _forget_empty_namespace(self) -> None:
-        """Makes room for one more. Whoever still uses the one that goes is told to open it again."""
-        for fingerprint, namespace in self._namespaces.items():
-            if not any(group.index for group in namespace.groups):
-                del self._namespaces[fingerprint]
-                return
-        raise OutOfSpaceError(f"{len(self._namespaces)} namespaces hold blocks, which is the limit; clear one")
-
-    def _group(self, namespace: Namespace, run: BlockRun) -> Group:
-        if run.group_idx >= len(namespace.groups):
-            raise InvalidRequestError(f"group_idx {run.group_idx}: the namespace has {len(namespace.groups)} groups")
-        return namespace.groups[run.group_idx]
-
-    def _one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Group:
-        namespace = self._namespace(fingerprint)
-        self._check_batch(runs)
-        if len({run.group_idx for run in runs}) != 1:
-            raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")
-        return self._group(namespace, runs[0])
-
-    def _check_batch(self, runs: Sequence[BlockRun]) -> None:
-        total = sum(map(len, runs))
-        if not 1 <= total <= self.limits.max_batch_blocks:
-            raise InvalidRequestError(
-                f"a batch of {total} blocks; give 1 to {self.limits.max_batch_blocks}, and split larger ones"
-            )
 
     def _ticket(self, ticket_id: int) -> Ticket:
         ticket = self._tickets.get(ticket_id)
@@ -517,13 +399,6 @@ class Pool:
                 f"lease {lease_id:#x} is not live: it expired, was released, or is of another boot; look up again"
             )
         return lease
-
-    def _explain(self, spec: NamespaceSpec, expected_fingerprint: bytes) -> str:
-        expected = self._namespaces.get(expected_fingerprint)
-        if expected is None:
-            return f"the spec's fingerprint is {spec.fingerprint().hex()}, not {expected_fingerprint.hex()}"
-        fields = "; ".join(map(str, differences(spec, expected.spec)))
-        return f"the spec is not that of namespace {expected_fingerprint.hex()[:12]}: {fields}"
 
     def _next_tick(self, groups: Sequence[Group]) -> int:
         self._tick += 1
@@ -597,29 +472,16 @@ class Pool:
             last = max(ticket.deadline for ticket in self._tickets.values())
             not_before = max(not_before, last + self.limits.grace_ms / 1000)
         if entry.leases or not_before > self._clock():
-            self._hold(entry, not_before)
+            self._quarantine.hold(entry, not_before)
         else:
             self.arena.free(entry.offset)
-
-    def _hold(self, entry: Entry, not_before: float) -> None:
-        """Keeps the slot of a dropped entry in quarantine, or keeps it longer."""
-        _, until = self._quarantine.get(entry.offset, (entry, not_before))
-        self._quarantine[entry.offset] = (entry, max(until, not_before))
-        heapq.heappush(self._quarantine_ends, (max(until, not_before), entry.offset))
-
-    def _settle(self, offset: int, now: float) -> None:
-        entry, until = self._quarantine.get(offset, (None, 0.0))
-        if entry is None or now < until or not entry.movable:
-            return
-        del self._quarantine[offset]
-        self.arena.free(offset)
 
     def _end_lease(self, lease: Lease) -> None:
         now = self._clock()
         for entry in lease.entries:
             entry.leases -= 1
-            if not entry.live and not entry.leases:
-                self._settle(entry.offset, now)
+            if not entry.live and self._quarantine.settle(entry, now):
+                self.arena.free(entry.offset)
 
     @staticmethod
     def _found(group: Group, runs: Sequence[BlockRun]) -> list[Entry]:

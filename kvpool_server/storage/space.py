@@ -76,7 +76,8 @@ class Space:
             mine += 1
             yield stock.pop(0)
         if mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
-            yield from self._movable(min(held, key=lambda size: self._last_used.get(size, 0)))
+            for size in sorted(held, key=lambda size: self._last_used.get(size, 0)):
+                yield from self._movable(size)
 
     def _movable(self, slot_bytes: int) -> list[Extent]:
         """Extents in which nobody reads or writes, coldest first."""

@@ -1,0 +1,88 @@
+"""Real servers and clients for every test that talks over gRPC."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.v1.pool_pb2_grpc import PoolStub
+from tests.support.processes import ServerProcess
+
+settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("kvpool")
+
+StartServer = Callable[..., ServerProcess]
+Connect = Callable[..., Client]
+
+
+@pytest.fixture(scope="session")
+def shm_dir() -> Iterator[str]:
+    """A RAM-backed directory of this test run, so that no other server sweeps it."""
+    path = tempfile.mkdtemp(prefix="test-kvpool-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+    """One server for all tests that neither kill it nor fill it."""
+    server = ServerProcess(tmp_path_factory.mktemp("shared"), shm_dir, "--memory", "64MiB", "--grace-ms", "100")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[StartServer]:
+    """Starts servers of the test's own: `pool_server("--grace-ms", "100")`."""
+    log_dir = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+
+        def start(*flags: str, shm_dir: str = shm_dir) -> ServerProcess:
+            server = ServerProcess(log_dir, shm_dir, *flags)
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes clients of a server: `connect(server, transport="shm", ticket_ttl_ms=100)`."""
+    with ExitStack() as stack:
+
+        def make(server: ServerProcess, **config: object) -> Client:
+            defaults = {"timeout_ms": 10_000, "data_timeout_ms": 10_000}
+            return stack.enter_context(Client(ClientConfig(endpoint=server.endpoint, **{**defaults, **config})))
+
+        yield make
+
+
+@pytest.fixture
+def shm_client(shared_server: ServerProcess, connect: Connect) -> Client:
+    return connect(shared_server, transport="shm")
+
+
+@pytest.fixture
+def stream_client(shared_server: ServerProcess, connect: Connect) -> Client:
+    return connect(shared_server, transport="stream")
+
+
+@pytest.fixture(params=["shm", "stream"])
+def client(request: pytest.FixtureRequest, shared_server: ServerProcess, connect: Connect) -> Client:
+    """A client of the shared server, once for each transport."""
+    return connect(shared_server, transport=request.param)
+
+
+@pytest.fixture
+def stub(shared_server: ServerProcess) -> Iterator[PoolStub]:
+    """The bare gRPC stub, for requests that `Client` would not send."""
+    with grpc.insecure_channel(shared_server.endpoint) as channel:
+        yield PoolStub(channel)

@@ -1,0 +1,245 @@
+"""What every transport does, whatever carries its bytes. Subclasses say how to get regions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvpool.client import Client, Namespace
+from kvpool.errors import PoolTimeoutError
+from kvpool.hashing import checksum
+from kvpool.transport.base import Buffers, Transport
+from kvpool.types import PutStatus, ShardRange
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+REGION_BYTES = 96
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Regions that may be written, and (once `seal` has run) read."""
+
+    ticket_id: int
+    offsets: tuple[int, ...]
+    seal: Callable[[], int]
+    """Makes what was written readable; returns the lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A transport, where its regions come from, and its clock."""
+
+    transport: Transport
+    regions: Callable[[int, int], Regions]
+    pass_time: Callable[[float], None] = time.sleep
+
+
+class ServerRegions:
+    """Regions of a real server: namespaces whose blocks are one region each."""
+
+    def __init__(self, client: Client):
+        self._client = client
+        self._tickets: list[int] = []
+        self._leases: list[int] = []
+        self._namespaces: list[Namespace] = []
+
+    def open(self, region_bytes: int) -> Namespace:
+        self._namespaces.append(self._client.open_namespace(namespace_spec(group_spec(chunk_bytes=region_bytes))))
+        return self._namespaces[-1]
+
+    def give_back(self) -> None:
+        """Leaves the server as it was, for the next test."""
+        self._client.release(self._leases)
+        for ticket_id in self._tickets:
+            self._client.put_revoke(ticket_id)
+        for namespace in self._namespaces:
+            self._client.clear(namespace.fingerprint)
+
+    def __call__(self, num_regions: int, region_bytes: int) -> Regions:
+        namespace = self.open(region_bytes)
+        run = run_of(*range(num_regions))
+        grant = self._client.put_start(namespace, [run], ShardRange(0, 1))
+        assert set(grant.statuses) == {PutStatus.GRANTED}
+        self._tickets.append(grant.ticket_id)
+
+        def seal() -> int:
+            sums = [checksum(payload(idx, region_bytes)) for idx in range(num_regions)]
+            self._client.put_end(grant.ticket_id, sums)
+            self._leases.append(self._client.lookup(namespace, [run]).lease_id)
+            return self._leases[-1]
+
+        return Regions(grant.ticket_id, grant.offsets, seal)
+
+
+class UnheardError(Exception):
+    """No library would raise this."""
+
+
+class TransportContract:
+    """Subclasses give a fixture `rig`."""
+
+    def _write(self, rig: Rig, regions: Regions, region_bytes: int = REGION_BYTES, batch_bytes: int = 1 << 20) -> None:
+        def fill(first: int, buffers: Buffers) -> None:
+            for idx, buffer in enumerate(buffers, first):
+                buffer[:] = payload(idx, region_bytes)
+
+        rig.transport.write(regions.ticket_id, regions.offsets, region_bytes, fill, batch_bytes, DEADLINE_S)
+
+    @pytest.fixture
+    def stored(self, rig: Rig) -> tuple[Regions, int]:
+        """Seven regions that were written, and the lease to read them."""
+        regions = rig.regions(7, REGION_BYTES)
+        self._write(rig, regions)
+        return regions, regions.seal()
+
+    @pytest.mark.parametrize("batch_bytes", [1, REGION_BYTES - 1, REGION_BYTES, 3 * REGION_BYTES + 5, 1 << 20])
+    @pytest.mark.parametrize("num_regions", [1, 7])
+    def test_callbacks_see_every_region_once_in_order_in_batches_of_the_size_asked_for(
+        self, rig: Rig, num_regions: int, batch_bytes: int
+    ) -> None:
+        regions = rig.regions(num_regions, REGION_BYTES)
+        filled: list[tuple[int, int]] = []
+        drained: list[tuple[int, int]] = []
+
+        def note(seen: list[tuple[int, int]], first: int, buffers: Buffers) -> None:
+            assert all(buffer.shape == (REGION_BYTES,) and buffer.dtype == np.uint8 for buffer in buffers)
+            seen.append((first, len(buffers)))
+
+        def fill(first: int, buffers: Buffers) -> None:
+            note(filled, first, buffers)
+            for idx, buffer in enumerate(buffers, first):
+                buffer[:] = payload(idx, REGION_BYTES)
+
+        rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, batch_bytes, DEADLINE_S)
+        rig.transport.read(
+            regions.seal(), regions.offsets, REGION_BYTES, lambda *seen: note(drained, *seen), batch_bytes, DEADLINE_S
+        )
+        step = max(1, batch_bytes // REGION_BYTES)
+        assert filled == drained == [(at, min(step, num_regions - at)) for at in range(0, num_regions, step)]
+
+    @pytest.mark.parametrize("region_bytes", [1, 4097, (1 << 20) + 3])
+    def test_what_was_written_is_read(self, rig: Rig, region_bytes: int) -> None:
+        regions = rig.regions(3, region_bytes)
+        self._write(rig, regions, region_bytes)
+        read: dict[int, bytes] = {}
+
+        def drain(first: int, buffers: Buffers) -> None:
+            read.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
+
+        rig.transport.read(regions.seal(), regions.offsets, region_bytes, drain, 2 * region_bytes, DEADLINE_S)
+        assert read == {idx: payload(idx, region_bytes).tobytes() for idx in range(3)}
+
+    def test_regions_may_be_read_in_any_order(self, rig: Rig, stored: tuple[Regions, int]) -> None:
+        regions, lease_id = stored
+        order = [5, 0, 3]
+        read: list[bytes] = []
+
+        def drain(first: int, buffers: Buffers) -> None:
+            assert first == len(read)
+            read.extend(buffer.tobytes() for buffer in buffers)
+
+        offsets = [regions.offsets[idx] for idx in order]
+        rig.transport.read(lease_id, offsets, REGION_BYTES, drain, 2 * REGION_BYTES, DEADLINE_S)
+        assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
+
+    @pytest.mark.parametrize("fails_at", [0, 4])
+    def test_an_exception_in_fill_ends_the_write_and_reaches_the_caller_unchanged(
+        self, rig: Rig, fails_at: int
+    ) -> None:
+        regions = rig.regions(7, REGION_BYTES)
+        failure = UnheardError("of")
+        calls: list[int] = []
+
+        def fill(first: int, buffers: Buffers) -> None:
+            calls.append(first)
+            if first == fails_at:
+                raise failure
+            for buffer in buffers:
+                buffer[:] = 0
+
+        with pytest.raises(UnheardError) as caught:
+            rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, 2 * REGION_BYTES, DEADLINE_S)
+        assert caught.value is failure
+        assert calls == [*range(0, fails_at + 1, 2)]
+
+    @pytest.mark.parametrize("fails_at", [0, 4])
+    def test_an_exception_in_drain_ends_the_read_and_reaches_the_caller_unchanged(
+        self, rig: Rig, stored: tuple[Regions, int], fails_at: int
+    ) -> None:
+        regions, lease_id = stored
+        failure = UnheardError("of")
+        calls: list[int] = []
+
+        def drain(first: int, buffers: Buffers) -> None:
+            calls.append(first)
+            if first == fails_at:
+                raise failure
+
+        with pytest.raises(UnheardError) as caught:
+            rig.transport.read(lease_id, regions.offsets, REGION_BYTES, drain, 2 * REGION_BYTES, DEADLINE_S)
+        assert caught.value is failure
+        assert calls == [*range(0, fails_at + 1, 2)]
+
+    def test_a_write_past_its_deadline_times_out(self, rig: Rig) -> None:
+        regions = rig.regions(2, REGION_BYTES)
+
+        def fill(first: int, buffers: Buffers) -> None:
+            for buffer in buffers:
+                buffer[:] = 0
+            rig.pass_time(0.3)
+
+        with pytest.raises(PoolTimeoutError):
+            rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, 1, timeout_s=0.1)
+
+    def test_a_read_past_its_deadline_times_out(self, rig: Rig) -> None:
+        region_bytes, num_regions = 1 << 20, 8
+        regions = rig.regions(num_regions, region_bytes)
+        self._write(rig, regions, region_bytes)
+        lease_id = regions.seal()
+        with pytest.raises(PoolTimeoutError):
+            rig.transport.read(lease_id, regions.offsets, region_bytes, lambda *_: rig.pass_time(0.3), 1, timeout_s=0.2)
+
+    def test_no_regions_are_no_work(self, rig: Rig) -> None:
+        regions = rig.regions(1, REGION_BYTES)
+
+        def never(first: int, buffers: Buffers) -> None:
+            raise AssertionError("called for nothing")
+
+        rig.transport.write(regions.ticket_id, (), REGION_BYTES, never, 1, DEADLINE_S)
+        self._write(rig, regions)
+        rig.transport.read(regions.seal(), (), REGION_BYTES, never, 1, DEADLINE_S)
+
+    def test_threads_share_a_transport(self, rig: Rig) -> None:
+        failures: list[BaseException] = []
+        all_regions = [rig.regions(5, REGION_BYTES) for _ in range(4)]
+
+        def work(regions: Regions) -> None:
+            def drain(first: int, buffers: Buffers) -> None:
+                for idx, buffer in enumerate(buffers, first):
+                    np.testing.assert_array_equal(buffer, payload(idx, REGION_BYTES))
+
+            try:
+                self._write(rig, regions, batch_bytes=1)
+                rig.transport.read(regions.seal(), regions.offsets, REGION_BYTES, drain, 1, DEADLINE_S)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(regions,)) for regions in all_regions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert failures == []
+
+    def test_close_is_idempotent(self, rig: Rig) -> None:
+        with ExitStack() as stack:
+            stack.callback(rig.transport.close)
+            rig.transport.close()

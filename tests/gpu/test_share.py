@@ -1,0 +1,66 @@
+"""Two real engines on a GPU: asynchronous scheduling, the V2 model runner, FlashAttention's layout, CUDA streams."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tiny_model
+from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+
+pytestmark = pytest.mark.gpu
+
+BLOCK_TOKENS = 16
+OPTIONS = {"block_size": BLOCK_TOKENS, "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 2048}
+
+
+def _prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    picks = random.Random(seed)
+    shared = [picks.randrange(10, 4000) for _ in range(tokens // 2)]
+    return [shared + [picks.randrange(10, 4000) for _ in range(tokens // 2 + 7 * nth)] for nth in range(count)]
+
+
+def _reset(engine: Engine) -> None:
+    deadline = time.monotonic() + 20
+    while not engine.reset_prefix_cache():
+        assert time.monotonic() < deadline, "blocks stay in use"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.write(tmp_path_factory.mktemp("model") / "tiny", tiny_model.Shape(head_dim=64))
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_load_is_what_the_engine_would_have_had(pool_server, model: Path, tmp_path: Path, transport: str):
+    server = pool_server("--memory", "1GiB")
+    prompts = _prompts(6, 3000, seed=1)
+    spec = EngineSpec(model, kvpool_transfer_config(server.endpoint, transport=transport), OPTIONS)
+    with Engine(spec, tmp_path / "first.log") as first:
+        for prompt in prompts:
+            first.generate([prompt], max_tokens=16)
+        own = [first.generate([prompt], max_tokens=16)[0] for prompt in prompts]
+    with Engine(spec, tmp_path / "second.log") as second:
+        pooled = [second.generate([prompt], max_tokens=16)[0] for prompt in prompts]
+    for prompt, mine, theirs in zip(prompts, own, pooled, strict=True):
+        assert theirs.cached_tokens == mine.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert theirs.tokens == mine.tokens
+        assert theirs.logprobs == mine.logprobs
+
+
+def test_preemption_and_concurrency_change_nothing(pool_server, model: Path, tmp_path: Path):
+    """Blocks are preempted, reused and evicted while they are sent and loaded; float32 makes answers comparable."""
+    server = pool_server("--memory", "1GiB")
+    options = {**OPTIONS, "num_gpu_blocks_override": 700, "attention_backend": "TRITON_ATTN", "dtype": "float32"}
+    prompts = _prompts(32, 1600, seed=2)
+    with Engine(EngineSpec(model, None, options), tmp_path / "alone.log") as alone:
+        expected = alone.generate(prompts, max_tokens=32)
+    with Engine(EngineSpec(model, kvpool_transfer_config(server.endpoint), options), tmp_path / "pooled.log") as pooled:
+        for _ in range(3):
+            answers = pooled.generate(prompts, max_tokens=32)
+            for want, got in zip(expected, answers, strict=True):
+                assert got.tokens == want.tokens
+                assert got.logprobs == pytest.approx(want.logprobs, abs=1e-2)
+            _reset(pooled)

@@ -1,0 +1,146 @@
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli import main
+from kvpool.client import Client, Namespace
+from kvpool.namespace import NamespaceSpec
+from kvpool.version import __version__
+from tests.support.processes import ServerProcess, run_command
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+NOBODY = "127.0.0.1:1"
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+
+
+class Cli:
+    """Runs `kvpool COMMAND --endpoint ...` in this process; returns what it printed and fails if it does."""
+
+    def __init__(self, server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        self.server = server
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> str:
+        out, err = self.fails(*arguments, status=0)
+        assert err == ""
+        return out
+
+    def fails(self, *arguments: str, status: int = 1) -> tuple[str, str]:
+        """What it printed, to stdout and to stderr, when it ended with `status`."""
+        self._monkeypatch.setattr(sys, "argv", ["kvpool", *arguments, "--endpoint", self.server.endpoint])
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == status
+        printed = self._capsys.readouterr()
+        return printed.out, printed.err
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> object:
+    server = ServerProcess(tmp_path_factory.mktemp("cli"), shm_dir)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cli(server, monkeypatch, capsys)
+
+
+@pytest.fixture
+def stored(server: ServerProcess, connect: Callable[..., Client]) -> tuple[Namespace, Namespace]:
+    """Two namespaces of two blocks each, and nothing else on the server."""
+    client = connect(server)
+    client.clear()
+
+    def store(spec: NamespaceSpec) -> Namespace:
+        namespace = client.open_namespace(spec)
+        client.put_blocks(namespace, run_of("a", "b"), [payload(name, 1_000) for name in "ab"])
+        return namespace
+
+    first, second = (
+        store(namespace_spec(group_spec(chunk_bytes=1_000), model=f"model-{salt}", salt=salt)) for salt in "xy"
+    )
+    return first, second
+
+
+def _left(cli: Cli) -> dict[str, int]:
+    return {row["model"]: row["entries"] for row in json.loads(cli("namespaces", "--json"))}
+
+
+def test_the_command_is_installed() -> None:
+    assert shutil.which(KVPOOL)
+    assert run_command(KVPOOL, "--version").stdout.strip() == f"kvpool {__version__}"
+
+
+def test_ping(cli: Cli) -> None:
+    assert cli("ping").startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
+
+
+def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> None:
+    done = run_command(KVPOOL, "ping", KVPOOL_ENDPOINT=server.endpoint)
+    assert done.returncode == 0 and server.endpoint in done.stdout
+
+
+def test_stats(cli: Cli, stored: object) -> None:
+    found = json.loads(cli("stats", "--json"))
+    assert (found["arena_bytes"], found["num_entries"]) == (8 << 20, 4)
+    assert found["counters"]["put_blocks_completed"] >= 4
+    rows = cli("stats")
+    for name, value in {**found, **found["counters"]}.items():
+        if name not in ("counters", "prefaulted_bytes"):
+            assert any(name in line and f"{value:,}" in line for line in rows.splitlines()), name
+
+
+def test_namespaces(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
+    rows = json.loads(cli("namespaces", "--json"))
+    assert {(row["fingerprint"], row["model"], row["entries"], row["bytes"]) for row in rows} == {
+        (namespace.fingerprint.hex(), namespace.spec.model, 2, 2_000) for namespace in stored
+    }
+    table = cli("namespaces")
+    for namespace in stored:
+        assert namespace.fingerprint.hex()[:12] in table and namespace.spec.model in table
+
+
+def test_clear_drops_everything(cli: Cli, stored: object) -> None:
+    assert cli("clear") == "dropped 4 blocks\n"
+    assert set(_left(cli).values()) == {0}
+    assert cli("clear") == "dropped 0 blocks\n"
+
+
+def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
+    cli: Cli, stored: tuple[Namespace, Namespace]
+) -> None:
+    first, second = stored
+    assert cli("clear", "--namespace", first.fingerprint.hex()[:12].upper()) == "dropped 2 blocks\n"
+    assert _left(cli) == {first.spec.model: 0, second.spec.model: 2}
+
+
+@pytest.mark.parametrize("prefix", ["zzz", "0" * 64])
+def test_clear_of_a_namespace_that_is_not_there_drops_nothing(cli: Cli, stored: object, prefix: str) -> None:
+    sentence = f"kvpool: namespace '{prefix}' names 0 of 2 namespaces, not 1; `kvpool namespaces` lists them\n"
+    assert cli.fails("clear", "--namespace", prefix) == ("", sentence)
+    assert set(_left(cli).values()) == {2}
+
+
+@pytest.mark.parametrize("command", ["ping", "stats", "namespaces", "clear"])
+def test_a_server_that_is_not_there_is_one_sentence(command: str) -> None:
+    done = run_command(KVPOOL, command, "--endpoint", NOBODY)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"kvpool: cannot reach kvpool-server at {NOBODY}")
+    assert "is it running, and is the endpoint right?" in done.stderr
+
+
+def test_a_bad_endpoint_is_one_sentence() -> None:
+    done = run_command(KVPOOL, "ping", "--endpoint", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr == "kvpool: endpoint 'nowhere' is not HOST:PORT, for example '127.0.0.1:50051'\n"

@@ -1,0 +1,82 @@
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.hashing import DEFAULT_SEED, block_hashes, checksum, sha256_cbor
+
+GOLDEN = [
+    "34a0f2f90671cd97c20c1bb8463391c24d8456547af0bd1bebf0d48bff335e7e",
+    "0edba80b0a0357373377b649168b4399c52ee0ee8860ed67813440980284124e",
+]
+GOLDEN_SEED = "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
+GOLDEN_CHECKSUM = 0x6B53AE1A40132E83
+
+
+def _cbor_of_block(parent: bytes, tokens: bytes) -> bytes:
+    # Canonical CBOR by hand (RFC 8949): array(3), bytes(32), array of integers below 24, null.
+    assert len(parent) == 32 and len(tokens) < 24 and max(tokens) < 24
+    return b"\x83\x58\x20" + parent + bytes([0x80 | len(tokens)]) + tokens + b"\xf6"
+
+
+def test_blocks_are_named_by_the_sha256_of_their_canonical_cbor() -> None:
+    seed = hashlib.sha256(bytes([0x60 | len(DEFAULT_SEED)]) + DEFAULT_SEED.encode()).digest()
+    first = hashlib.sha256(_cbor_of_block(seed, bytes([1, 2, 3, 4]))).digest()
+    second = hashlib.sha256(_cbor_of_block(first, bytes([5, 6, 7, 8]))).digest()
+    assert block_hashes([1, 2, 3, 4, 5, 6, 7, 8], 4) == [first, second]
+
+
+def test_golden_values() -> None:
+    hashes = block_hashes(range(1000, 1032), 16, seed="0", extra_keys=[("lora-1", 7)])
+    assert [value.hex() for value in hashes] == GOLDEN
+    assert sha256_cbor("0").hex() == GOLDEN_SEED
+    assert checksum(b"") == 0x2D06800538D394C2  # From the xxHash reference implementation.
+    assert checksum(b"kvpool") == GOLDEN_CHECKSUM
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=64), st.data())
+def test_a_changed_token_changes_its_block_and_every_later_one(tokens: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens]
+    changed[at] += 1
+    before, after = block_hashes(tokens, 4), block_hashes(changed, 4)
+    assert len(before) == len(after) == len(tokens) // 4
+    assert before[: at // 4] == after[: at // 4]
+    assert all(a != b for a, b in zip(before[at // 4 :], after[at // 4 :], strict=True))
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=40), st.lists(st.integers(0, 200_000), max_size=40))
+def test_a_longer_sequence_keeps_the_hashes_of_its_prefix(prefix: list[int], rest: list[int]) -> None:
+    hashes = block_hashes(prefix, 8)
+    assert block_hashes(prefix + rest, 8)[: len(hashes)] == hashes
+
+
+def test_a_partial_block_has_no_hash() -> None:
+    assert block_hashes([1, 2, 3], 4) == []
+    assert block_hashes([1, 2, 3, 4, 5], 4) == block_hashes([1, 2, 3, 4], 4)
+
+
+def test_equal_blocks_at_different_depths_have_different_hashes() -> None:
+    first, second = block_hashes([1, 2, 1, 2], 2)
+    assert first != second
+
+
+def test_the_seed_and_the_extra_keys_are_part_of_the_name() -> None:
+    plain = block_hashes([1, 2, 3, 4], 2)
+    assert block_hashes([1, 2, 3, 4], 2, seed="1")[0] != plain[0]
+    salted = block_hashes([1, 2, 3, 4], 2, extra_keys=[None, ("salt",)])
+    assert salted[0] == plain[0] and salted[1] != plain[1]
+
+
+@pytest.mark.parametrize("block_tokens", [0, -1])
+def test_a_block_has_at_least_one_token(block_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"block_tokens must be at least 1, got {block_tokens}"):
+        block_hashes([1], block_tokens)
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_any_flipped_bit_changes_the_checksum(data: bytes, draw: st.DataObject) -> None:
+    flipped = bytearray(data)
+    flipped[draw.draw(st.integers(0, len(data) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
+    assert checksum(flipped) != checksum(data)

@@ -1,0 +1,42 @@
+import json
+import sys
+
+import pytest
+
+from tests.support.processes import run_command
+
+FORBIDDEN = ("torch", "vllm", "vllm_plugin")
+
+
+def _loaded_after(statement: str) -> set[str]:
+    script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    done = run_command(sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.cli"])
+def test_neither_torch_nor_vllm_is_imported(package: str) -> None:
+    loaded = _loaded_after(f"import {package}")
+    assert package.partition(".")[0] in loaded
+    assert not loaded & {*FORBIDDEN}
+
+
+def test_the_client_library_does_not_import_the_server() -> None:
+    assert "kvpool_server" not in _loaded_after("import kvpool, kvpool.cli")
+
+
+def test_import_kvpool_is_quick() -> None:
+    def seconds() -> float:
+        # Of the processor, interpreter included: an import waits for nothing, and this machine may be busy.
+        done = run_command(sys.executable, "-c", "import kvpool, time; print(time.process_time())")
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_every_public_name_is_there() -> None:
+    import kvpool
+
+    assert all(hasattr(kvpool, name) for name in kvpool.__all__)

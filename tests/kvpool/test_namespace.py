@@ -1,0 +1,119 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvpool import wire
+from kvpool.errors import InvalidRequestError
+from kvpool.namespace import FORMAT_VERSION, MAX_GROUPS, MAX_SHARDS, GroupSpec, NamespaceSpec, differences
+from tests.support.values import group_spec, namespace_spec
+
+GOLDEN_FINGERPRINT = "e9c5e3e3ea169c4054ca491d12d462faa0589c236e06e41f8a97f2a42d49ff06"
+SPEC = namespace_spec(group_spec(), group_spec(kind="mamba", chunk_bytes=64), extra=(("rope", "yarn"),), salt="s")
+SPEC_FIELDS = [field.name for field in dataclasses.fields(NamespaceSpec) if field.name not in ("groups", "extra")]
+GROUP_FIELDS = [field.name for field in dataclasses.fields(GroupSpec)]
+
+
+def _another(value: Any) -> Any:
+    match value:
+        case str():
+            return value + "x"
+        case int():
+            return value + 1
+        case tuple():
+            return (*value, "another")
+    raise AssertionError(f"no other value for {value!r}")
+
+
+def _with_group(idx: int, **changes: Any) -> NamespaceSpec:
+    groups = list(SPEC.groups)
+    groups[idx] = dataclasses.replace(groups[idx], **changes)
+    return dataclasses.replace(SPEC, groups=tuple(groups))
+
+
+@pytest.mark.parametrize("name", SPEC_FIELDS)
+def test_every_field_is_part_of_the_identity_and_is_named_when_it_differs(name: str) -> None:
+    ours = getattr(SPEC, name)
+    changed = dataclasses.replace(SPEC, **{name: _another(ours)})
+    assert changed.fingerprint() != SPEC.fingerprint()
+    assert [(d.field, d.ours, d.theirs) for d in differences(SPEC, changed)] == [(name, ours, _another(ours))]
+
+
+@pytest.mark.parametrize("idx", [0, 1])
+@pytest.mark.parametrize("name", GROUP_FIELDS)
+def test_every_field_of_a_group_is_part_of_the_identity(name: str, idx: int) -> None:
+    ours = getattr(SPEC.groups[idx], name)
+    changed = _with_group(idx, **{name: _another(ours)})
+    assert changed.fingerprint() != SPEC.fingerprint()
+    found = differences(SPEC, changed)
+    assert [d.field for d in found] == [f"groups[{idx}].{name}"]
+    assert str(found[0]) == f"groups[{idx}].{name}: {ours!r} != {_another(ours)!r}"
+
+
+def test_the_order_and_the_number_of_groups_matter() -> None:
+    swapped = dataclasses.replace(SPEC, groups=SPEC.groups[::-1])
+    fewer = dataclasses.replace(SPEC, groups=SPEC.groups[:1])
+    assert len({SPEC.fingerprint(), swapped.fingerprint(), fewer.fingerprint()}) == 3
+    assert [d.field for d in differences(SPEC, fewer)] == ["groups"]
+
+
+def test_extra_keys_are_named_one_by_one() -> None:
+    changed = dataclasses.replace(SPEC, extra=(("rope", "linear"), ("eagle", "2")))
+    assert changed.fingerprint() != SPEC.fingerprint()
+    found = [(d.field, d.ours, d.theirs) for d in differences(SPEC, changed)]
+    assert found == [("extra['eagle']", None, "2"), ("extra['rope']", "yarn", "linear")]
+
+
+def test_the_order_of_extra_is_no_part_of_the_identity() -> None:
+    forth = namespace_spec(extra=(("a", "1"), ("b", "2")), salt="s")
+    back = namespace_spec(extra=(("b", "2"), ("a", "1")), salt="s")
+    assert forth == back and forth.fingerprint() == back.fingerprint()
+    assert differences(forth, back) == []
+
+
+def test_a_fingerprint_is_a_hash_that_does_not_depend_on_the_process() -> None:
+    spec = NamespaceSpec(model="m", groups=(GroupSpec("full_attention", 16, 8, 64, 64, 1, 256),))
+    assert spec.fingerprint().hex() == GOLDEN_FINGERPRINT
+
+
+def test_values_do_not_run_into_each_other() -> None:
+    assert namespace_spec(model="ab", revision="c", salt="").fingerprint() != (
+        namespace_spec(model="a", revision="bc", salt="").fingerprint()
+    )
+
+
+@pytest.mark.parametrize("name", SPEC_FIELDS)
+def test_every_field_survives_the_wire(name: str) -> None:
+    spec = dataclasses.replace(SPEC, **{name: _another(getattr(SPEC, name))})
+    received = wire.decode_spec(wire.encode_spec(spec))
+    assert received == spec
+    assert received.fingerprint() == spec.fingerprint()
+
+
+@pytest.mark.parametrize("name", GROUP_FIELDS)
+def test_every_field_of_a_group_survives_the_wire(name: str) -> None:
+    spec = _with_group(1, **{name: _another(getattr(SPEC.groups[1], name))})
+    assert wire.decode_spec(wire.encode_spec(spec)) == spec
+
+
+def test_a_sound_spec_passes() -> None:
+    SPEC.check()
+    namespace_spec(*[group_spec(num_shards=MAX_SHARDS)] * MAX_GROUPS).check()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (namespace_spec(model=""), r"model is empty"),
+        (namespace_spec(format_version=FORMAT_VERSION + 1), r"format_version 2 is not 1"),
+        (dataclasses.replace(SPEC, groups=()), rf"0 groups, not 1 to {MAX_GROUPS}"),
+        (namespace_spec(*[group_spec()] * (MAX_GROUPS + 1)), rf"65 groups, not 1 to {MAX_GROUPS}"),
+        (namespace_spec(group_spec(), group_spec(num_shards=0)), r"groups\[1\]\.num_shards 0"),
+        (namespace_spec(group_spec(num_shards=MAX_SHARDS + 1)), r"groups\[0\]\.num_shards 65"),
+        (namespace_spec(group_spec(chunk_bytes=0)), r"groups\[0\]\.chunk_bytes 0"),
+        (namespace_spec(group_spec(block_tokens=0)), r"groups\[0\]\.block_tokens 0"),
+    ],
+)
+def test_an_unsound_spec_is_refused_by_the_name_of_its_field(spec: NamespaceSpec, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        spec.check()

@@ -1,0 +1,87 @@
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.client import Client
+from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
+from kvpool.transport.base import Buffers
+from kvpool.transport.stream import StreamTransport
+from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+
+
+@pytest.fixture
+def rig(stream_client: Client) -> Iterator[Rig]:
+    regions = ServerRegions(stream_client)
+    transport = regions.open(256).transport
+    assert isinstance(transport, StreamTransport)
+    yield Rig(transport, regions)
+    regions.give_back()
+
+
+class TestContract(TransportContract):
+    @pytest.fixture
+    def rig(self, rig: Rig) -> Rig:
+        return rig
+
+
+def _zeros(first: int, buffers: Buffers) -> None:
+    for buffer in buffers:
+        buffer[:] = 0
+
+
+def _never(first: int, buffers: Buffers) -> None:
+    raise AssertionError("bytes arrived")
+
+
+def test_a_ticket_that_is_not_live_writes_nothing(rig: Rig) -> None:
+    with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
+        rig.transport.write(123, (0,), REGION_BYTES, _zeros, 1, DEADLINE_S)
+
+
+def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
+    with pytest.raises(LeaseExpiredError, match=r"lease 0x7b is not live.*look up again"):
+        rig.transport.read(123, (0,), REGION_BYTES, _never, 1, DEADLINE_S)
+
+
+@pytest.mark.parametrize("shift", [-1, 1, REGION_BYTES, 1 << 40])
+def test_bytes_beside_the_tickets_regions_are_refused(rig: Rig, shift: int) -> None:
+    regions = rig.regions(3, REGION_BYTES)
+    middle = regions.offsets[1]
+    outside = middle + shift if shift != REGION_BYTES else regions.offsets[2] + REGION_BYTES
+    with pytest.raises(InvalidRequestError, match=rf"\[{outside}, {outside + REGION_BYTES}\) is in no region"):
+        rig.transport.write(regions.ticket_id, (outside,), REGION_BYTES, _zeros, 1, DEADLINE_S)
+
+
+def test_bytes_beside_the_leased_blocks_are_refused(rig: Rig) -> None:
+    ours, theirs = rig.regions(1, REGION_BYTES), rig.regions(1, REGION_BYTES)
+
+    for regions in (ours, theirs):
+        rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, _zeros, 1, DEADLINE_S)
+    lease_id = ours.seal()
+    theirs.seal()
+    with pytest.raises(InvalidRequestError, match="is in no block of lease"):
+        rig.transport.read(lease_id, theirs.offsets, REGION_BYTES, _never, 1, DEADLINE_S)
+    with pytest.raises(InvalidRequestError, match="is in no block of lease"):
+        rig.transport.read(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, _never, 1, DEADLINE_S)
+
+
+def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
+    """gRPC's own thread may be in `fill` when the deadline passes; until it is out, its buffers are in use."""
+    regions = rig.regions(3, REGION_BYTES)
+    inside = threading.Event()
+    calls: list[int] = []
+
+    def slow(first: int, buffers: Buffers) -> None:
+        inside.set()
+        calls.append(first)
+        time.sleep(0.5)
+        inside.clear()
+
+    with pytest.raises(PoolTimeoutError):
+        rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, slow, 1, 0.2)
+    assert not inside.is_set()
+    filled = len(calls)
+    time.sleep(0.6)  # As long as another fill would take to begin and end.
+    assert len(calls) == filled

@@ -1,0 +1,174 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool_server.config import ServerConfig, load, split_address
+from tests.support.processes import run_command, server_command
+
+KEYS = tuple(ServerConfig.model_fields)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    return tmp_path / "kvpool.toml"
+
+
+def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
+    toml.write_text('grace_ms = 1\ndrain_ms = 1\nlisten = "127.0.0.1:1"\n')
+    environment = {"KVPOOL_GRACE_MS": "2", "KVPOOL_DRAIN_MS": "2"}
+    config = load({"grace_ms": 3}, toml, environment)
+    assert (config.grace_ms, config.drain_ms, config.listen) == (3, 2, "127.0.0.1:1")
+    assert config.max_ttl_ms == ServerConfig().max_ttl_ms
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("listen", "0.0.0.0:7", "0.0.0.0:7"),
+        ("http_listen", "", ""),
+        ("memory", "2MiB", 2 << 20),
+        ("shm_dir", "/tmp", "/tmp"),
+        ("max_ttl_ms", 500, 500),
+        ("grace_ms", 0, 0),
+        ("drain_ms", 7, 7),
+        ("log_level", "debug", "debug"),
+        ("log_format", "json", "json"),
+    ],
+)
+def test_every_setting_can_come_from_each_source(name: str, value: Any, expected: Any, toml: Path) -> None:
+    toml.write_text(f"{name} = {value!r}\n")
+    assert getattr(load({name: value}, None, {}), name) == expected
+    assert getattr(load({}, None, {f"KVPOOL_{name.upper()}": str(value)}), name) == expected
+    assert getattr(load({}, toml, {}), name) == expected
+    assert name in KEYS
+
+
+def test_the_list_above_is_complete() -> None:
+    (mark,) = (m for m in test_every_setting_can_come_from_each_source.pytestmark if m.name == "parametrize")  # type: ignore[attr-defined]
+    assert {row[0] for row in mark.args[1]} == {*KEYS}
+
+
+def test_an_unknown_key_in_the_file_is_an_error_that_lists_the_known_ones(toml: Path) -> None:
+    toml.write_text("memry = 1\n")
+    with pytest.raises(ConfigError, match=rf"config file {toml}: unknown key memry; the keys are .*memory"):
+        load({}, toml, {})
+
+
+def test_an_unknown_variable_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"environment: unknown key KVPOOL_MEMRY; the keys are .*memory"):
+        load({}, None, {"KVPOOL_MEMRY": "1", "PATH": "/bin"})
+
+
+def test_an_unknown_flag_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="memry"):
+        load({"memry": 1}, None, {})
+    done = run_command(*server_command("--memry", "1GiB"))
+    assert done.returncode == 2 and "--memry" in done.stderr
+
+
+def test_variables_of_the_client_are_not_settings_of_the_server() -> None:
+    assert load({}, None, {"KVPOOL_ENDPOINT": "x:1", "KVPOOL_CONFIG": "/x"}) == load({}, None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("64MiB", 64 << 20), ("1GiB", 1 << 30), ("1GB", 10**9), ("1048576", 1 << 20), (1 << 20, 1 << 20)],
+)
+def test_sizes(text: Any, nbytes: int) -> None:
+    assert load({"memory": text}, None, {}).memory == nbytes
+
+
+@pytest.mark.parametrize("size", ["lots", "12XB", "-1GiB", "", "1023KiB", 0])
+def test_bad_sizes_are_named(size: Any) -> None:
+    with pytest.raises(ConfigError, match="memory") as caught:
+        load({"memory": size}, None, {})
+    assert repr(size) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", [("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:65535", ("::1", 65535)), ("pool.local:1", ("pool.local", 1))]
+)
+def test_addresses(address: tuple[str, tuple[str, int]]) -> None:
+    assert split_address(address[0]) == address[1]
+    assert load({"listen": address[0]}, None, {}).listen == address[0]
+
+
+@pytest.mark.parametrize("name", ["listen", "http_listen"])
+@pytest.mark.parametrize("address", ["localhost", ":50051", "host:", "host:port", "host:65536", "host:-1"])
+def test_bad_addresses_are_named(name: str, address: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*is not HOST:PORT") as caught:
+        load({name: address}, None, {})
+    assert repr(address) in str(caught.value)
+
+
+def test_only_http_can_be_switched_off() -> None:
+    assert load({"http_listen": ""}, None, {}).http_listen == ""
+    with pytest.raises(ConfigError, match="listen = ''"):
+        load({"listen": ""}, None, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_ttl_ms", 99),
+        ("max_ttl_ms", 3_600_001),
+        ("grace_ms", -1),
+        ("grace_ms", "soon"),
+        ("drain_ms", 600_001),
+        ("log_level", "loud"),
+        ("log_format", "xml"),
+    ],
+)
+def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        load({name: value}, None, {})
+    assert repr(value) in str(caught.value)
+
+
+def test_a_bad_value_names_its_source(toml: Path) -> None:
+    toml.write_text('memory = "lots"\n')
+    with pytest.raises(ConfigError, match=str(toml)):
+        load({}, toml, {})
+    with pytest.raises(ConfigError, match="KVPOOL_MEMORY"):
+        load({}, None, {"KVPOOL_MEMORY": "lots"})
+    with pytest.raises(ConfigError, match="--memory"):
+        load({"memory": "lots"}, None, {})
+
+
+def test_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
+    with pytest.raises(ConfigError, match=f"config file {toml}: .*No such file"):
+        load({}, toml, {})
+    toml.write_text("memory 1GiB")
+    with pytest.raises(ConfigError, match=f"config file {toml}: "):
+        load({}, toml, {})
+    toml.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=f"config file {toml}: "):
+        load({}, toml, {})
+
+
+def test_every_setting_has_a_description_and_a_flag() -> None:
+    done = run_command(*server_command("--help"), COLUMNS="200", TERM="dumb")
+    assert done.returncode == 0
+    for name, field in ServerConfig.model_fields.items():
+        assert field.description, name
+        assert f"--{name.replace('_', '-')}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "says"),
+    [
+        (["--memory", "lots"], {}, "memory"),
+        (["--listen", "nowhere"], {}, "'nowhere' is not HOST:PORT"),
+        (["--config", "/no/such.toml"], {}, "/no/such.toml"),
+        ([], {"KVPOOL_MEMRY": "1"}, "KVPOOL_MEMRY"),
+    ],
+)
+def test_a_bad_setting_ends_the_server_with_one_sentence(
+    flags: list[str], environment: dict[str, str], says: str
+) -> None:
+    done = run_command(*server_command(*flags), **environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvpool-server: ") and len(done.stderr.strip().splitlines()) == 1
+    assert says in done.stderr

@@ -1,0 +1,236 @@
+"""The server as a process: start, ports, signals, files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool.client import Client
+from kvpool.types import ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolStub
+from kvpool_server.metrics import _COUNTERS, _GAUGES
+from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+StartServer = Callable[..., ServerProcess]
+Connect = Callable[..., Client]
+SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+
+
+def _http(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def _segments_of(pid: int) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"kvpool-{pid}-")]
+
+
+def _metrics(server: ServerProcess) -> dict[str, float]:
+    status, text = _http(f"{server.http_url}/metrics")
+    assert status == 200
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_a_server_answers_within_two_seconds(pool_server: StartServer) -> None:
+    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 2
+
+
+def test_the_server_says_how_to_point_vllm_at_it(shared_server: ServerProcess) -> None:
+    assert "vllm serve MODEL --prefix-caching-hash-algo sha256_cbor" in shared_server.stdout
+    assert f'"endpoint":"{shared_server.endpoint}"' in shared_server.stdout
+
+
+def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer) -> None:
+    server = pool_server(shm_dir="/dev/shm")
+    assert len(_segments_of(server.pid)) == 1
+    server.terminate()
+    assert server.wait() == 0
+    assert _segments_of(server.pid) == []
+    assert "Traceback" not in server.stderr
+
+
+def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--drain-ms", "10000")
+    client = connect(server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
+    grant = client.put_start(namespace, [run_of("a")], ShardRange(0, 1))
+    go_on = threading.Event()
+
+    def pieces() -> Iterator[pb.WriteRequest]:
+        for at in (0, 32):
+            yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0] + at, payload=bytes(32))
+            assert go_on.wait(10)
+
+    with grpc.insecure_channel(server.endpoint) as channel:
+        call = PoolStub(channel).Write.future(pieces(), timeout=20)
+        wait_for(lambda: client.stats().num_tickets == 1, "the ticket")
+        server.terminate()
+        wait_for(lambda: _http(f"{server.http_url}/healthz")[0] == 503, "/healthz says that the server drains")
+        assert _http(f"{server.http_url}/healthz") == (503, "draining\n")
+        assert not call.done()
+        go_on.set()
+        assert call.result(timeout=10).nbytes == 64
+    assert server.wait() == 0
+
+
+def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--drain-ms", "100")
+    client = connect(server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
+    grant = client.put_start(namespace, [run_of("a")], ShardRange(0, 1))
+    go_on = threading.Event()
+
+    def pieces() -> Iterator[pb.WriteRequest]:
+        yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=bytes(32))
+        go_on.wait(20)
+
+    with grpc.insecure_channel(server.endpoint) as channel:
+        call = PoolStub(channel).Write.future(pieces(), timeout=20)
+        server.terminate()
+        assert server.wait() == 0
+        go_on.set()
+        assert isinstance(call.exception(timeout=10), grpc.RpcError)
+
+
+def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: ServerProcess, shm_dir: str) -> None:
+    common = ("--memory", "1MiB", "--shm-dir", shm_dir)
+    segments = os.listdir(shm_dir)
+    done = run_command(*server_command("--listen", shared_server.endpoint, "--http-listen", "127.0.0.1:0", *common))
+    assert done.returncode == 2
+    sentence = f"kvpool-server: cannot listen on {shared_server.endpoint}: the port is in use"
+    assert any(line.startswith(sentence) and "--listen" in line for line in done.stderr.splitlines())
+
+    http = shared_server.http_url.removeprefix("http://")
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", http, *common))
+    assert done.returncode == 2
+    assert f"cannot listen on {http} for /metrics: Address already in use; see --http-listen" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir(shm_dir) == segments, "a server that did not start left its memory behind"
+
+
+def test_more_memory_than_there_is_is_refused_with_a_sentence(shm_dir: str) -> None:
+    segments = os.listdir(shm_dir)
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1000TiB"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"kvpool-server: memory = {1000 << 40} bytes, and this ")
+    assert "lower --memory" in done.stderr
+    assert os.listdir(shm_dir) == segments
+
+
+def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer, tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    first = pool_server("--memory", "1MiB", shm_dir=directory)
+    (left,) = os.listdir(directory)
+    first.kill()
+    assert os.listdir(directory) == [left]
+    second = pool_server("--memory", "1MiB", shm_dir=directory)
+    (own,) = os.listdir(directory)
+    assert own.startswith(f"kvpool-{second.pid}-")
+    assert left in second.stderr
+
+
+def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool_server("--memory", "1MiB", shm_dir=str(tmp_path))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_healthz(shared_server: ServerProcess) -> None:
+    assert _http(f"{shared_server.http_url}/healthz") == (200, "ok\n")
+    assert _http(f"{shared_server.http_url}/nothing") == (404, "try /metrics or /healthz\n")
+
+
+def test_http_can_be_switched_off(pool_server: StartServer) -> None:
+    assert pool_server("--http-listen", "").http_url == "off"
+
+
+def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server()
+    client = connect(server, transport="stream")
+    before = _metrics(server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
+    run = run_of("a", "b")
+    client.put_blocks(namespace, run, [payload(name, 1_000) for name in "ab"])
+    lease_id = client.lookup(namespace, [run_of("a", "b", "c")]).lease_id
+    client.get_blocks(namespace, lease_id, run)
+    after = _metrics(server)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert after["kvpool_arena_bytes"] == 8 << 20
+    assert grown("kvpool_entries") == 2 and grown("kvpool_leases") == 1 and grown("kvpool_free_bytes") == -2_000
+    assert grown("kvpool_put_blocks_completed_total") == 2
+    assert grown("kvpool_lookup_blocks_total") == 3 and grown("kvpool_lookup_hits_total") == 2
+    lines = [
+        'kvpool_stream_bytes_total{direction="write"} 2000.0',
+        'kvpool_stream_bytes_total{direction="read"} 2000.0',
+    ]
+    for method in ("OpenNamespace", "Lookup", "PutStart", "Write", "PutEnd", "Get", "Read"):
+        lines.append(f'kvpool_rpc_seconds_count{{method="{method}",status="OK"}} 1.0')
+    for line in lines:
+        wait_for(lambda line=line: line in _http(f"{server.http_url}/metrics")[1], line)
+
+
+def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server()
+    with grpc.insecure_channel(server.endpoint) as channel:
+        stub = PoolStub(channel)
+        with pytest.raises(grpc.RpcError):
+            stub.PutEnd(pb.PutEndRequest(ticket_id=1), timeout=10)
+        with pytest.raises(grpc.RpcError):
+            list(stub.Read(pb.ReadRequest(lease_id=1, offsets=[0], region_bytes=1), timeout=10))
+    text = _http(f"{server.http_url}/metrics")[1]
+    assert 'kvpool_rpc_seconds_count{method="PutEnd",status="ABORTED"} 1.0' in text
+    assert 'kvpool_rpc_seconds_count{method="Read",status="ABORTED"} 1.0' in text
+    assert 'method="Read",status="OK"' not in text
+
+
+def test_every_metric_is_exported(shared_server: ServerProcess) -> None:
+    found = _metrics(shared_server)
+    assert {f"kvpool_{name.removeprefix('num_')}" for name in _GAUGES} <= found.keys()
+    assert {f"kvpool_{name}_total" for name in _COUNTERS} <= found.keys()
+    assert "process_resident_memory_bytes" in found
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_the_grpc_health_service_answers(shared_server: ServerProcess, service: str) -> None:
+    with grpc.insecure_channel(shared_server.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_lists_the_service_and_its_methods(shared_server: ServerProcess) -> None:
+    with grpc.insecure_channel(shared_server.endpoint) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+        ]
+        listed, described = stub.ServerReflectionInfo(iter(asked), timeout=10)
+    assert {"grpc.health.v1.Health", SERVICE} <= {each.name for each in listed.list_services_response.service}
+    assert pb.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
+
+
+def test_a_server_listens_only_where_it_was_told(shared_server: ServerProcess) -> None:
+    port = int(shared_server.endpoint.rpartition(":")[2])
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), timeout=2):
+        pass

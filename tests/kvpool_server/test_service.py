@@ -1,0 +1,801 @@
+"""Bad input, faults and deaths, each over real gRPC."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvpool.client import Client, Namespace
+from kvpool.config import ClientConfig
+from kvpool.errors import (
+    ChecksumError,
+    IncompatibleNamespaceError,
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    OutOfSpaceError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
+from kvpool.hashing import checksum
+from kvpool.namespace import NamespaceSpec
+from kvpool.segment import Segment
+from kvpool.transport.base import Buffers
+from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolStub
+from kvpool.version import __version__
+from kvpool.wire import decode_opened, encode_spec
+from tests.support.processes import ServerProcess, clean_environment, wait_for
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
+from tests.support.vanishing_writer import CHUNK_BYTES as VANISHING_CHUNK_BYTES
+
+StartServer = Callable[..., ServerProcess]
+Connect = Callable[..., Client]
+CHUNK = 512
+WHOLE = ShardRange(0, 1)
+GRANTED, PRESENT, BUSY = PutStatus
+
+
+@pytest.fixture
+def spec() -> NamespaceSpec:
+    return namespace_spec(group_spec(chunk_bytes=CHUNK), group_spec(chunk_bytes=CHUNK, num_shards=2))
+
+
+@pytest.fixture
+def namespace(client: Client, spec: NamespaceSpec) -> Namespace:
+    return client.open_namespace(spec)
+
+
+def _store(client: Client, namespace: Namespace, *names: object, chunk_bytes: int = CHUNK) -> BlockRun:
+    run = run_of(*names)
+    result = client.put_blocks(namespace, run, [payload(name, chunk_bytes) for name in names])
+    assert result.receipt.num_complete == len(names)
+    return run
+
+
+def _leading(client: Client, namespace: Namespace, run: BlockRun) -> int:
+    return client.lookup(namespace, [run], lease=False).hits[0].num_leading
+
+
+def _load(client: Client, namespace: Namespace, run: BlockRun) -> list[bytes | None]:
+    lease_id = client.lookup(namespace, [run], prefix_only=False).lease_id
+    try:
+        blocks = client.get_blocks(namespace, lease_id, run)
+    finally:
+        client.release([lease_id])
+    return [None if block is None else block.tobytes() for block in blocks]
+
+
+def _status(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code(), caught.value.details()
+
+
+def _has_expired(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except LeaseExpiredError:
+        return True
+    return False
+
+
+# The three paths
+
+
+def test_what_was_put_is_found_and_read(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a", "b", "c")
+    assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "abc"]
+    again = client.put_blocks(namespace, run, [payload(name, CHUNK) for name in "abc"])
+    assert again.statuses == (PRESENT,) * 3 and again.nbytes == 0
+
+
+def test_payloads_may_be_bytes_or_arrays(client: Client, namespace: Namespace) -> None:
+    array = payload("a", CHUNK)
+    for nth, content in enumerate([array, array.tobytes(), bytearray(array.tobytes()), memoryview(array.tobytes())]):
+        client.put_blocks(namespace, run_of(nth), [content])
+        assert _load(client, namespace, run_of(nth)) == [array.tobytes()]
+
+
+def test_both_transports_see_the_same_blocks(shm_client: Client, stream_client: Client, spec: NamespaceSpec) -> None:
+    by_shm, by_stream = shm_client.open_namespace(spec), stream_client.open_namespace(spec)
+    assert (by_shm.transport.name, by_stream.transport.name) == ("shm", "stream")
+    assert _load(stream_client, by_stream, _store(shm_client, by_shm, "a")) == [payload("a", CHUNK).tobytes()]
+    assert _load(shm_client, by_shm, _store(stream_client, by_stream, "b")) == [payload("b", CHUNK).tobytes()]
+
+
+def test_auto_takes_shared_memory_where_both_sides_see_it(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
+    assert connect(shared_server).open_namespace(spec).transport.name == "shm"
+
+
+def test_a_lookup_answers_later_without_being_waited_for(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a")
+    pending = client.lookup_async(namespace, [run])
+    found = pending.result(timeout_s=10)
+    assert found is not None and found.hits[0].num_leading == 1 and pending.done()
+    client.release([found.lease_id])
+
+
+def test_a_block_of_two_shards_becomes_visible_with_its_second_put_end(client: Client, namespace: Namespace) -> None:
+    run = run_of("a", "b", group_idx=1)
+    halves = {shard: [payload((name, shard), CHUNK) for name in "ab"] for shard in (0, 1)}
+    first = client.put_blocks(namespace, run, halves[0], shards=ShardRange(0, 1))
+    assert first.receipt == PutReceipt(num_committed=2, num_complete=0)
+    assert _leading(client, namespace, run) == 0
+    second = client.put_blocks(namespace, run, halves[1], shards=ShardRange(1, 1))
+    assert second.receipt == PutReceipt(num_committed=2, num_complete=2)
+    assert _leading(client, namespace, run) == 2
+
+    whole = [(a.tobytes() + b.tobytes()) for a, b in zip(halves[0], halves[1], strict=True)]
+    assert _load(client, namespace, run) == whole
+    lease_id = client.lookup(namespace, [run]).lease_id
+    upper = client.get_blocks(namespace, lease_id, run, shards=ShardRange(1, 1))
+    assert [block.tobytes() for block in upper if block is not None] == [half.tobytes() for half in halves[1]]
+    client.release([lease_id])
+
+
+def test_a_failing_fill_gives_the_space_back_and_reaches_the_caller(client: Client, namespace: Namespace) -> None:
+    def fill(indices: Sequence[int], buffers: Buffers) -> None:
+        raise ZeroDivisionError("no bytes today")
+
+    with pytest.raises(ZeroDivisionError, match="no bytes today"):
+        client.put(namespace, [run_of("a")], fill)
+    wait_for(lambda: client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the space")
+
+
+def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServer, connect: Connect) -> None:
+    # A gRPC future is cancelled when the last reference to it goes: one call in five was never heard of again.
+    client = connect(pool_server("--memory", "1MiB"))
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    run = _store(client, namespace, "a")
+    for _ in range(50):
+        client.release_quietly(client.lookup(namespace, [run]).lease_id)
+    wait_for(lambda: client.stats().num_leases == 0, "the end of every lease", 5)
+
+    def fill(indices: Sequence[int], buffers: Buffers) -> None:
+        raise ZeroDivisionError
+
+    for name in range(50):
+        with pytest.raises(ZeroDivisionError):
+            client.put(namespace, [run_of(name)], fill)
+    wait_for(lambda: client.stats().num_tickets == 0, "the end of every ticket", 5)
+    assert client.stats().counters.get("tickets_expired", 0) == 0 == client.stats().counters.get("leases_expired", 0)
+
+
+def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, spec: NamespaceSpec) -> None:
+    namespace = shm_client.open_namespace(spec)
+    run = pb.BlockRun(block_hashes=block_hash("a"))
+    one = pb.ShardRange(count=1)
+    grant = stub.PutStart(pb.PutStartRequest(namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10)
+    piece = pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=bytes(CHUNK))
+    replies = [
+        grant,
+        stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(spec)), timeout=10),
+        stub.Write(iter([piece]), timeout=10),
+        stub.PutEnd(pb.PutEndRequest(ticket_id=grant.ticket_id, checksums=[checksum(bytes(CHUNK))]), timeout=10),
+        stub.PutRevoke(pb.PutRevokeRequest(ticket_id=1), timeout=10),
+        found := stub.Lookup(
+            pb.LookupRequest(namespace=namespace.fingerprint, runs=[run], lease_ttl_ms=10_000), timeout=10
+        ),
+        located := stub.Get(
+            pb.GetRequest(lease_id=found.lease_id, namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10
+        ),
+        *stub.Read(pb.ReadRequest(lease_id=found.lease_id, offsets=located.offsets, region_bytes=CHUNK), timeout=10),
+        stub.Release(pb.ReleaseRequest(lease_ids=[found.lease_id]), timeout=10),
+        stub.PutChunks(iter([pb.PutChunksRequest()]), timeout=10),
+        *stub.GetChunks(
+            pb.GetChunksRequest(keys=[pb.PoolKey(namespace=namespace.fingerprint, block_hash=block_hash("a"))]),
+            timeout=10,
+        ),
+        stub.Verify(pb.VerifyRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
+        stub.Remove(pb.RemoveRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
+        stub.Clear(pb.ClearRequest(namespace=namespace.fingerprint), timeout=10),
+        stub.Ping(pb.PingRequest(), timeout=10),
+        stub.Stats(pb.StatsRequest(), timeout=10),
+        stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
+    ]
+    methods = pb.DESCRIPTOR.services_by_name["Pool"].methods
+    assert {type(reply).DESCRIPTOR.name for reply in replies} == {method.output_type.name for method in methods}
+    assert {reply.boot_token for reply in replies} == {namespace.boot_token} and namespace.boot_token
+
+
+# Malformed requests
+
+
+@pytest.mark.parametrize(
+    ("method", "request_of"),
+    [
+        ("Lookup", lambda ns, run: pb.LookupRequest(namespace=ns, runs=[run])),
+        ("PutStart", lambda ns, run: pb.PutStartRequest(namespace=ns, runs=[run], shards=pb.ShardRange(count=1))),
+        ("Get", lambda ns, run: pb.GetRequest(namespace=ns, runs=[run], shards=pb.ShardRange(count=1), lease_id=1)),
+        ("Verify", lambda ns, run: pb.VerifyRequest(namespace=ns, runs=[run])),
+        ("Remove", lambda ns, run: pb.RemoveRequest(namespace=ns, runs=[run])),
+    ],
+)
+class TestEveryMethodThatNamesBlocks:
+    def _refusal(self, stub: PoolStub, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
+        return _status(lambda: getattr(stub, method)(request, timeout=10))
+
+    def test_refuses_hashes_of_a_wrong_length(
+        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
+    ) -> None:
+        for packed in (b"", bytes(31), bytes(63)):
+            code, details = self._refusal(
+                stub, method, request_of(namespace.fingerprint, pb.BlockRun(block_hashes=packed))
+            )
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"block_hashes has {len(packed)} bytes; give 32 for each block" in details
+
+    def test_refuses_a_parent_of_a_wrong_length(
+        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
+    ) -> None:
+        run = pb.BlockRun(block_hashes=bytes(32), parent_hash=bytes(3))
+        code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "parent_hash has 3 bytes, not 32" in details
+
+    def test_refuses_a_fingerprint_of_a_wrong_length(
+        self, stub: PoolStub, method: str, request_of: Callable[..., Any]
+    ) -> None:
+        code, details = self._refusal(stub, method, request_of(b"short", pb.BlockRun(block_hashes=bytes(32))))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "namespace has 5 bytes, not 32" in details
+
+    def test_refuses_a_namespace_that_is_not_open(
+        self, stub: PoolStub, method: str, request_of: Callable[..., Any]
+    ) -> None:
+        code, details = self._refusal(stub, method, request_of(bytes(32), pb.BlockRun(block_hashes=bytes(32))))
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert bytes(32).hex() in details and "open it first" in details
+
+    def test_refuses_a_group_that_is_not_there(
+        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
+    ) -> None:
+        run = pb.BlockRun(block_hashes=bytes(32), group_idx=2)
+        code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "group_idx 2: the namespace has groups 0 to 1" in details
+
+    def test_refuses_more_blocks_than_a_batch_holds(
+        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
+    ) -> None:
+        run = pb.BlockRun(block_hashes=bytes(32 * (namespace.max_batch_blocks + 1)))
+        code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"a batch of {namespace.max_batch_blocks + 1} blocks; give 1 to {namespace.max_batch_blocks}" in details
+
+
+def test_no_runs_are_no_request(stub: PoolStub, namespace: Namespace) -> None:
+    code, details = _status(lambda: stub.Lookup(pb.LookupRequest(namespace=namespace.fingerprint), timeout=10))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and "names no blocks" in details
+
+
+def test_shards_that_are_not_there_are_refused(client: Client, namespace: Namespace) -> None:
+    for shards in (ShardRange(1, 1), ShardRange(0, 2), ShardRange(0, 0), ShardRange(2**32 - 1, 2**32 - 1)):
+        with pytest.raises(InvalidRequestError, match=r"are not within the group's 1 shards"):
+            client.put_start(namespace, [run_of("a")], shards)
+
+
+def test_a_mismatched_spec_is_refused_by_the_name_of_the_field(
+    client: Client, namespace: Namespace, spec: NamespaceSpec
+) -> None:
+    changes: dict[str, NamespaceSpec] = {
+        "kv_cache_dtype: 'fp8' != ''": dataclasses.replace(spec, kv_cache_dtype="fp8"),
+        "weights_epoch: '2' != ''": dataclasses.replace(spec, weights_epoch="2"),
+        "groups[1].chunk_bytes: 513 != 512": dataclasses.replace(
+            spec, groups=(spec.groups[0], dataclasses.replace(spec.groups[1], chunk_bytes=CHUNK + 1))
+        ),
+        "extra['rope']: 'yarn' != None": dataclasses.replace(spec, extra=(("rope", "yarn"),)),
+    }
+    for says, changed in changes.items():
+        with pytest.raises(IncompatibleNamespaceError, match=re.escape(says)):
+            client.open_namespace(changed, expected_fingerprint=namespace.fingerprint)
+    assert client.open_namespace(spec, expected_fingerprint=namespace.fingerprint).fingerprint == namespace.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (namespace_spec(model=""), "model is empty"),
+        (namespace_spec(format_version=99), "format_version 99 is not 1"),
+        (NamespaceSpec("m", ()), "0 groups"),
+        (namespace_spec(group_spec(chunk_bytes=0)), r"groups\[0\]\.chunk_bytes 0"),
+        (namespace_spec(group_spec(num_shards=65)), r"groups\[0\]\.num_shards 65"),
+        (namespace_spec(group_spec(chunk_bytes=1 << 50)), r"groups\[0\]: a block of \d+ bytes.*more --memory"),
+    ],
+)
+def test_a_spec_that_cannot_name_a_namespace_is_refused(client: Client, spec: NamespaceSpec, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        client.open_namespace(spec)
+
+
+def test_bytes_that_are_no_message_fail_their_call_and_nothing_else(
+    shared_server: ServerProcess, stub: PoolStub
+) -> None:
+    with grpc.insecure_channel(shared_server.endpoint) as channel:
+        for method in ("Lookup", "OpenNamespace", "Ping"):
+            call = channel.unary_unary(f"/kvpool.v1.Pool/{method}")
+            _status(lambda call=call: call(b"\xff\xff\xff", timeout=10))
+        _status(lambda: channel.stream_unary("/kvpool.v1.Pool/Write")(iter([b"\xff\xff\xff"]), timeout=10))
+    assert stub.Ping(pb.PingRequest(), timeout=10).version == __version__
+
+
+def test_a_write_of_nothing_writes_nothing(stub: PoolStub, client: Client, namespace: Namespace) -> None:
+    assert stub.Write(iter([]), timeout=10).nbytes == 0
+    grant = client.put_start(namespace, [run_of("a")], WHOLE)
+    empty = pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0])
+    assert stub.Write(iter([empty]), timeout=10).nbytes == 0
+
+
+def test_a_read_of_nothing_reads_nothing(stub: PoolStub) -> None:
+    assert list(stub.Read(pb.ReadRequest(lease_id=1), timeout=10)) == []
+
+
+# Tickets and leases
+
+
+def test_put_end_and_revoke_want_a_ticket(client: Client) -> None:
+    with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
+        client.put_end(123, [1])
+    assert client.put_revoke(123) is False
+
+
+def test_a_ticket_ends_once(client: Client, namespace: Namespace) -> None:
+    grant = client.put_start(namespace, [run_of("a")], WHOLE)
+    with pytest.raises(InvalidRequestError, match="2 checksums; the ticket covers 1 blocks x 1 shards"):
+        client.put_end(grant.ticket_id, [1, 2])
+    client.put_end(grant.ticket_id, [1])
+    with pytest.raises(LeaseExpiredError):
+        client.put_end(grant.ticket_id, [1])
+    assert client.put_revoke(grant.ticket_id) is False
+
+
+def test_a_ticket_is_revoked_once_and_its_block_can_be_put_again(client: Client, namespace: Namespace) -> None:
+    grant = client.put_start(namespace, [run_of("a")], WHOLE)
+    assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (BUSY,)
+    assert client.put_revoke(grant.ticket_id) is True
+    assert client.put_revoke(grant.ticket_id) is False
+    with pytest.raises(LeaseExpiredError):
+        client.put_end(grant.ticket_id, [1])
+    _store(client, namespace, "a")
+
+
+def test_put_end_after_its_ticket_expired_makes_nothing_readable(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
+    client = connect(shared_server, ticket_ttl_ms=1)
+    namespace = client.open_namespace(spec)
+    grant = client.put_start(namespace, [run_of("a")], WHOLE)
+    wait_for(lambda: client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the ticket's end")
+    with pytest.raises(LeaseExpiredError, match=f"ticket {grant.ticket_id:#x} is not live"):
+        client.put_end(grant.ticket_id, [1])
+    assert _leading(client, namespace, run_of("a")) == 0
+
+
+def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
+    for transport in ("shm", "stream"):
+        client = connect(shared_server, transport=transport, ticket_ttl_ms=100)
+        namespace = client.open_namespace(spec)
+
+        run = run_of(transport)
+
+        def slow(
+            indices: Sequence[int],
+            buffers: Buffers,
+            client: Client = client,
+            namespace: Namespace = namespace,
+            run: BlockRun = run,
+        ) -> None:
+            wait_for(lambda: client.put_start(namespace, [run], WHOLE).statuses == (GRANTED,), "the ticket's end")
+
+        with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
+            client.put(namespace, [run], slow)
+        assert _leading(client, namespace, run) == 0
+
+
+def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec) -> None:
+    client = connect(shared_server, lease_ttl_ms=1)
+    namespace = client.open_namespace(spec)
+    run = _store(client, namespace, "a")
+    lease_id = client.lookup(namespace, [run]).lease_id
+    wait_for(lambda: _has_expired(lambda: client.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+    with pytest.raises(LeaseExpiredError, match=f"lease {lease_id:#x} is not live.*look up again"):
+        client.get_blocks(namespace, lease_id, run)
+    with pytest.raises(LeaseExpiredError):
+        client.get_blocks(namespace, 0, run)
+
+
+def test_a_lease_that_runs_out_during_the_read_is_an_error(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
+    client = connect(shared_server, transport="shm", lease_ttl_ms=500)
+    namespace = client.open_namespace(spec)
+    run = _store(client, namespace, "a")
+    lease_id = client.lookup(namespace, [run]).lease_id
+
+    drained: list[int] = []
+
+    def drain(indices: Sequence[int], buffers: Buffers) -> None:
+        drained.extend(indices)
+        wait_for(lambda: _has_expired(lambda: client.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+
+    with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
+        client.get(namespace, lease_id, [run], drain)
+    assert drained == [0]
+
+
+def test_release_ends_leases_once(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a")
+    lease_id = client.lookup(namespace, [run]).lease_id
+    assert client.release([lease_id, 123]) == 1
+    assert client.release([lease_id]) == 0
+
+
+def test_a_get_of_several_groups_is_refused_before_it_is_sent(client: Client, namespace: Namespace) -> None:
+    with pytest.raises(InvalidRequestError, match=r"blocks of one group; these are of \[0, 1\]"):
+        client.get(namespace, 1, [run_of("a"), run_of("a", group_idx=1)], lambda *_: None)
+
+
+def test_payloads_of_a_wrong_size_or_number_are_refused_before_they_are_sent(
+    client: Client, namespace: Namespace
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"payload 1 has {CHUNK - 1} bytes; the group's blocks have {CHUNK}"):
+        client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK), bytes(CHUNK - 1)])
+    with pytest.raises(InvalidRequestError, match="1 payloads for 2 blocks"):
+        client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK)])
+    assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "a ticket was left"
+
+
+# Faults
+
+
+def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--grace-ms", "300")
+    client = connect(server, transport="shm")
+    spec = namespace_spec(group_spec(chunk_bytes=VANISHING_CHUNK_BYTES))
+    namespace = client.open_namespace(spec)
+    run = run_of("a", "b")
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.vanishing_writer", server.endpoint, spec.salt, "2000"],
+        stdout=subprocess.PIPE, text=True, env=clean_environment(PYTHONPATH=":".join(sys.path)),
+    )  # fmt: skip
+    assert writer.stdout is not None
+    try:
+        assert int(writer.stdout.readline()) != 0
+        assert client.put_start(namespace, [run], WHOLE).statuses == (BUSY, BUSY)
+    finally:
+        writer.kill()
+        writer.wait(10)
+        writer.stdout.close()
+
+    # While its ticket lives, other blocks can be put and its own answer at once that they are busy.
+    _store(client, namespace, "c", chunk_bytes=VANISHING_CHUNK_BYTES)
+    assert _leading(client, namespace, run) == 0
+    # As soon as its ticket has expired the next writer gets fresh slots, with the old ones still in quarantine.
+    wait_for(lambda: client.stats().num_tickets == 0, "the end of the ticket")
+    again = client.put_blocks(namespace, run, [payload(name, VANISHING_CHUNK_BYTES) for name in "ab"])
+    assert again.receipt.num_complete == 2
+    assert _load(client, namespace, run) == [payload(name, VANISHING_CHUNK_BYTES).tobytes() for name in "ab"]
+    # After the grace the space is back.
+    wait_for(lambda: client.stats().num_quarantined == 0, "the end of the grace")
+    stats = client.stats()
+    assert stats.free_bytes == stats.arena_bytes - 3 * VANISHING_CHUNK_BYTES
+    assert stats.counters["tickets_expired"] == 1
+
+
+def _flip_a_byte(client: Client, stub: PoolStub, namespace: Namespace, run: BlockRun) -> None:
+    """As a stray writer, or a broken DIMM, would."""
+    reply = stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(namespace.spec)), timeout=10)
+    info = decode_opened(reply).segment
+    assert info is not None
+    lease_id = client.lookup(namespace, [run]).lease_id
+    offset = client.locate(namespace, lease_id, [run], WHOLE).offsets[0]
+    client.release([lease_id])
+    segment = Segment.attach(info)
+    segment.bytes[offset + CHUNK // 2] ^= 0x01
+    segment.close()
+
+
+def test_a_corrupted_block_is_an_error_once_and_then_a_miss(
+    client: Client, stub: PoolStub, namespace: Namespace
+) -> None:
+    run = _store(client, namespace, "a", "b", "c")
+    bad = run_of("b")
+    _flip_a_byte(client, stub, namespace, bad)
+    dropped = client.stats().counters.get("corrupt_blocks_dropped", 0)
+    lease_id = client.lookup(namespace, [run]).lease_id
+    with pytest.raises(
+        ChecksumError, match=f"1 blocks differ from their checksums, the first is {block_hash('b').hex()}"
+    ):
+        client.get_blocks(namespace, lease_id, run)
+    assert client.stats().counters["corrupt_blocks_dropped"] == dropped + 1
+    client.release([lease_id])
+    assert client.lookup(namespace, [run], prefix_only=False, lease=False).hits[0].complete == 0b101
+    _store(client, namespace, "b")
+    assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "abc"]
+
+
+def test_a_corrupted_block_is_a_miss_for_inline_gets_and_is_dropped(
+    client: Client, stub: PoolStub, namespace: Namespace
+) -> None:
+    run = _store(client, namespace, "a")
+    _flip_a_byte(client, stub, namespace, run)
+    dropped = client.stats().counters.get("corrupt_blocks_dropped", 0)
+    assert client.get_chunks([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None]
+    assert client.stats().counters["corrupt_blocks_dropped"] == dropped + 1
+    assert _leading(client, namespace, run) == 0
+
+
+def test_verify_drops_what_has_changed(client: Client, stub: PoolStub, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a", "b")
+    assert client.verify(namespace, [run]) == (2, 0)
+    _flip_a_byte(client, stub, namespace, run_of("a"))
+    assert client.verify(namespace, [run]) == (2, 1)
+    assert client.verify(namespace, [run]) == (1, 0)
+
+
+def test_an_arena_full_of_leased_blocks_refuses_and_changes_nothing(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--memory", "1MiB")
+    client = connect(server)
+    chunk_bytes = 64 << 10
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=chunk_bytes)))
+    run = _store(client, namespace, *range(16), chunk_bytes=chunk_bytes)
+    lease_id = client.lookup(namespace, [run]).lease_id
+
+    def gauges() -> Any:
+        return dataclasses.replace(client.stats(), counters={}, prefaulted_bytes=0)
+
+    before, refused = gauges(), client.stats().counters.get("out_of_space", 0)
+    assert before.free_bytes == 0
+    with pytest.raises(OutOfSpaceError, match=f"no room for 1 blocks of {chunk_bytes} bytes.*more --memory"):
+        client.put_blocks(namespace, run_of("new"), [bytes(chunk_bytes)])
+    assert gauges() == before
+    assert client.stats().counters["out_of_space"] == refused + 1
+    client.release([lease_id])
+    assert client.put_blocks(namespace, run_of("new"), [bytes(chunk_bytes)]).receipt.num_complete == 1
+    assert _leading(client, namespace, run) == 15, "the deepest block made way"
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
+    pool_server: StartServer, connect: Connect, transport: str
+) -> None:
+    server = pool_server("--memory", "1MiB")
+    client = connect(server, transport=transport)
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
+    old = client.open_namespace(spec)
+    run = _store(client, old, "a")
+    old_lease = client.lookup(old, [run]).lease_id
+    old_ticket = client.put_start(old, [run_of("b")], WHOLE).ticket_id
+    old_pid = server.pid
+    server.kill()
+    with pytest.raises((UnavailableError, PoolTimeoutError)):
+        client.lookup(old, [run])
+    server = pool_server("--memory", "1MiB", "--listen", server.endpoint)
+    wait_for(lambda: _answers(client), "the client's reconnection", 20)
+
+    def used_as_before() -> list[Callable[[], object]]:
+        return [
+            lambda: client.lookup(old, [run]),
+            lambda: client.get_blocks(old, old_lease, run),
+            lambda: client.put_blocks(old, run_of("new"), [bytes(CHUNK)]),
+        ]
+
+    for call in used_as_before():
+        with pytest.raises(UnknownNamespaceError, match="open it first"):
+            call()
+    with pytest.raises(LeaseExpiredError, match="of another boot"):
+        client.put_end(old_ticket, [1])
+
+    # Another engine opens the namespace and stores other bytes under the same name: the old handle must not see them.
+    other = connect(server, transport=transport)
+    theirs = other.open_namespace(spec)
+    assert theirs.boot_token != old.boot_token
+    other.put_blocks(theirs, run, [payload("anew", CHUNK)])
+    for call in used_as_before():
+        with pytest.raises((UnavailableError, LeaseExpiredError)):
+            call()
+    with pytest.raises(UnavailableError, match="has restarted; open the namespace again"):
+        client.lookup(old, [run])
+    assert _leading(other, theirs, run_of("new")) == 0
+    wait_for(lambda: other.stats().num_tickets == 0, "the old handle's ticket is given back")
+
+    assert f"kvpool-{old_pid}-" in Path("/proc/self/maps").read_text() or transport == "stream"
+    reopened = client.open_namespace(spec)
+    wait_for(lambda: f"kvpool-{old_pid}-" not in Path("/proc/self/maps").read_text(), "the old memory is let go")
+    assert reopened.boot_token == theirs.boot_token
+    assert _load(client, reopened, run) == [payload("anew", CHUNK).tobytes()]
+    assert _leading(client, reopened, run_of("b")) == 0
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.ping()
+    except (UnavailableError, PoolTimeoutError):
+        return False
+    return True
+
+
+def test_an_address_that_does_not_resolve_is_named() -> None:
+    with (
+        Client(ClientConfig(endpoint="no-such-host.invalid:50051", timeout_ms=10_000)) as client,
+        pytest.raises((UnavailableError, PoolTimeoutError), match=r"kvpool-server at no-such-host\.invalid:50051"),
+    ):
+        client.ping()
+
+
+def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(pool_server: StartServer) -> None:
+    server = pool_server("--memory", "1MiB")
+    with Client(ClientConfig(endpoint=server.endpoint, timeout_ms=200)) as client:
+        client.ping()
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(PoolTimeoutError, match=f"kvpool-server at {server.endpoint} did not answer in time"):
+                client.ping()
+            assert time.monotonic() - started < 5
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_client_that_shares_no_memory_falls_back_to_the_stream_or_says_so(
+    pool_server: StartServer, connect: Connect, spec: NamespaceSpec, tmp_path: Any
+) -> None:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    server = pool_server("--memory", "1MiB", shm_dir=str(directory))
+    directory.rename(tmp_path / "elsewhere")  # As a container that does not mount it would see it.
+    assert connect(server, transport="auto").open_namespace(spec).transport.name == "stream"
+    with pytest.raises(TransferError, match=f"no shared memory at {directory}"):
+        connect(server, transport="shm").open_namespace(spec)
+
+
+# Inline
+
+
+def _chunk(namespace: Namespace, name: object, *, shard: int = 0, group_idx: int = 0, **fields: Any) -> Chunk:
+    content = fields.pop("payload", payload((name, shard), CHUNK).tobytes())
+    key = PoolKey(namespace.fingerprint, group_idx, block_hash(name), shard)
+    return Chunk(key, content, fields.pop("checksum", checksum(content)), **fields)
+
+
+def test_inline_chunks_come_back(client: Client, namespace: Namespace) -> None:
+    chunks = [_chunk(namespace, "a"), _chunk(namespace, "b", parent_hash=block_hash("a"))]
+    tickets_before = client.stats().num_tickets
+    assert client.put_chunks(chunks) == (GRANTED, GRANTED)
+    assert client.put_chunks(chunks) == (PRESENT, PRESENT)
+    missing = PoolKey(namespace.fingerprint, 0, block_hash("c"), 0)
+    found = client.get_chunks([chunks[1].key, missing, chunks[0].key])
+    assert found == [dataclasses.replace(chunks[1], parent_hash=b""), None, chunks[0]]
+    assert client.stats().num_tickets <= tickets_before, "an inline put left a ticket"
+
+
+def test_inline_chunks_and_regions_are_the_same_blocks(client: Client, namespace: Namespace) -> None:
+    client.put_chunks([_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (1, 0)])
+    whole = b"".join(payload(("a", shard), CHUNK).tobytes() for shard in (0, 1))
+    assert _load(client, namespace, run_of("a", group_idx=1)) == [whole]
+
+
+def test_an_inline_block_is_found_when_its_last_shard_is_there(client: Client, namespace: Namespace) -> None:
+    first, second = (_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (0, 1))
+    client.put_chunks([first])
+    assert client.get_chunks([first.key]) == [None]
+    client.put_chunks([second])
+    assert client.get_chunks([first.key, second.key]) == [first, second]
+
+
+def test_many_inline_chunks_travel_in_several_messages(client: Client) -> None:
+    nbytes = 1 << 20
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=nbytes)))
+    chunks = [_chunk(namespace, name, payload=payload(name, nbytes).tobytes()) for name in range(9)]
+    assert client.put_chunks(chunks) == (GRANTED,) * 9
+    assert client.get_chunks([chunk.key for chunk in chunks]) == chunks
+    client.clear(namespace.fingerprint)
+
+
+def test_no_inline_chunks_are_no_work(client: Client) -> None:
+    assert client.put_chunks([]) == ()
+    assert client.get_chunks([]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"payload": bytes(CHUNK - 1)}, InvalidRequestError, f"has {CHUNK - 1} bytes; group 0's chunks have {CHUNK}"),
+        ({"payload": b""}, InvalidRequestError, f"has 0 bytes; group 0's chunks have {CHUNK}"),
+        ({"checksum": 7}, ChecksumError, "the payload's xxh3-64 is not 0x7"),
+        ({"shard": 1}, InvalidRequestError, r"shards \[1, 2\) are not within the group's 1 shards"),
+        ({"group_idx": 5}, InvalidRequestError, "group_idx 5: the namespace has groups 0 to 1"),
+        ({"parent_hash": b"short"}, InvalidRequestError, "parent_hash has 5 bytes, not 32"),
+    ],
+)
+def test_bad_inline_chunks_are_refused_and_not_stored(
+    client: Client, namespace: Namespace, change: dict[str, Any], error: type[KVPoolError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        client.put_chunks([_chunk(namespace, "a", **change)])
+    assert _leading(client, namespace, run_of("a")) == 0
+    assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"block_hash": b"short"}, InvalidRequestError, "block_hash has 5 bytes, not 32"),
+        ({"namespace": b"short"}, InvalidRequestError, "namespace has 5 bytes, not 32"),
+        ({"namespace": bytes(32)}, UnknownNamespaceError, "open it first"),
+        ({"group_idx": 5}, InvalidRequestError, "group_idx 5: the namespace has groups 0 to 1"),
+        ({"shard": 1}, InvalidRequestError, r"shards \[1, 2\) are not within the group's 1 shards"),
+    ],
+)
+def test_bad_inline_keys_are_refused(
+    client: Client, namespace: Namespace, change: dict[str, Any], error: type[KVPoolError], says: str
+) -> None:
+    chunk = _chunk(namespace, "a")
+    client.put_chunks([chunk])
+    bad = dataclasses.replace(chunk.key, **change)
+    with pytest.raises(error, match=says):
+        client.get_chunks([chunk.key, bad])
+    with pytest.raises(error, match=says):
+        client.put_chunks([dataclasses.replace(chunk, key=bad)])
+
+
+# Operations
+
+
+def test_remove_and_clear_drop_blocks(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a", "b", "c")
+    assert client.remove(namespace, [run_of("c", "d")]) == 1
+    assert _leading(client, namespace, run) == 2
+    assert client.clear(namespace.fingerprint) == 2
+    assert _leading(client, namespace, run) == 0
+
+
+def test_clear_of_a_namespace_that_is_not_open_is_refused(client: Client) -> None:
+    with pytest.raises(UnknownNamespaceError):
+        client.clear(bytes(32))
+    with pytest.raises(InvalidRequestError, match="namespace has 1 bytes, not 32"):
+        client.clear(b"x")
+
+
+def test_namespaces_are_listed_with_what_they_hold(client: Client, namespace: Namespace, spec: NamespaceSpec) -> None:
+    _store(client, namespace, "a", "b")
+    assert (spec, 2, 2 * CHUNK) in client.namespaces()
+
+
+def test_ping_tells_version_and_uptime(client: Client) -> None:
+    version, uptime_s = client.ping()
+    assert version == __version__ and uptime_s > 0
+
+
+def test_buffers_of_a_get_are_what_lies_in_the_arena(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a", "b", "c")
+    lease_id = client.lookup(namespace, [run]).lease_id
+    seen: dict[int, np.ndarray[Any, Any]] = {}
+
+    def drain(indices: Sequence[int], buffers: Buffers) -> None:
+        assert all(buffer.shape == (CHUNK,) and buffer.dtype == np.uint8 for buffer in buffers)
+        seen.update((idx, buffer.copy()) for idx, buffer in zip(indices, buffers, strict=True))
+
+    located = client.get(namespace, lease_id, [run_of("c"), run_of("x", "a")], drain, batch_bytes=1)
+    client.release([lease_id])
+    assert located.present == (True, False, True)
+    assert {idx: block.tobytes() for idx, block in seen.items()} == {
+        0: payload("c", CHUNK).tobytes(), 2: payload("a", CHUNK).tobytes(),
+    }  # fmt: skip

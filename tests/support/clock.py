@@ -1,0 +1,17 @@
+"""A clock that moves when it is told to."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """Monotonic seconds."""
+
+    def __init__(self, now: float = 1_000.0):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds

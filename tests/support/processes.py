@@ -1,0 +1,128 @@
+"""A real kvpool-server as a subprocess, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import PoolTimeoutError, UnavailableError
+
+START_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 10.0
+_WELCOME = re.compile(r" on (\S+); metrics and health: (\S+)")
+
+Found = TypeVar("Found")
+
+
+def wait_for(ask: Callable[[], Found], what: str, deadline_s: float = 10.0) -> Found:
+    """The first truthy answer; AssertionError naming `what` if there is none in time."""
+    ends_at = time.monotonic() + deadline_s
+    while not (found := ask()):
+        assert time.monotonic() < ends_at, f"{what}: not within {deadline_s} s"
+        time.sleep(0.005)
+    return found
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """The environment without settings of kvpool that this machine may have."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+    return {**kept, **extra}
+
+
+def server_command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "kvpool_server", *flags]
+
+
+def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, with a deadline."""
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=clean_environment(**environment), check=False
+    )
+
+
+class ServerProcess:
+    """One server. It listens on free ports unless `flags` say otherwise.
+
+    Attributes:
+        endpoint: HOST:PORT of gRPC.
+        http_url: of /metrics and /healthz.
+        started_s: seconds from the start of the process until Ping was answered.
+    """
+
+    def __init__(self, log_dir: Path, shm_dir: str, *flags: str):
+        defaults = {"--listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0", "--memory": "8MiB", "--shm-dir": shm_dir}
+        missing = [part for flag, value in defaults.items() if flag not in flags for part in (flag, value)]
+        log_dir.mkdir(parents=True, exist_ok=True)
+        nth = len(list(log_dir.glob("server-*.out")))
+        self._out, self._err = log_dir / f"server-{nth}.out", log_dir / f"server-{nth}.err"
+        started = time.monotonic()
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._process = subprocess.Popen(
+                server_command(*missing, *flags), stdout=out, stderr=err, env=clean_environment()
+            )
+        try:
+            welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)
+            self.endpoint, self.http_url = welcome.groups()
+            with Client(ClientConfig(endpoint=self.endpoint)) as client:
+                wait_for(lambda: _answers(client), "an answer to Ping", START_DEADLINE_S)
+        except BaseException:
+            self.kill()
+            raise
+        self.started_s = time.monotonic() - started
+
+    def _welcome(self) -> re.Match[str] | None:
+        assert self._process.poll() is None, f"kvpool-server ended at its start: {self.stderr}"
+        return _WELCOME.search(self.stdout)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def terminate(self) -> None:
+        """Sends SIGTERM and does not wait."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, deadline_s: float = STOP_DEADLINE_S) -> int:
+        """The exit status; subprocess.TimeoutExpired if it goes on."""
+        return self._process.wait(deadline_s)
+
+    def kill(self) -> None:
+        """SIGKILL: no drain, no cleaning up. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(STOP_DEADLINE_S)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL. Idempotent."""
+        if self._process.poll() is not None:
+            return
+        self.terminate()
+        try:
+            self.wait()
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.ping()
+    except (UnavailableError, PoolTimeoutError):
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""The documents say what the code does: every setting and series is there, and the tour runs."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool.config import ClientConfig
+from kvpool_server.config import ServerConfig
+from kvpool_server.metrics import _COUNTERS, _GAUGES
+from tests.support.processes import ServerProcess, clean_environment
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+
+
+def _section(name: str, heading: str) -> str:
+    """The part of a document under one heading."""
+    text = (ROOT / "docs" / name).read_text()
+    return text.split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0]
+
+
+def _table(section: str) -> dict[str, str]:
+    """First column -> second column of a section's table."""
+    return dict(re.findall(r"^\| `([^`]+)` \| `?([^`|]*?)`? \|", section, re.MULTILINE))
+
+
+def test_every_server_setting_is_documented_with_its_default():
+    table = _table(_section("configuration.md", "kvpool-server"))
+    assert table.keys() == ServerConfig.model_fields.keys()
+    for name, field in ServerConfig.model_fields.items():
+        expected = "1GiB" if name == "memory" else str(field.default)
+        assert table[name] == expected, name
+
+
+def test_every_client_setting_is_documented_with_its_default():
+    table = _table(_section("configuration.md", "The client"))
+    assert table == {field.name: str(field.default) for field in dataclasses.fields(ClientConfig)}
+
+
+def test_every_connector_setting_is_documented_with_its_default():
+    from vllm_plugin.config import ConnectorConfig
+
+    table = _table(_section("configuration.md", "The connector"))
+    assert table.keys() == {field.name for field in dataclasses.fields(ConnectorConfig)}
+    for field in dataclasses.fields(ConnectorConfig):
+        default = {True: "true", "": '""'}.get(field.default, str(field.default))
+        assert table[field.name] == default, field.name
+
+
+def test_every_server_series_is_documented():
+    table = _table(_section("metrics.md", "The server"))
+    gauges = {f"kvpool_{name.removeprefix('num_')}" for name in _GAUGES}
+    counters = {f"kvpool_{name}_total" for name in _COUNTERS}
+    assert table.keys() == gauges | counters | {"kvpool_rpc_seconds", "kvpool_stream_bytes_total"}
+
+
+@pytest.mark.vllm
+def test_every_engine_series_is_documented():
+    from vllm_plugin.metrics import COUNTERS, HISTOGRAMS
+
+    table = _table(_section("metrics.md", "The engine"))
+    assert table.keys() == {f"vllm:kvpool_{name}_total" for name in COUNTERS} | {
+        f"vllm:kvpool_{name}" for name in HISTOGRAMS
+    }
+
+
+def test_the_tour_runs(shared_server: ServerProcess):
+    tour = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    assert tour is not None
+    ran = subprocess.run(
+        [sys.executable, "-c", tour[1]],
+        env=clean_environment(KVPOOL_ENDPOINT=shared_server.endpoint),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "6 blocks became readable" in ran.stdout
+    assert "6 of 6 blocks hit" in ran.stdout
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
