@@ -96,6 +96,9 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             )
             for name, gloss in HISTOGRAMS.items()
         }
+        for labels in per_engine_labelvalues.values():
+            for metric in (*self._counters.values(), *self._histograms.values()):
+                metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

@@ -79,6 +79,7 @@ class TransferThread(threading.Thread, Generic[Job]):
         namespace = self._session.namespace
         if namespace is None:
             raise UnavailableError("kvpool is away")
+        self._copier.adopt(namespace.transport.memory)
         return namespace
 
 
@@ -122,6 +123,8 @@ class ReceiveThread(TransferThread[LoadJob]):
 
         def drain(indices: Sequence[int], buffers: Buffers) -> None:
             self._copier.scatter(mark, [job.block_ids[idx] for idx in indices], buffers)
+            if indices[-1] == len(job.run) - 1:
+                self._copier.settle()  # Before `get` looks whether the lease has lasted.
 
         try:
             namespace = self._namespace()
@@ -133,6 +136,8 @@ class ReceiveThread(TransferThread[LoadJob]):
             logger.warning("kvpool: a load of %d blocks failed, they will be computed: %s", len(job.run), error)
             self._recorder.add("load_failures")
             return False
+        finally:
+            self._copier.settle()  # Nothing may reach the engine's blocks once the job has been reported.
         self._session.report(None)
         if not all(located.present):
             gone = len(located.present) - sum(located.present)

@@ -43,6 +43,10 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def memory(self) -> npt.NDArray[np.uint8] | None:
+        """The memory that all buffers given to callbacks lie in, where that is the pool's own; else None."""
+
     def write(
         self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
     ) -> None:

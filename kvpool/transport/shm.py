@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from kvpool.errors import PoolTimeoutError, TransferError
-from kvpool.segment import Segment
+from kvpool.segment import Bytes, Segment
 from kvpool.transport.base import Clock, Drain, Fill, batches
 
 
@@ -27,6 +27,10 @@ class ShmTransport:
 
     def __repr__(self) -> str:
         return f"ShmTransport({self._segment})"
+
+    @property
+    def memory(self) -> Bytes:
+        return self._segment.bytes
 
     def write(
         self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float

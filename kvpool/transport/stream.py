@@ -29,6 +29,7 @@ class StreamTransport:
     """Write and Read calls on a channel that belongs to the client."""
 
     name = "stream"
+    memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int):
         self._write = channel.stream_unary(

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpool.transport.base import Buffers
 
 
 class Copier(Protocol):
-    """Moves whole blocks. Called by one thread at a time for each direction."""
+    """Moves whole blocks. Each direction is used by one thread."""
 
     batch_bytes: int
     """How much is best moved at once."""
+
+    def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
+        """Learns of memory in which buffers will lie for long (the pool's, if it is shared); cheap to repeat."""
 
     def mark(self) -> Any:
         """Remembers what the device has been given to do so far; for `gather` and `scatter` to wait for."""
@@ -23,7 +28,13 @@ class Copier(Protocol):
         """Copies blocks of the engine into buffers, uint8 [shards * chunk_bytes] each, once `mark` is reached."""
 
     def scatter(self, mark: Any, block_ids: Sequence[int], buffers: Buffers) -> None:
-        """Copies buffers into blocks of the engine, once `mark` is reached; they are there when this returns."""
+        """Begins to copy buffers into blocks of the engine, once `mark` is reached.
+
+        Buffers in adopted memory must stay as they are until `settle`; others are free when this returns.
+        """
+
+    def settle(self) -> None:
+        """Returns when all that was scattered is there."""
 
 
 def make_copier(views: list[torch.Tensor]) -> Copier:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpool.transport.base import BATCH_BYTES, Buffers
@@ -21,6 +23,9 @@ class CpuCopier:
     def __init__(self, views: list[torch.Tensor]):
         self._views = [view.numpy() for view in views]
 
+    def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
+        """Any memory is as good as any other."""
+
     def mark(self) -> None:
         return None
 
@@ -33,6 +38,9 @@ class CpuCopier:
         for block_id, buffer in zip(block_ids, buffers, strict=True):
             for block, part in self._parts(block_id, buffer):
                 block[...] = part
+
+    def settle(self) -> None:
+        """What was scattered is there already."""
 
     def _parts(self, block_id: int, buffer):  # type: ignore[no-untyped-def]
         """Pairs of equal shape [S, l, h, r, N / r, C]: the engine's block, the pool's buffer; one a view."""
