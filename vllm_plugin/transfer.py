@@ -55,11 +55,10 @@ class TransferThread(threading.Thread, Generic[Job]):
             ended, self._ended = self._ended, []
         return ended
 
-    def stop(self, timeout_s: float) -> None:
-        """Lets the job under way end, drops the others."""
+    def request_stop(self) -> None:
+        """Lets the job under way end, and drops the others."""
         self._stopping = True
         self._jobs.put(None)
-        self.join(timeout_s)
 
     def run(self) -> None:
         while (taken := self._jobs.get()) is not None and not self._stopping:

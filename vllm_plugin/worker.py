@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool.worker")
 
+STOP_TIMEOUT_S = 2.0
+
 
 class KVPoolWorker:
     """One rank.
@@ -40,7 +42,6 @@ class KVPoolWorker:
         self._group = spec.groups[0]
         self._mine = rank_shards(self._group, tp_rank, vllm_config.parallel_config.tensor_parallel_size)
         self._num_blocks = kv_cache_config.num_blocks
-        self._config = config
         self._name = f"worker {tp_rank}"
         self._recorder = Recorder()
         self._session = Session(config.client_config(), spec, self._name)
@@ -96,11 +97,13 @@ class KVPoolWorker:
         return self._recorder.take()
 
     def shutdown(self) -> None:
-        """Ends threads and connection. Idempotent."""
-        for thread in (self._sender, self._receiver):
-            if thread is not None:
-                thread.stop(timeout_s=max(self._config.load_timeout_ms, self._config.store_timeout_ms) / 1000)
-        self._session.close()
+        """Ends connection and threads, without waiting for the pool. Idempotent."""
+        threads = [thread for thread in (self._sender, self._receiver) if thread is not None]
+        for thread in threads:
+            thread.request_stop()
+        self._session.close()  # Ends the calls that a thread may be waiting for.
+        for thread in threads:
+            thread.join(STOP_TIMEOUT_S)
 
     def _end(self, job: StoreJob) -> None:
         self._ended_stores[job.job_id] = self._ended_stores.get(job.job_id, 0) + 1

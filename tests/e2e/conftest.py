@@ -1,0 +1,135 @@
+"""Real vLLM engines and kvpool servers. An engine takes 15 s and more to start: tests that do no harm share theirs.
+
+Oracles, from weakest to strongest: the tokens of an engine without a connector; its logprobs (float32 makes both equal
+but for the order of sums); and, bit for bit, the logprobs of an engine that hits its own prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.tiny_model import Shape, write
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.types import PoolStats
+from tests.support.processes import ServerProcess, wait_for
+
+SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
+FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096}
+DRAIN_DEADLINE_S = 20.0
+PATIENT: dict[str, Any] = {"lookup_timeout_ms": 10_000, "load_timeout_ms": 20_000, "store_timeout_ms": 20_000}
+"""For tests that assert hits: two busy cores are no reason for a miss."""
+
+StartEngines = Callable[..., list[Engine]]
+
+
+def prompt(tokens: int, seed: object = 0) -> list[int]:
+    """Token ids that depend on their seed alone; two seeds share no prefix."""
+    picks = random.Random(repr(seed))
+    return [picks.randrange(10, SMALL.vocab) for _ in range(tokens)]
+
+
+def hit_tokens(num_tokens: int) -> int:
+    """Tokens of a prompt that a full hit covers: whole blocks, and never the last token."""
+    return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def drain(engine: Engine) -> None:
+    """Waits until every store has ended and no block is pinned, and empties the engine's own prefix cache."""
+    wait_for(engine.reset_prefix_cache, "the engine's blocks to be free", DRAIN_DEADLINE_S)
+
+
+def pool_stats(server: ServerProcess) -> PoolStats:
+    with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
+        return client.stats()
+
+
+def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 15.0) -> None:
+    """Every lease and ticket has ended, and no slot is kept for a late writer."""
+
+    def held() -> tuple[int, int, int, int]:
+        stats = pool_stats(server)
+        return stats.num_leases, stats.num_tickets, stats.num_quarantined, stats.num_incomplete
+
+    wait_for(lambda: not any(held()), "leases, tickets, quarantine and incomplete entries to end", deadline_s)
+
+
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: float = 1e-4) -> None:
+    """The same tokens, and logprobs within `tolerance`."""
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models") / "small", SMALL)
+
+
+@pytest.fixture(scope="session")
+def e2e_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+    """A server that no test harms."""
+    server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), shm_dir, "--memory", "256MiB", "--grace-ms", "100")
+    yield server
+    server.stop()
+
+
+@contextmanager
+def _starter(log_dir: Path, model: Path) -> Iterator[StartEngines]:
+    started: list[Engine] = []
+
+    def start(*transfers: dict[str, Any] | None, options: Sequence[dict[str, Any]] = ()) -> list[Engine]:
+        """Starts engines at the same time, one a transfer config; `options` of `vllm.LLM` in the same order."""
+
+        def one(idx: int) -> Engine:
+            spec = EngineSpec(model, transfers[idx], {**FLOAT32, **(options[idx] if options else {})})
+            log_path = log_dir / f"engine-{len(list(log_dir.glob('*.log')))}-{idx}.log"
+            engine = Engine(spec, log_path)
+            started.append(engine)
+            return engine
+
+        with ThreadPoolExecutor(len(transfers)) as threads:
+            futures = [threads.submit(one, idx) for idx in range(len(transfers))]
+        return [future.result() for future in futures]
+
+    try:
+        yield start
+    finally:
+        with ThreadPoolExecutor(max(1, len(started))) as threads:
+            list(threads.map(Engine.stop, started))
+
+
+@pytest.fixture(scope="module")
+def start_engines(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[StartEngines]:
+    """`start_engines(transfer, None, options=[{}, {"tensor_parallel_size": 2}])`; they live as long as the module."""
+    with _starter(tmp_path_factory.mktemp("engines"), model) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def _common_engines(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, e2e_server: ServerProcess
+) -> Iterator[list[Engine]]:
+    pooled = kvpool_transfer_config(e2e_server.endpoint, transport="shm", **PATIENT)
+    with _starter(tmp_path_factory.mktemp("common-engines"), model) as start:
+        yield start(None, pooled)
+
+
+@pytest.fixture(scope="session")
+def plain_engine(_common_engines: list[Engine]) -> Engine:
+    """Without a connector: what it answers is right."""
+    return _common_engines[0]
+
+
+@pytest.fixture(scope="session")
+def engine(_common_engines: list[Engine]) -> Engine:
+    """With kvpool over shared memory; stores and loads."""
+    return _common_engines[1]

@@ -1,0 +1,132 @@
+"""The main job: what one engine has computed, another loads, and answers the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
+from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, hit_tokens, prompt
+from tests.support.processes import ServerProcess
+
+pytestmark = pytest.mark.vllm
+
+# Shorter than a block, one block, one token more, N blocks, one token less and more, and a long one.
+LENGTHS = (BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 255, 256, 257, 2000)
+PROMPTS = [prompt(length, f"share {length}") for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def others(start_engines: StartEngines, e2e_server: ServerProcess) -> list[Engine]:
+    """One that loads over shared memory, and one over gRPC that does not store what it decodes."""
+    return start_engines(
+        kvpool_transfer_config(e2e_server.endpoint, transport="shm", **PATIENT),
+        kvpool_transfer_config(e2e_server.endpoint, transport="stream", store_decoded=False, **PATIENT),
+    )
+
+
+@pytest.fixture(scope="module")
+def shm_reader(others: list[Engine]) -> Engine:
+    return others[0]
+
+
+@pytest.fixture(scope="module")
+def stream_reader(others: list[Engine]) -> Engine:
+    return others[1]
+
+
+@pytest.fixture(scope="module")
+def runs(engine: Engine, plain_engine: Engine) -> dict[str, list[Answer]]:
+    """What the engine without kvpool answers, the storing engine cold, and the storing engine from its own cache."""
+    answers = {
+        "plain": one_by_one(plain_engine, PROMPTS),
+        "cold": one_by_one(engine, PROMPTS),
+        "own cache": one_by_one(engine, PROMPTS),
+    }
+    drain(engine)
+    return answers
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
+    """Alone in its batch, each prompt meets the same kernels whatever was cached."""
+    return [engine.generate([each], max_tokens)[0] for each in prompts]
+
+
+def test_a_cold_engine_answers_as_one_without_kvpool(runs: dict[str, list[Answer]]) -> None:
+    assert [answer.cached_tokens for answer in runs["cold"]] == [0] * len(PROMPTS)
+    assert_same(runs["cold"], runs["plain"])
+
+
+@pytest.mark.parametrize("reader", ["shm_reader", "stream_reader"])
+def test_another_engine_loads_what_was_stored_bit_for_bit(
+    reader: str, runs: dict[str, list[Answer]], request: pytest.FixtureRequest
+) -> None:
+    engine: Engine = request.getfixturevalue(reader)
+    loaded = one_by_one(engine, PROMPTS)
+    assert [answer.cached_tokens for answer in loaded] == [hit_tokens(length) for length in LENGTHS]
+    assert [answer.cached_tokens for answer in runs["own cache"]] == [hit_tokens(length) for length in LENGTHS]
+    assert_same(loaded, runs["cold"])
+    # The same kernels over the same bytes: nothing may differ at all.
+    assert [answer.logprobs for answer in loaded] == [answer.logprobs for answer in runs["own cache"]]
+    drain(engine)
+
+
+def test_the_readers_use_the_transport_they_were_told_to(shm_reader: Engine, stream_reader: Engine) -> None:
+    assert "transport shm" in shm_reader.log()
+    assert "transport shm" not in stream_reader.log() and "transport stream" in stream_reader.log()
+
+
+def test_prompts_submitted_together_all_load(
+    shm_reader: Engine, plain_engine: Engine, runs: dict[str, list[Answer]]
+) -> None:
+    extended = [text + prompt(40, f"after {len(text)}") for text in PROMPTS]
+    answers = shm_reader.generate(extended)
+    assert [answer.cached_tokens for answer in answers] == [
+        len(text) // BLOCK_TOKENS * BLOCK_TOKENS for text in PROMPTS
+    ]
+    assert_same(answers, plain_engine.generate(extended))
+    drain(shm_reader)
+
+
+def test_the_next_turn_of_a_conversation_hits_what_was_decoded(
+    engine: Engine, shm_reader: Engine, plain_engine: Engine
+) -> None:
+    first = prompt(100, "conversation")
+    reply = engine.generate([first], max_tokens=100)[0].tokens
+    drain(engine)
+    second = first + reply + prompt(20, "second turn")
+    answer = shm_reader.generate([second])[0]
+    # The last of the 200 tokens was sampled, never computed: the block it would complete does not exist.
+    assert answer.cached_tokens == 199 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert_same([answer], plain_engine.generate([second]))
+    drain(shm_reader)
+
+
+def test_the_block_of_the_last_sampled_token_is_not_stored(engine: Engine, shm_reader: Engine) -> None:
+    first = prompt(100, "exactly to the end of a block")
+    reply = engine.generate([first], max_tokens=28)[0].tokens  # 128 tokens, of which the last has no KV.
+    drain(engine)
+    answer = shm_reader.generate([first + reply + prompt(20, "next")])[0]
+    assert answer.cached_tokens == 96
+    drain(shm_reader)
+
+
+def test_decoded_blocks_are_not_stored_where_that_is_switched_off(
+    stream_reader: Engine, shm_reader: Engine, plain_engine: Engine
+) -> None:
+    first = prompt(100, "prompts only")
+    reply = stream_reader.generate([first], max_tokens=100)[0].tokens
+    drain(stream_reader)
+    second = first + reply + prompt(20, "second turn")
+    answer = shm_reader.generate([second])[0]
+    assert answer.cached_tokens == 96
+    assert_same([answer], plain_engine.generate([second]))
+    drain(shm_reader)
+
+
+def test_resetting_the_connector_empties_the_pools_namespace(engine: Engine, shm_reader: Engine) -> None:
+    text = prompt(300, "to be cleared")
+    engine.generate([text])
+    drain(engine)
+    assert engine.reset_prefix_cache(external=True)
+    assert shm_reader.generate([text])[0].cached_tokens == 0
+    drain(shm_reader)

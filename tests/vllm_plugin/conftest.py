@@ -1,0 +1,54 @@
+"""Real vLLM configurations of a tiny model; no engine, no weights loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tiny_model import Shape, write
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # Before vLLM is imported: it reads it once.
+BLOCK_TOKENS = 16
+TINY = Shape(layers=2, hidden=64, intermediate=64, heads=8, kv_heads=4, head_dim=8, vocab=256, max_tokens=1024)
+
+MakeConfig = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def vllm_config(tiny_model: Path) -> MakeConfig:
+    """`vllm_config(endpoint, extra={...}, role="kv_both", model=path, **EngineArgs)` -> VllmConfig."""
+    from tests.vllm_plugin.support import make_config
+
+    def make(endpoint: str = "127.0.0.1:1", **options: Any) -> Any:
+        return make_config(options.pop("model", tiny_model), endpoint, **options)
+
+    return make
+
+
+@pytest.fixture
+def toy_engine() -> Iterator[Callable[..., Any]]:
+    """Makes toy engines that are shut down afterwards: `toy_engine(vllm_config, num_blocks=64)`."""
+    from tests.vllm_plugin.toy import ToyEngine
+
+    with ExitStack() as stack:
+
+        def make(config: Any, **options: Any) -> ToyEngine:
+            engine = ToyEngine(config, **options)
+            stack.callback(engine.shutdown)
+            return engine
+
+        yield make

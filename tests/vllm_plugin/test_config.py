@@ -1,0 +1,90 @@
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError
+from vllm_plugin.config import ConnectorConfig
+
+
+def test_defaults_serve_a_pool_on_this_host() -> None:
+    config = ConnectorConfig.parse({})
+    assert config == ConnectorConfig()
+    assert config.client_config().endpoint == "127.0.0.1:50051"
+
+
+def test_every_key_reaches_the_configuration() -> None:
+    given = {
+        "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "load_timeout_ms": 2,
+        "store_timeout_ms": 3, "store_decoded": False, "max_pinned_fraction": 0.25, "num_shards": 8,
+        "weights_epoch": "7", "tenant": "t", "salt": "s",
+    }  # fmt: skip
+    config = ConnectorConfig.parse(given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("endpont", "endpoint"), ("loadtimeout_ms", "load_timeout_ms"), ("store_decode", "store_decoded")],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'; did you mean '{meant}'"):
+        ConnectorConfig.parse({key: 1})
+
+
+def test_a_key_like_no_other_is_answered_with_all_keys() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'zzz'; the keys are endpoint, transport, .*salt"):
+        ConnectorConfig.parse({"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("endpoint", 50051, "str"),
+        ("lookup_timeout_ms", "200", "int"),
+        ("lookup_timeout_ms", 0.5, "int"),
+        ("lookup_timeout_ms", True, "int"),
+        ("lookup_timeout_ms", None, "int"),
+        ("store_decoded", "false", "bool"),
+        ("store_decoded", 0, "bool"),
+        ("max_pinned_fraction", "0.5", "float"),
+        ("max_pinned_fraction", True, "float"),
+        ("tenant", 1, "str"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {key} = .* is not a {wanted}"):
+        ConnectorConfig.parse({key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("endpoint", "no-port"),
+        ("endpoint", "host:0"),
+        ("transport", "rdma"),
+        ("lookup_timeout_ms", 0),
+        ("lookup_timeout_ms", -1),
+        ("load_timeout_ms", 0),
+        ("load_timeout_ms", 600_001),
+        ("store_timeout_ms", 0),
+        ("max_pinned_fraction", 0),
+        ("max_pinned_fraction", 1.01),
+        ("max_pinned_fraction", float("nan")),
+        ("num_shards", -1),
+        ("num_shards", 65),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_the_name_that_was_given(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        ConnectorConfig.parse({key: value})
+
+
+def test_bounds_themselves_are_allowed() -> None:
+    ConnectorConfig.parse({"max_pinned_fraction": 1, "num_shards": 64, "load_timeout_ms": 300_000})
+    ConnectorConfig.parse({"max_pinned_fraction": 0.001, "num_shards": 0, "load_timeout_ms": 1})
+
+
+def test_a_lease_outlives_the_slowest_load() -> None:
+    config = ConnectorConfig.parse({"load_timeout_ms": 7_000, "store_timeout_ms": 9_000}).client_config()
+    assert config.lease_ttl_ms > 7_000
+    assert config.data_timeout_ms >= 9_000

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from benchmarks.engine import kvpool_transfer_config
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError
+from kvpool.types import BlockRun
+from tests.conftest import StartServer
+from tests.support.processes import run_command, wait_for
+from tests.vllm_plugin.conftest import BLOCK_TOKENS, MakeConfig
+from tests.vllm_plugin.faults import free_endpoint
+from tests.vllm_plugin.support import cache_config, make_request, tokens
+from vllm_plugin import NAME, register
+from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerMetadata
+from vllm_plugin.metrics import COUNTERS, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder
+
+MakeConnector = Callable[..., Any]
+
+
+@pytest.fixture
+def connector(vllm_config: MakeConfig) -> Iterator[MakeConnector]:
+    """Makes scheduler-side connectors as vLLM does; they are shut down afterwards."""
+    register()
+    with ExitStack() as stack:
+
+        def make(config: Any) -> Any:
+            made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+            stack.callback(made.shutdown)
+            return made
+
+        yield make
+
+
+# How vLLM finds it
+
+
+def test_registering_twice_is_fine() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name(NAME) is KVPoolConnector
+
+
+def test_the_module_path_leads_to_the_same_class(vllm_config: MakeConfig) -> None:
+    transfer = vllm_config().kv_transfer_config
+    transfer.kv_connector_module_path = "vllm_plugin.connector"
+    assert KVConnectorFactory.get_connector_class(transfer) is KVPoolConnector
+
+
+def test_the_entry_point_is_installed() -> None:
+    from importlib.metadata import entry_points
+
+    (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "kvpool"]
+    assert found.load() is register
+
+
+@pytest.mark.vllm
+def test_importing_the_plugin_starts_nothing() -> None:
+    script = (
+        "import threading, vllm.distributed.kv_transfer.kv_connector.factory; before = threading.active_count()\n"
+        "import vllm_plugin.connector\n"
+        "assert threading.active_count() == before, threading.enumerate()"
+    )
+    done = run_command(sys.executable, "-c", script, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_entry_point_does_not_import_vllm() -> None:
+    done = run_command(sys.executable, "-c", "import sys, vllm_plugin; assert 'vllm' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+# What vLLM asks it
+
+
+def test_it_serves_the_hybrid_allocator_and_is_no_delivery_service(
+    connector: MakeConnector, vllm_config: MakeConfig
+) -> None:
+    made = connector(vllm_config(free_endpoint()))
+    assert supports_hma(made)
+    assert made.requires_kv_delivery is False
+    assert made.has_pending_push_work() is False
+    assert list(made.take_events()) == []
+
+
+def test_a_policy_that_fails_requests_is_warned_of(
+    connector: MakeConnector, vllm_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(free_endpoint())
+    connector(config)
+    assert "kv_load_failure_policy" not in caplog.text
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    connector(config)
+    assert "kv_load_failure_policy is 'fail'" in caplog.text and "'recompute'" in caplog.text
+
+
+def test_a_wrong_setting_ends_the_start(connector: MakeConnector, vllm_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'transport'"):
+        connector(vllm_config(free_endpoint(), extra={"transprt": "shm"}))
+
+
+def test_a_refused_start_leaves_no_thread(connector: MakeConnector, vllm_config: MakeConfig) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError):
+        connector(vllm_config(free_endpoint(), prefix_caching_hash_algo="sha256"))
+    assert threading.active_count() == before
+
+
+def test_a_hook_of_the_other_side_is_a_broken_invariant(connector: MakeConnector, vllm_config: MakeConfig) -> None:
+    made = connector(vllm_config(free_endpoint()))
+    with pytest.raises(AssertionError, match="worker hook"):
+        made.build_connector_worker_meta()
+
+
+# Under MultiConnector
+
+
+@pytest.fixture
+def two_pools(connector: MakeConnector, vllm_config: MakeConfig, pool_server: StartServer) -> Any:
+    """vLLM's MultiConnector over two namespaces of one server, bound to a block pool."""
+    endpoint = pool_server().endpoint
+    config = vllm_config(endpoint)
+    children = [kvpool_transfer_config(endpoint, salt=name, lookup_timeout_ms=5_000) for name in ("first", "second")]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    multi = connector(config)
+    multi.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS))
+    for child in multi.sub_connectors:
+        wait_for(lambda child=child: child._of_scheduler._session.namespace, "the session to be open")
+    return multi
+
+
+@pytest.mark.parametrize("holding", [[0], [1], [0, 1]])
+def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
+    holding: list[int], two_pools: Any
+) -> None:
+    request = make_request("r", tokens(100))
+    sides = [child._of_scheduler for child in two_pools.sub_connectors]
+    for idx in holding:
+        client, namespace = sides[idx]._session.client, sides[idx]._session.namespace
+        run = BlockRun(0, request.block_hashes)
+        client.put_blocks(namespace, run, [bytes(namespace.spec.groups[0].slot_bytes)] * len(run))
+
+    def answer() -> int | None:
+        matched = two_pools.get_num_new_matched_tokens(request, 0)[0]
+        for side in sides:
+            side.build_metadata(SchedulerOutput.make_empty())
+        return matched
+
+    assert wait_for(answer, "an answer") == 96
+    pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    two_pools.update_state_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(7),)), 96)
+    metadata = two_pools.build_connector_meta(SchedulerOutput.make_empty()).metadata
+    assert [len(one.loads) for one in metadata] == [1, 0] if holding[0] == 0 else [0, 1]
+    with Client(ClientConfig(sides[0]._session.client.config.endpoint)) as client:
+        wait_for(lambda: client.stats().num_leases == 1, "the lease that nobody wants to end")
+
+
+# What the sides tell each other
+
+
+def test_metadata_survives_the_way_between_processes() -> None:
+    run = BlockRun(0, [b"h" * 32], b"p" * 32)
+    there = ConnectorMetadata([LoadJob("r", 7, run, [3])], [StoreJob(1, run, [4])])
+    assert pickle.loads(pickle.dumps(there)) == there
+    back = WorkerMetadata({1: 1})
+    assert pickle.loads(pickle.dumps(back)) == back
+
+
+def test_reports_of_ranks_add_up() -> None:
+    first, second = WorkerMetadata({1: 1, 2: 1}), WorkerMetadata({2: 1, 3: 1})
+    assert first.aggregate(second) == WorkerMetadata({1: 1, 2: 2, 3: 1})
+    assert first == WorkerMetadata({1: 1, 2: 1}), "its own report is left as it was"
+
+
+# Numbers
+
+
+def test_stats_of_ranks_add_up_and_are_plain_values() -> None:
+    stats = KVPoolStats()
+    assert stats.is_empty()
+    for _ in range(2):
+        recorder = Recorder()
+        recorder.add("loaded_blocks", 3)
+        recorder.observe("load_seconds", 0.5)
+        taken = recorder.take()
+        assert taken is not None and recorder.take() is None
+        stats.aggregate(taken)
+    assert stats.data == {"loaded_blocks": 6, "load_seconds": [0.5, 0.5]}
+    assert stats.reduce() == {"load_seconds_mean": 0.5, "loaded_blocks": 6}
+    assert json.loads(json.dumps(stats.to_dict())) == stats.data
+    stats.reset()
+    assert stats.is_empty()
+
+
+@pytest.mark.parametrize("name", [*COUNTERS, *HISTOGRAMS])
+def test_every_number_is_recorded_under_its_own_kind(name: str) -> None:
+    recorder = Recorder()
+    wrong = recorder.observe if name in COUNTERS else recorder.add
+    with pytest.raises(AssertionError, match=name):
+        wrong(name, 1)
+
+
+def test_a_number_without_a_name_is_refused() -> None:
+    with pytest.raises(AssertionError, match="hits"):
+        Recorder().add("hits")
+
+
+def test_prometheus_gets_every_number_under_vllms_prefix(vllm_config: MakeConfig) -> None:
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    made = KVPoolConnector.build_prom_metrics(vllm_config(), types, ["engine"], {0: ["0"], 1: ["1"]})
+    assert isinstance(made, KVPoolPromMetrics)
+    made.observe({**dict.fromkeys(COUNTERS, 2), **{name: [0.01, 0.02] for name in HISTOGRAMS}}, engine_idx=1)
+    made.observe({}, engine_idx=0)
+    try:
+        for name in COUNTERS:
+            assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_total", {"engine": "1"}) == 2
+            assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_total", {"engine": "0"}) == 0
+        for name in HISTOGRAMS:
+            assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_count", {"engine": "1"}) == 2
+    finally:
+        for metric in (*made._counters.values(), *made._histograms.values()):
+            REGISTRY.unregister(metric)

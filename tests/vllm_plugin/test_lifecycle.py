@@ -1,0 +1,424 @@
+"""Whole requests through vLLM's real scheduler and both sides of the connector, on the toy engine: it checks, before
+each forward pass, every byte of KV that attention would read."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.types import PoolStats
+from tests.conftest import StartServer
+from tests.support.processes import ServerProcess, wait_for
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
+from tests.vllm_plugin.support import tokens
+from tests.vllm_plugin.toy import ToyEngine, answer
+
+_salts = itertools.count()
+MakeToy = Callable[..., ToyEngine]
+
+
+class Fleet:
+    """Engines of one namespace on one server."""
+
+    def __init__(self, make: MakeToy, config: MakeConfig, endpoint: str):
+        self._make = make
+        self._config = config
+        self._salt = f"fleet {next(_salts)}"
+        self.endpoint = endpoint
+
+    def start(self, role: str = "kv_both", extra: dict[str, Any] | None = None, **toy: Any) -> ToyEngine:
+        patient = {"lookup_timeout_ms": 5_000, "salt": self._salt, **(extra or {})}
+        options = toy.pop("options", {})
+        return self._make(self._config(self.endpoint, role=role, extra=patient, **options), **toy)
+
+
+@pytest.fixture
+def fleet(toy_engine: MakeToy, vllm_config: MakeConfig, shared_server: ServerProcess) -> Fleet:
+    return Fleet(toy_engine, vllm_config, shared_server.endpoint)
+
+
+@pytest.fixture
+def fleet_on(toy_engine: MakeToy, vllm_config: MakeConfig) -> Callable[[str], Fleet]:
+    return lambda endpoint: Fleet(toy_engine, vllm_config, endpoint)
+
+
+def stats_of(server: ServerProcess) -> PoolStats:
+    with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
+        return client.stats()
+
+
+def assert_nothing_is_left(engine: ToyEngine) -> None:
+    """No pin, no ledger entry, no block in use, and an own cache that can be emptied."""
+    side = engine.connector
+    assert not side.has_pinned_blocks() and side._num_pinned == 0
+    assert not (side._sought or side._requests or side._failed or side._leases or side._stored), vars(side)
+    assert engine.num_used_blocks() == 0
+    assert engine.scheduler.reset_prefix_cache()
+
+
+MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
+
+
+@MODES
+def test_what_one_engine_computed_another_loads(steps_ahead: int, fleet: Fleet) -> None:
+    prompts = [tokens(count, count) for count in (15, 16, 17, 64, 65, 100)]
+    first, second = fleet.start(steps_ahead=steps_ahead), fleet.start(steps_ahead=steps_ahead)
+    expected = [answer(prompt, 8) for prompt in prompts]
+    assert first.generate(*prompts) == expected
+    assert second.generate(*prompts) == expected
+    assert [second.cached_tokens[f"prompt-{idx}"] for idx in range(6)] == [0, 0, 16, 48, 64, 96]
+    assert second.counted("hit_tokens") == 16 + 48 + 64 + 96
+    for engine in (first, second):
+        assert_nothing_is_left(engine)
+
+
+@MODES
+def test_a_second_turn_hits_what_the_first_one_decoded(steps_ahead: int, fleet: Fleet) -> None:
+    first, second = fleet.start(steps_ahead=steps_ahead), fleet.start(steps_ahead=steps_ahead)
+    prompt = tokens(50)
+    reply = first.generate(prompt, max_tokens=30)[0]
+    turn = [*prompt, *reply, *tokens(5, "next")]
+    assert second.generate(turn) == [answer(turn, 8)]
+    # The last of the 80 tokens has no KV: four blocks, not five.
+    assert second.cached_tokens["prompt-0"] == 64
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (8, 1), (1, 8), (8, 2), (8, 8)])
+def test_tensor_parallel_sizes_share_blocks(writers: int, readers: int, fleet: Fleet) -> None:
+    # The toy model has 4 KV heads: eight ranks hold each of them twice.
+    first, second = fleet.start(tp_size=writers), fleet.start(tp_size=readers)
+    prompt = tokens(100)
+    assert first.generate(prompt) == second.generate(prompt) == [answer(prompt, 8)]
+    assert second.cached_tokens["prompt-0"] == 96
+    assert first.counted("stored_blocks") == 6 * min(writers, 4)
+    assert_nothing_is_left(first)
+    assert_nothing_is_left(second)
+
+
+def test_an_engine_without_a_prefix_cache_of_its_own_still_loads(fleet: Fleet) -> None:
+    first = fleet.start(options={"enable_prefix_caching": False})
+    prompt = tokens(100)
+    for _ in range(2):
+        assert first.generate(prompt) == [answer(prompt, 8)]
+    assert first.counted("hit_tokens") == 96
+    assert first.num_used_blocks() == 0
+
+
+def test_a_long_prompt_is_stored_chunk_by_chunk(fleet: Fleet) -> None:
+    first = fleet.start(options={"max_num_batched_tokens": 47, "max_num_seqs": 4})
+    second = fleet.start()
+    prompt = tokens(400)
+    assert first.generate(prompt) == second.generate(prompt) == [answer(prompt, 8)]
+    assert second.cached_tokens["prompt-0"] == 384
+
+
+def test_roles_are_kept(fleet: Fleet) -> None:
+    producer, consumer, both = fleet.start("kv_producer"), fleet.start("kv_consumer"), fleet.start()
+    kept, new = tokens(100, "kept"), tokens(100, "new")
+    for _ in range(2):
+        producer.generate(kept)
+        producer.scheduler.reset_prefix_cache()
+    assert producer.counted("stored_blocks") == 6 and producer.counted("lookups") == 0
+    assert consumer.generate(kept, new) == [answer(kept, 8), answer(new, 8)]
+    assert consumer.cached_tokens == {"prompt-0": 96, "prompt-1": 0}
+    assert consumer.counted("stored_blocks") == consumer.counted("store_skipped_blocks") == 0
+    both.generate(new)
+    assert both.cached_tokens["prompt-0"] == 0
+
+
+@MODES
+@pytest.mark.parametrize("num_blocks", [20, 30])
+def test_preempted_requests_answer_right_and_leak_nothing(num_blocks: int, steps_ahead: int, fleet: Fleet) -> None:
+    shared = tokens(60, "shared")
+    prompts = [shared[: 20 * (nth % 4)] + tokens(40, nth) for nth in range(16)]
+    expected = [answer(prompt, 60) for prompt in prompts]
+    for _ in range(2):  # Cold, then with everything in the pool.
+        engine = fleet.start(num_blocks=num_blocks, steps_ahead=steps_ahead)
+        preempted = 0
+        original = engine.scheduler._preempt_request
+
+        def count(request: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            nonlocal preempted
+            preempted += 1
+            return original(request, *args, **kwargs)
+
+        engine.scheduler._preempt_request = count  # type: ignore[method-assign]
+        assert engine.generate(*prompts, max_tokens=60) == expected
+        assert preempted > 0, "the test wants preemption"
+        assert_nothing_is_left(engine)
+    assert engine.counted("loaded_blocks") > 0
+
+
+@MODES
+def test_several_loads_at_once_do_not_deadlock_a_small_cache(steps_ahead: int, fleet: Fleet) -> None:
+    prompts = [tokens(200, nth) for nth in range(6)]  # 13 blocks each, and 20 in all.
+    first = fleet.start(num_blocks=128)
+    first.generate(*prompts)
+    second = fleet.start(num_blocks=20, steps_ahead=steps_ahead)
+    assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+    assert second.counted("loaded_blocks") >= 6 * 12 - 20
+    assert_nothing_is_left(second)
+
+
+# Aborts
+
+
+def run_until(engine: ToyEngine, request: Any, status: RequestStatus) -> None:
+    def reached() -> bool:
+        if request.status != status:
+            engine.step()
+        return request.status == status
+
+    wait_for(reached, f"{request.request_id} to be {status.name}")
+
+
+@pytest.mark.parametrize("loads", ["succeeds", "fails"])
+def test_a_request_aborted_while_it_loads_is_reported_once_and_its_blocks_come_back(
+    loads: str, fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    server = pool_server()
+    fleet = fleet_on(server.endpoint)
+    prompt = tokens(100)
+    fleet.start().generate(prompt)
+    engine = fleet.start()
+    request = engine.add("r", prompt)
+    run_until(engine, request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+    if loads == "fails":
+        server.kill()
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    assert engine.num_used_blocks() == 6, "a thread may still be writing to them"
+    engine.run()
+    assert_nothing_is_left(engine)
+    # The same request again, under the same name.
+    engine.add("r", prompt)
+    engine.run()
+    assert engine.answers["r"] == answer(prompt, 8)
+    assert engine.cached_tokens["r"] == (96 if loads == "succeeds" else 0)
+    assert_nothing_is_left(engine)
+
+
+def test_requests_aborted_at_every_moment_leave_nothing_behind(fleet: Fleet) -> None:
+    prompts = [tokens(100, nth) for nth in range(3)]
+    fleet.start().generate(*prompts[:2])
+    engine = fleet.start()
+    for steps in range(12):
+        for idx, prompt in enumerate(prompts):
+            engine.add(f"{steps}-{idx}", prompt, max_tokens=20)
+        for _ in range(steps):
+            engine.step()
+        engine.scheduler.finish_requests([f"{steps}-{idx}" for idx in range(3)], RequestStatus.FINISHED_ABORTED)
+        engine.run()
+        assert_nothing_is_left(engine)
+    assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+
+
+# Failed loads
+
+
+def test_corrupt_blocks_are_never_read_and_never_asked_for_twice(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer, shm_dir: str
+) -> None:
+    server = pool_server("--memory", "4MiB")
+    fleet = fleet_on(server.endpoint)
+    prompts = [tokens(100, nth) for nth in range(4)]
+    fleet.start().generate(*prompts)
+    flip_arena(server, shm_dir)
+    engine = fleet.start()
+    assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+    assert engine.counted("load_failures") == 4
+    assert engine.counted("lookups") == 4, "a request whose load failed looked up again"
+    assert_nothing_is_left(engine)
+    stats = stats_of(server)
+    assert stats.counters["corrupt_blocks_dropped"] == 24
+    assert stats.num_entries == 24, "what was computed instead is in the pool"
+    assert fleet.start().generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_pool_that_dies_under_loads_costs_a_recomputation(
+    tp_size: int, fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    server = pool_server()
+    fleet = fleet_on(server.endpoint)
+    prompts = [tokens(100, nth) for nth in range(4)]
+    fleet.start().generate(*prompts)
+    engine = fleet.start(tp_size=tp_size)
+    requests = [engine.add(f"r{nth}", prompt) for nth, prompt in enumerate(prompts)]
+    run_until(engine, requests[0], RequestStatus.WAITING_FOR_REMOTE_KVS)
+    server.kill()
+    engine.run()
+    assert [engine.answers[f"r{nth}"] for nth in range(4)] == [answer(prompt, 8) for prompt in prompts]
+    assert_nothing_is_left(engine)
+
+
+def test_where_load_failures_are_fatal_the_request_fails_and_nothing_else(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer, shm_dir: str
+) -> None:
+    server = pool_server("--memory", "4MiB")
+    fleet = fleet_on(server.endpoint)
+    bad, good = tokens(100, "bad"), tokens(100, "good")
+    fleet.start().generate(bad)
+    flip_arena(server, shm_dir)
+    engine = fleet.start()
+    engine.scheduler.recompute_kv_load_failures = False
+    engine.add("bad", bad)
+    engine.add("good", good)
+    engine.run()
+    assert engine.answers["good"] == answer(good, 8)
+    assert engine.answers["bad"] == []
+    assert_nothing_is_left(engine)
+
+
+def test_a_server_that_stops_answering_delays_requests_by_the_deadlines_alone(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    server = pool_server()
+    fleet = fleet_on(server.endpoint)
+    prompts = [tokens(100, nth) for nth in range(8)]
+    fleet.start().generate(*prompts)
+    engine = fleet.start(extra={"lookup_timeout_ms": 200, "store_timeout_ms": 300, "load_timeout_ms": 300})
+    with stopped(server):
+        started = time.monotonic()
+        assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+        assert time.monotonic() - started < 3
+        assert_nothing_is_left(engine)
+        started = time.monotonic()
+        assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+        assert time.monotonic() - started < 2
+    engine.wait_until_connected()
+    engine.scheduler.reset_prefix_cache()
+    assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+
+
+def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    server = pool_server()
+    fleet = fleet_on(server.endpoint)
+    prompt = tokens(100)
+    fleet.start().generate(prompt)
+    engine = fleet.start(extra={"lookup_timeout_ms": 300, "transport": "stream", "load_timeout_ms": 1_000})
+    request = engine.add("r", prompt)
+    started = time.monotonic()
+    wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
+    with stopped(server):
+        run_until(engine, request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        engine.run()
+    assert time.monotonic() - started < 5
+    assert engine.answers["r"] == answer(prompt, 8)
+    assert engine.counted("load_failures") == 1
+
+
+def test_a_pool_smaller_than_the_prompts_makes_no_answer_wrong(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    server = pool_server("--memory", "1MiB", "--grace-ms", "0")  # 128 blocks of 8 KiB.
+    fleet = fleet_on(server.endpoint)
+    prompts = [tokens(400, nth) for nth in range(12)]  # 25 blocks each.
+    expected = [answer(prompt, 8) for prompt in prompts]
+    for _ in range(3):
+        engine = fleet.start(num_blocks=96)
+        assert engine.generate(*prompts) == expected
+        assert_nothing_is_left(engine)
+    wait_for(lambda: stats_of(server).num_leases == 0, "leases to be released")
+    assert stats_of(server).num_tickets == 0
+
+
+# The pool comes and goes
+
+
+def test_an_engine_outlives_its_pool_and_finds_the_next_one(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    endpoint = free_endpoint()
+    fleet = fleet_on(endpoint)
+    engine = fleet.start(wait=False)
+    prompts = [tokens(100, nth) for nth in range(4)]
+    expected = [answer(prompt, 8) for prompt in prompts]
+
+    def round_of_requests() -> int:
+        assert engine.generate(*prompts) == expected
+        assert_nothing_is_left(engine)
+        hits, engine.cached_tokens = sum(engine.cached_tokens.values()), {}
+        return hits
+
+    assert round_of_requests() == 0
+    server = pool_server("--listen", endpoint)
+    engine.wait_until_connected()
+    assert [round_of_requests() for _ in range(2)] == [0, 4 * 96]
+    server.kill()
+    assert round_of_requests() == 0
+    pool_server("--listen", endpoint)
+    engine.wait_until_connected()
+    # The worker has been idle: it learns of the restart from its first job, and what that round stores is lost.
+    rounds = [round_of_requests() for _ in range(3)]
+    assert rounds[0] == 0 and rounds[-1] == 4 * 96
+
+
+# Everything at once
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_answers_are_right_and_nothing_is_left(
+    seed: int, fleet_on: Callable[[str], Fleet], pool_server: StartServer, shm_dir: str
+) -> None:
+    chance = random.Random(seed)
+    endpoint = free_endpoint()
+    flags = ("--listen", endpoint, "--memory", "1MiB", "--max-ttl-ms", "1000", "--grace-ms", "200")
+    server = pool_server(*flags)
+    impatient = {"lookup_timeout_ms": 100, "load_timeout_ms": 300, "store_timeout_ms": 300}
+    impatient["transport"] = chance.choice(["shm", "stream"])  # type: ignore[assignment]
+    engines = [
+        fleet_on(endpoint).start(extra={**impatient, "salt": f"chaos {seed}"}, num_blocks=40, steps_ahead=ahead)
+        for ahead in (0, 1)
+    ]
+    prefixes = [tokens(count, count) for count in (30, 70, 150)]
+    wanted: dict[tuple[int, str], list[int]] = {}
+    with ExitStack() as stack:
+        for nth in range(400):
+            idx = chance.randrange(2)
+            engine = engines[idx]
+            match chance.choices(["step", "add", "abort", "stop", "go", "kill", "flip"], [60, 25, 6, 2, 4, 1, 2])[0]:
+                case "step":
+                    for _ in range(chance.randrange(1, 20)):
+                        engine.step()
+                case "add":
+                    prompt = [*chance.choice(prefixes), *tokens(chance.randrange(1, 60), chance.randrange(5))]
+                    max_tokens = chance.choice([1, 8, 40])
+                    engine.add(f"r{nth}", prompt, max_tokens)
+                    wanted[idx, f"r{nth}"] = answer(prompt, max_tokens)
+                case "abort" if wanted:
+                    at, request_id = chance.choice(list(wanted))
+                    del wanted[at, request_id]
+                    engines[at].scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                case "stop":
+                    stack.enter_context(stopped(server))
+                case "go":
+                    stack.close()
+                case "kill":
+                    stack.close()
+                    server.kill()
+                    server = pool_server(*flags)
+                case "flip":
+                    flip_arena(server, shm_dir)
+    for idx, engine in enumerate(engines):
+        engine.run()
+        assert {key[1]: engine.answers[key[1]] for key in wanted if key[0] == idx} == {
+            request_id: right for (at, request_id), right in wanted.items() if at == idx
+        }
+        assert_nothing_is_left(engine)
+    wait_for(
+        lambda: (stats := stats_of(server)).num_leases == stats.num_tickets == stats.num_quarantined == 0,
+        "the server to hold nothing",
+    )
