@@ -41,10 +41,13 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
+    counters = found.pop("counters")
     table = Table("what", "value", title=f"kvpool-server at {endpoint}")
-    for name, value in {**found, **found.pop("counters")}.items():
-        if name != "counters":
-            table.add_row(name, f"{value:,}")
+    for name, value in (*found.items(), *sorted(counters.items())):
+        table.add_row(name, f"{value:,}")
+    asked = counters.get("lookup_blocks", 0)
+    if asked:
+        table.add_row("hit ratio of lookups", f"{counters.get('lookup_hits', 0) / asked:.1%}")
     Console().print(table)
 
 
@@ -60,11 +63,12 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("fingerprint", "model", "KV dtype", "groups", "blocks", "bytes", title=f"namespaces at {endpoint}")
+    headings = ("fingerprint", "model", "KV dtype", "groups (block tokens)", "tenant", "blocks", "bytes")
+    table = Table(*headings, title=f"namespaces at {endpoint}")
     for spec, entries, nbytes in found:
-        kinds = ", ".join(group.kind for group in spec.groups)
-        row = (spec.fingerprint().hex()[:12], spec.model, spec.kv_cache_dtype, kinds, f"{entries:,}", f"{nbytes:,}")
-        table.add_row(*row)
+        groups = ", ".join(f"{group.kind} ({group.block_tokens})" for group in spec.groups)
+        identity = (spec.fingerprint().hex()[:12], spec.model, spec.kv_cache_dtype, groups, spec.tenant)
+        table.add_row(*identity, f"{entries:,}", f"{nbytes:,}")
     Console().print(table)
 
 
@@ -72,16 +76,20 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
 def clear(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     namespace: Annotated[
-        str, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")
-    ] = "",
+        str | None,
+        typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it; default: all."),
+    ] = None,
 ) -> None:
     """Drop every block of a namespace, or of all."""
     with _client(endpoint) as client:
-        fingerprint = _resolve(client, namespace) if namespace else b""
-        typer.echo(f"dropped {client.clear(fingerprint):,} blocks")
+        fingerprint = b"" if namespace is None else _resolve(client, namespace)
+        whose = "all namespaces" if namespace is None else f"namespace {fingerprint.hex()[:12]}"
+        typer.echo(f"dropped {client.clear(fingerprint):,} blocks of {whose} at {endpoint}")
 
 
 def _resolve(client: Client, prefix: str) -> bytes:
+    if not prefix:
+        raise InvalidRequestError("--namespace is empty; give a fingerprint, or leave the option out to mean all")
     fingerprints = [spec.fingerprint() for spec, _, _ in client.namespaces()]
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:

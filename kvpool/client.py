@@ -414,6 +414,8 @@ class Client:
 
     def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
         """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
+        if not lease_id:
+            raise LeaseExpiredError("there is no lease: the lookup found nothing; a miss has no blocks to get")
         request = pb.GetRequest(
             lease_id=lease_id,
             namespace=namespace.fingerprint,

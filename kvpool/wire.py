@@ -56,6 +56,7 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     """The kvpool error for a failed call."""
     code, details = rpc_error.code(), rpc_error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
+        details = details.rpartition("Failed to connect to remote host: ")[2]
         return errors.UnavailableError(
             f"cannot reach kvpool-server at {endpoint} ({details}); is it running, and is the endpoint right?"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from kvpool.version import __version__
 from kvpool_server.allocator import keep_freed_memory
 from kvpool_server.config import ServerConfig, load, split_address
 from kvpool_server.server import Server
+
+log = structlog.get_logger()
 
 
 def _help(name: str) -> str:
@@ -71,7 +74,10 @@ async def _run(settings: ServerConfig) -> None:
         loop.add_signal_handler(number, server.request_stop)
     await server.start()
     host = split_address(settings.listen)[0]
-    endpoint = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{server.port}"
+    if host in ("0.0.0.0", "::"):
+        log.warning("anybody who can reach this host can read and write the pool: there is no authentication yet")
+        host = socket.gethostname()
+    endpoint = f"{host}:{server.port}"
     typer.echo(_welcome(endpoint, server))
     try:
         await server.wait()

@@ -90,7 +90,8 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
             source = ENV_PREFIX + key.upper()
         field = ServerConfig.model_fields.get(key)
         wanted = f". {field.description}" if field is not None else ""
-        raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {first['msg']}{wanted}") from None
+        wrong = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 
 def _from_file(config_file: Path | None) -> dict[str, Any]:

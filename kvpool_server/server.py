@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import threading
 import time
@@ -14,6 +15,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from pydantic import ByteSize
 
 from kvpool.client import MAX_MESSAGE_BYTES
 from kvpool.errors import ConfigError
@@ -54,9 +56,9 @@ class Server:
     async def start(self) -> None:
         """Listens. Raises ConfigError where the settings cannot be met; nothing is left behind then."""
         config = self.config
-        _check_memory(config.memory)
         for path in sweep(config.shm_dir):
             log.info("removed the memory of a dead server", path=path)
+        _check_memory(config.memory)
         arena = Arena(config.memory)
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
         self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits)
@@ -175,11 +177,17 @@ class Server:
         log.info("arena prefaulted", arena_bytes=total, seconds=round(time.monotonic() - started, 2))
 
 
-def _check_memory(wanted: int) -> None:
+def _check_memory(wanted: ByteSize) -> None:
     """Raises ConfigError if the machine, or the cgroup the server runs in, cannot hold the arena."""
-    limit, what = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
+    bounds = {"this machine has": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if available:
+        bounds["this machine has free"] = int(available[1]) << 10
     cgroup = Path("/sys/fs/cgroup/memory.max")
-    if cgroup.exists() and (text := cgroup.read_text().strip()).isdigit() and int(text) < limit:
-        limit, what = int(text), "this container may use"
-    if wanted > limit:
-        raise ConfigError(f"memory = {wanted} bytes, and {what} {limit}; lower --memory")
+    if cgroup.exists() and (text := cgroup.read_text().strip()).isdigit():
+        bounds["this container may use"] = int(text)
+    for what, limit in bounds.items():
+        if wanted > limit:
+            raise ConfigError(
+                f"memory = {wanted.human_readable()}, and {what} {ByteSize(limit).human_readable()}; lower --memory"
+            )

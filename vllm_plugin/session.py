@@ -42,6 +42,7 @@ class Session:
         self._name = name
         self._namespace: Namespace | None = None
         self._timeouts = 0
+        self._said = ""  # The same trouble is worth one line of log.
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -70,8 +71,9 @@ class Session:
                 return
             self._namespace = None
             self._timeouts = 0
+            self._said = str(error)
             self._wanted.set()
-        logger.warning("kvpool is away (%s): going on without it, and trying to reach it again", error)
+        logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
 
     def close(self) -> None:
         """Ends the thread and the connection. Idempotent."""
@@ -84,7 +86,7 @@ class Session:
             self._thread.join(timeout=OPEN_TIMEOUT_MS / 1000 + 1)
 
     def _keep_open(self) -> None:
-        retry_s, said = FIRST_RETRY_S, ""
+        retry_s = FIRST_RETRY_S
         while True:
             self._wanted.wait()
             if self._closed.is_set():
@@ -94,9 +96,9 @@ class Session:
             except KVPoolError as error:
                 if self._closed.is_set():
                     return
-                if str(error) != said:
-                    said = str(error)
-                    logger.warning("kvpool is not there: %s. Going on without it; trying again in the background", said)
+                if str(error) != self._said:
+                    self._said = str(error)
+                    logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
                 self._closed.wait(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue
@@ -105,7 +107,7 @@ class Session:
                     return  # `close` came first: nobody would end the wait below.
                 self._namespace = namespace
                 self._wanted.clear()
-            retry_s, said = FIRST_RETRY_S, ""
+            retry_s, self._said = FIRST_RETRY_S, ""
             logger.info(
                 "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block",
                 self._name,

@@ -129,7 +129,7 @@ def test_more_memory_than_there_is_is_refused_with_a_sentence(shm_dir: str) -> N
     done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1000TiB"))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"kvpool-server: memory = {1000 << 40} bytes, and this ")
+    assert done.stderr.startswith("kvpool-server: memory = 1000.0TiB, and this ")
     assert "lower --memory" in done.stderr
     assert os.listdir(shm_dir) == segments
 
