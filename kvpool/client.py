@@ -153,10 +153,7 @@ class Client:
     def close(self) -> None:
         """Ends the connection; calls under way fail. Idempotent."""
         self._channel.close()
-        with self._attaching:
-            if self._transport is not None:
-                self._transport.close()
-                self._transport = None
+        self.detach()
 
     # Namespaces
 
@@ -180,10 +177,21 @@ class Client:
                 # What was attached before belongs to a server that is gone; holding it would hold its memory.
                 if self._transport is not None:
                     self._transport.close()
-                    self._transport = None
+                self._transport = None
                 self._transport = self._attach(opened.segment, opened.piece_bytes)
                 self._transport_boot = reply.boot_token
             return Namespace(spec, opened.fingerprint, reply.boot_token, self._transport, opened.max_batch_blocks)
+
+    def detach(self) -> None:
+        """Lets go of the server's memory: for a server that is gone. Namespaces opened before are void."""
+        with self._attaching:
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None
+
+    def check(self, namespace: Namespace) -> None:
+        """Raises UnavailableError if the server is not there any more, or is another one by now."""
+        self._check_boot(namespace, self._call(self._stub.Ping, pb.PingRequest()).boot_token)
 
     def _attach(self, segment: SegmentInfo | None, piece_bytes: int) -> Transport:
         wanted = self.config.transport

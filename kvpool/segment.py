@@ -105,7 +105,10 @@ class Segment:
             if os.fstat(fd).st_size != info.nbytes + TRAILER_BYTES:
                 raise TransferError(f"the shared memory at {info.path} has another size than the server's")
             segment = cls(fd, info.path, info.nbytes, owner=False)
-        except BaseException:
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise TransferError(f"cannot map the shared memory at {info.path}: {error}") from error
+        except TransferError:
             os.close(fd)
             raise
         if segment.nonce != info.nonce:
@@ -172,6 +175,12 @@ class Segment:
             Path(self.path).unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
+
+
+def could_hold(directory: str, nbytes: int) -> bool:
+    """Whether a segment would fit if nothing else were in the directory."""
+    space = os.statvfs(directory)
+    return nbytes + TRAILER_BYTES <= space.f_blocks * space.f_frsize
 
 
 def sweep(directory: str) -> list[str]:

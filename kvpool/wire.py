@@ -79,8 +79,11 @@ def encode_runs(runs: Iterable[BlockRun]) -> list[pb.BlockRun]:
     ]
 
 
-def decode_runs(runs: Iterable[pb.BlockRun]) -> list[BlockRun]:
-    """Raises InvalidRequestError for hashes of a wrong length and for an empty batch."""
+def decode_runs(runs: Sequence[pb.BlockRun], max_blocks: int) -> list[BlockRun]:
+    """Raises InvalidRequestError for hashes of a wrong length, for an empty batch and for one that is too large."""
+    if len(runs) > max_blocks or sum(len(run.block_hashes) for run in runs) > max_blocks * HASH_BYTES:
+        total = sum(len(run.block_hashes) for run in runs) // HASH_BYTES
+        raise errors.InvalidRequestError(f"a batch of {total} blocks; give 1 to {max_blocks}, and split larger ones")
     decoded = []
     for run in runs:
         packed = run.block_hashes

@@ -19,7 +19,7 @@ from pydantic import ByteSize
 
 from kvpool.client import MAX_MESSAGE_BYTES
 from kvpool.errors import ConfigError
-from kvpool.segment import Segment, sweep
+from kvpool.segment import Segment, could_hold, sweep
 from kvpool.version import __version__
 from kvpool_server.config import ServerConfig, split_address
 from kvpool_server.http import OperatorHttp
@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 PREFAULT_STEP_BYTES = 32 << 20
 EXPIRE_EVERY_S = 0.5
+PREDECESSOR_S = 15.0
 
 
 class Server:
@@ -59,23 +60,38 @@ class Server:
         for path in sweep(config.shm_dir):
             log.info("removed the memory of a dead server", path=path)
         _check_memory(config.memory)
-        arena = Arena(config.memory)
+        arena = Arena(config.memory, backed_bytes=0)
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
         self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits)
-        self._segment = Segment.create(config.shm_dir, arena.arena_bytes)
+        self._segment = await self._create_segment(arena.arena_bytes)
         try:
+            arena.back(self._prefault_step())
             await self._listen()
+        except MemoryError as error:
+            self._segment.close()
+            raise ConfigError(f"{error}; lower --memory") from None
         except BaseException:
             self._segment.close()
             raise
+        self._loop = asyncio.get_running_loop()
         self._prefault_thread = threading.Thread(target=self._prefault, name="kvpool-prefault", daemon=True)
         self._prefault_thread.start()
         self._expire_task = asyncio.create_task(self._expire())
-        self._loop = asyncio.get_running_loop()
         log.info(
             "listening", version=__version__, grpc=f"{split_address(config.listen)[0]}:{self.port}",
             http_port=self.http_port or None, arena_bytes=arena.arena_bytes, segment=self._segment.path,
         )  # fmt: skip
+
+    async def _create_segment(self, nbytes: int) -> Segment:
+        """Makes the arena's memory; waits a little for engines to let go of a predecessor's."""
+        deadline = time.monotonic() + PREDECESSOR_S
+        while True:
+            try:
+                return Segment.create(self.config.shm_dir, nbytes)
+            except ConfigError:
+                if time.monotonic() > deadline or not could_hold(self.config.shm_dir, nbytes):
+                    raise
+            await asyncio.sleep(EXPIRE_EVERY_S)
 
     async def _listen(self) -> None:
         registry = CollectorRegistry()
@@ -161,20 +177,27 @@ class Server:
     def _prefault(self) -> None:
         # In the background: a server of 100 GiB is to answer at once. In steps: it is to stop at once, too.
         started = time.monotonic()
-        total = self._segment.nbytes
         try:
-            for start in range(0, total, PREFAULT_STEP_BYTES):
-                if self._prefault_stop.is_set():
-                    return
-                nbytes = min(PREFAULT_STEP_BYTES, total - start)
-                self._segment.populate(start, nbytes)
-                self._prefaulted_bytes = start + nbytes
+            while self._prefaulted_bytes < self._segment.nbytes and not self._prefault_stop.is_set():
+                nbytes = self._prefault_step()
+                self._loop.call_soon_threadsafe(self.pool.arena.back, nbytes)
         except MemoryError as error:
-            # Going on would end in SIGBUS, here or in an engine, at the first write to the missing part.
+            total = self._segment.nbytes
             self._failure = f"{error} (got {self._prefaulted_bytes} of {total} bytes); lower --memory"
             self._loop.call_soon_threadsafe(self._stopping.set)
             return
-        log.info("arena prefaulted", arena_bytes=total, seconds=round(time.monotonic() - started, 2))
+        log.info("arena prefaulted", nbytes=self._prefaulted_bytes, seconds=round(time.monotonic() - started, 2))
+
+    def _prefault_step(self) -> int:
+        """Backs a little more of the arena with memory; how much is backed now.
+
+        Nothing else is given out: a write to what has no memory could end in SIGBUS, in an engine.
+        """
+        start = self._prefaulted_bytes
+        nbytes = min(PREFAULT_STEP_BYTES, self._segment.nbytes - start)
+        self._segment.populate(start, nbytes)
+        self._prefaulted_bytes = start + nbytes
+        return self._prefaulted_bytes
 
 
 def _check_memory(wanted: ByteSize) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ PIECE_BYTES = 1 << 20
 """Largest payload of one Write or Read message: larger ones copy no faster, smaller ones cost calls."""
 
 INLINE_TTL_MS = 60_000
+INLINE_CHUNKS_A_TURN = 64
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Pool"].full_name
 
@@ -100,10 +102,18 @@ class PoolService(PoolServicer):
         )
         return wire.encode_opened(opened, self._boot_token)
 
+    def _runs(self, runs: Sequence[pb.BlockRun]) -> list[BlockRun]:
+        return wire.decode_runs(runs, self._pool.limits.max_batch_blocks)
+
+    def _check_count(self, count: int, what: str) -> None:
+        if count > self._pool.limits.max_batch_blocks:
+            most = self._pool.limits.max_batch_blocks
+            raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
+
     # Lookup
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        runs = wire.decode_runs(request.runs)
+        runs = self._runs(request.runs)
         found = self._pool.lookup(
             wire.decode_namespace(request.namespace),
             runs,
@@ -117,7 +127,7 @@ class PoolService(PoolServicer):
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         grant = self._pool.put_start(
             wire.decode_namespace(request.namespace),
-            wire.decode_runs(request.runs),
+            self._runs(request.runs),
             wire.decode_shards(request.shards),
             request.ticket_ttl_ms,
         )
@@ -145,7 +155,7 @@ class PoolService(PoolServicer):
         located = self._pool.get(
             request.lease_id,
             wire.decode_namespace(request.namespace),
-            wire.decode_runs(request.runs),
+            self._runs(request.runs),
             wire.decode_shards(request.shards),
         )
         return wire.encode_located(located, self._boot_token)
@@ -155,6 +165,9 @@ class PoolService(PoolServicer):
         nbytes, total = 0, len(request.offsets) * request.region_bytes
         status = "CANCELLED" if total else "OK"
         try:
+            self._check_count(len(request.offsets), "regions")
+            if request.offsets and not request.region_bytes:
+                raise InvalidRequestError("region_bytes is 0; give the bytes of one region")
             for region in request.offsets:
                 for offset in range(region, region + request.region_bytes, PIECE_BYTES):
                     size = min(PIECE_BYTES, region + request.region_bytes - offset)
@@ -172,6 +185,7 @@ class PoolService(PoolServicer):
                 self._metrics.observe("Read", status, time.perf_counter() - started)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        self._check_count(len(request.lease_ids), "leases")
         return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
 
     # Inline
@@ -179,7 +193,11 @@ class PoolService(PoolServicer):
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses = bytearray()
         async for request in requests:
-            statuses.extend(self._put_chunk(wire.decode_chunk(chunk)) for chunk in request.chunks)
+            self._check_count(len(request.chunks), "chunks")
+            for nth, chunk in enumerate(request.chunks, 1):
+                statuses.append(self._put_chunk(wire.decode_chunk(chunk)))
+                if nth % INLINE_CHUNKS_A_TURN == 0:
+                    await asyncio.sleep(0)  # Others must not wait for the whole message.
         return pb.PutChunksResponse(boot_token=self._boot_token, statuses=bytes(statuses))
 
     def _put_chunk(self, chunk: Chunk) -> PutStatus:
@@ -207,6 +225,7 @@ class PoolService(PoolServicer):
     ) -> AsyncIterator[pb.GetChunksResponse]:
         started = time.perf_counter()
         try:
+            self._check_count(len(request.keys), "keys")
             for index, key in enumerate(request.keys):
                 chunk = self._get_chunk(wire.decode_key(key))
                 reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
@@ -239,7 +258,7 @@ class PoolService(PoolServicer):
     # Operations
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
-        checked, dropped = self._verify(wire.decode_namespace(request.namespace), wire.decode_runs(request.runs))
+        checked, dropped = self._verify(wire.decode_namespace(request.namespace), self._runs(request.runs))
         return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
 
     def _verify(self, fingerprint: bytes, runs: list[BlockRun]) -> tuple[int, int]:
@@ -251,7 +270,7 @@ class PoolService(PoolServicer):
         return checked, dropped
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
-        removed = self._pool.remove(wire.decode_namespace(request.namespace), wire.decode_runs(request.runs))
+        removed = self._pool.remove(wire.decode_namespace(request.namespace), self._runs(request.runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:

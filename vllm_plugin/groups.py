@@ -51,6 +51,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"{spec.num_kv_heads} KV heads, sliding window {spec.sliding_window}). Serve the model without kvpool."
         )
     parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "KVPoolConnector needs one scheduler for all ranks; distributed_executor_backend = 'external_launcher' has "
+            "one for each: use 'mp' or 'ray'"
+        )
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise ConfigError(f"KVPoolConnector does not support {name} = {getattr(parallel, name)}; set it to 1")

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
@@ -17,15 +16,13 @@ from kvpool.hashing import ALGORITHM, DEFAULT_SEED
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.groups import check_supported, group_spec
+from vllm_plugin.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-SAMPLES_PER_FILE = 16
-SAMPLE_BYTES = 64 << 10
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_VOLATILE_KEYS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures")
+_VOLATILE_KEYS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 
 
 def namespace_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> NamespaceSpec:
@@ -47,7 +44,7 @@ def namespace_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
     return NamespaceSpec(
         # Where the weights themselves are known, it does not matter where they lie.
         model=os.path.basename(os.path.normpath(model.model)) if digest and os.path.isdir(model.model) else model.model,
-        revision="" if digest else model.revision or "",
+        revision=model.revision or "",
         weights_digest=digest,
         weights_epoch=config.weights_epoch,
         model_dtype=str(model.dtype),
@@ -61,39 +58,6 @@ def namespace_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         tenant=config.tenant,
         salt=config.salt,
     )
-
-
-def weights_digest(model: str, revision: str | None) -> str:
-    """Digest of a model's weights as they lie on disk; "" where they do not.
-
-    Reads evenly spaced samples of every weight file, not all of it: a retrained model differs nearly everywhere.
-    """
-    directory = _weights_directory(model, revision)
-    if directory is None:
-        return ""
-    files = sorted({path for pattern in _WEIGHT_FILES for path in directory.glob(pattern)})
-    if not files:
-        return ""
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for nth in range(SAMPLES_PER_FILE):
-                file.seek(nth * max(0, size - SAMPLE_BYTES) // (SAMPLES_PER_FILE - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _weights_directory(model: str, revision: str | None) -> Path | None:
-    if os.path.isdir(model):
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:
-        return None  # Not a hub model, or not on this disk: its name and revision must do.
 
 
 def _page_format(device_type: str) -> str:
@@ -114,6 +78,11 @@ def _extra(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
         "hf_config": hashlib.sha256(text.encode()).hexdigest(),
         "quantization": str(model.quantization or ""),
     }
+    # Settings that vLLM adds to what the checkpoint says; absent in some versions, and most often unset.
+    for name in ("quantization_config", "model_class_overrides", "code_revision", "multimodal_config"):
+        value = getattr(model, name, None)
+        if value:
+            extra[name] = hashlib.sha256(_canonical(value).encode()).hexdigest()
     if "longrope" in text:
         # vLLM takes LongRoPE's short or long factors, for every position, by this limit.
         extra["max_model_len"] = str(model.max_model_len)
@@ -127,4 +96,11 @@ def _extra(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A form of any setting that is equal in every process: no addresses."""
+    if callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return vars(value) if hasattr(value, "__dict__") else str(value)

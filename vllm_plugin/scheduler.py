@@ -284,6 +284,7 @@ class KVPoolScheduler:
         """Drops this namespace's blocks from the pool; False if the pool could not be told."""
         for request_id in list(self._sought):
             self._forget(request_id)
+        self._stored.clear()
         namespace = self._session.namespace
         if namespace is None:
             return False

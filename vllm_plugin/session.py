@@ -27,6 +27,7 @@ FIRST_RETRY_S = 0.25
 LAST_RETRY_S = 5.0
 OPEN_TIMEOUT_MS = 2_000
 TIMEOUTS_TO_DOWN = 3
+PING_EVERY_S = 2.0
 
 
 class Session:
@@ -73,6 +74,8 @@ class Session:
             self._timeouts = 0
             self._said = str(error)
             self._wanted.set()
+        # A dead server's memory is not given back while anybody maps it, and its successor may need it.
+        self.client.detach()
         logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
 
     def close(self) -> None:
@@ -87,13 +90,16 @@ class Session:
 
     def _keep_open(self) -> None:
         retry_s = FIRST_RETRY_S
-        while True:
-            self._wanted.wait()
+        while not self._closed.is_set():
+            if not self._wanted.wait(PING_EVERY_S):
+                self._ping()
+                continue
             if self._closed.is_set():
                 return
             try:
-                namespace = self.client.open_namespace(self._spec, timeout_ms=OPEN_TIMEOUT_MS)
-            except KVPoolError as error:
+                self._open()
+                retry_s = FIRST_RETRY_S
+            except Exception as error:  # Whatever it is: a thread that dies here would leave the engine without a pool.
                 if self._closed.is_set():
                     return
                 if str(error) != self._said:
@@ -101,18 +107,30 @@ class Session:
                     logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
                 self._closed.wait(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
-                continue
-            with self._lock:
-                if self._closed.is_set():
-                    return  # `close` came first: nobody would end the wait below.
-                self._namespace = namespace
-                self._wanted.clear()
-            retry_s, self._said = FIRST_RETRY_S, ""
-            logger.info(
-                "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block",
-                self._name,
-                self.client.config.endpoint,
-                namespace.fingerprint.hex()[:12],
-                namespace.transport.name,
-                namespace.spec.groups[0].slot_bytes,
-            )
+
+    def _ping(self) -> None:
+        """Notices a server that went away, or came back as another, before a request does."""
+        namespace = self._namespace
+        if namespace is None:
+            return
+        try:
+            self.client.check(namespace)
+        except KVPoolError as error:
+            self.report(error)
+
+    def _open(self) -> None:
+        namespace = self.client.open_namespace(self._spec, timeout_ms=OPEN_TIMEOUT_MS)
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._namespace = namespace
+            self._wanted.clear()
+        self._said = ""
+        logger.info(
+            "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block",
+            self._name,
+            self.client.config.endpoint,
+            namespace.fingerprint.hex()[:12],
+            namespace.transport.name,
+            namespace.spec.groups[0].slot_bytes,
+        )

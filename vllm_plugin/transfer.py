@@ -77,6 +77,7 @@ class TransferThread(threading.Thread, Generic[Job]):
     def _namespace(self) -> Namespace:
         namespace = self._session.namespace
         if namespace is None:
+            self._copier.adopt(None)
             raise UnavailableError("kvpool is away")
         self._copier.adopt(namespace.transport.memory)
         return namespace

@@ -41,9 +41,10 @@ class Arena:
     Args:
         arena_bytes: rounded down to whole extents.
         extent_bytes: default: a 64th of the arena, 32 MiB at least, and a quarter of the arena at most.
+        backed_bytes: how much can be given out from the start; all by default. See `back`.
     """
 
-    def __init__(self, arena_bytes: int, extent_bytes: int | None = None):
+    def __init__(self, arena_bytes: int, extent_bytes: int | None = None, backed_bytes: int | None = None):
         if extent_bytes is None:
             wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
             extent_bytes = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
@@ -54,10 +55,18 @@ class Arena:
             raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
         self.arena_bytes = self.num_extents * extent_bytes
         self._extents: list[Extent | None] = [None] * self.num_extents
-        self._unused = list(range(self.num_extents - 1, -1, -1))
+        self._num_backed = 0
+        self._unused: list[int] = []
+        self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
         # slot size -> its extents by start; those with room are kept apart so that allocation never searches.
         self._by_size: dict[int, dict[int, Extent]] = {}
         self._with_room: dict[int, dict[int, Extent]] = {}
+
+    def back(self, nbytes: int) -> None:
+        """Says that the first `nbytes` have memory behind them: only those are given out."""
+        while self._num_backed < self.num_extents and (self._num_backed + 1) * self.extent_bytes <= nbytes:
+            self._unused.insert(0, self._num_backed)
+            self._num_backed += 1
 
     def slots_per_extent(self, slot_bytes: int) -> int:
         return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-from kvpool.errors import (
-    IncompatibleNamespaceError,
-    InvalidRequestError,
-    OutOfSpaceError,
-    UnknownNamespaceError,
-)
+from kvpool.errors import IncompatibleNamespaceError, InvalidRequestError, UnknownNamespaceError
 from kvpool.namespace import NamespaceSpec, differences
 from kvpool.types import BlockRun
-from kvpool_server.storage.entry import Group
+from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.limits import Limits
 
 
 class Namespace:
     """An open namespace and its groups."""
 
-    __slots__ = ("fingerprint", "groups", "spec")
+    __slots__ = ("fingerprint", "groups", "spec", "used")
 
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes):
+        self.used = 0  # The catalog's count at its last use.
         self.spec = spec
         self.fingerprint = fingerprint
         self.groups = [Group(group) for group in spec.groups]
 
-    @property
-    def is_empty(self) -> bool:
-        return not any(group.index for group in self.groups)
+    def entries(self) -> list[Entry]:
+        return [entry for group in self.groups for entry in group.index.values()]
 
 
 class Catalog:
@@ -42,6 +38,7 @@ class Catalog:
         self._limits = limits
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, Namespace] = {}
+        self._uses = itertools.count(1)
 
     def values(self) -> list[Namespace]:
         return list(self._open.values())
@@ -60,15 +57,22 @@ class Catalog:
                     f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
                     f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
                 )
-        if len(self._open) >= self._limits.max_namespaces:
-            self._forget_empty()
         namespace = self._open[fingerprint] = Namespace(spec, fingerprint)
+        namespace.used = next(self._uses)
         return namespace, True
+
+    def pop_surplus(self) -> Namespace | None:
+        """Takes out the namespace that was idle longest, if there is one too many; its users open it again."""
+        if len(self._open) <= self._limits.max_namespaces:
+            return None
+        coldest = min(self._open.values(), key=lambda namespace: namespace.used)
+        return self._open.pop(coldest.fingerprint)
 
     def get(self, fingerprint: bytes) -> Namespace:
         namespace = self._open.get(fingerprint)
         if namespace is None:
             raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
+        namespace.used = next(self._uses)
         return namespace
 
     def group(self, fingerprint: bytes, group_idx: int) -> Group:
@@ -92,14 +96,6 @@ class Catalog:
         if any(group is not found[0] for group in found):
             raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")
         return found[0]
-
-    def _forget_empty(self) -> None:
-        """Makes room for one more. Whoever still uses the one that goes is told to open it again."""
-        for fingerprint, namespace in self._open.items():
-            if namespace.is_empty:
-                del self._open[fingerprint]
-                return
-        raise OutOfSpaceError(f"{len(self._open)} namespaces hold blocks, which is the limit; clear one")
 
     def _explain(self, spec: NamespaceSpec, expected_fingerprint: bytes) -> str:
         expected = self._open.get(expected_fingerprint)

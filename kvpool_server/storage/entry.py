@@ -33,6 +33,7 @@ class Entry:
         parent: the entry of the block before it, if that was there when this one came.
         children: live entries whose parent this is; only entries without any are evicted (deepest first).
         present, pending: bitmaps over shards.
+        pending_until: the latest deadline of a ticket there ever was for it.
         checksums: xxh3-64 of each present shard.
         leases: live leases that cover it.
         used: the pool's tick at its last use.
@@ -49,6 +50,7 @@ class Entry:
         "offset",
         "parent",
         "pending",
+        "pending_until",
         "present",
         "queued",
         "used",
@@ -62,6 +64,7 @@ class Entry:
         self.offset = offset
         self.present = 0
         self.pending = 0
+        self.pending_until = 0.0
         self.checksums = array("Q", bytes(8 * group.spec.num_shards))
         self.leases = 0
         self.used = used

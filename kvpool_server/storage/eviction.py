@@ -14,12 +14,15 @@ import itertools
 
 from kvpool_server.storage.entry import Entry
 
+SWEEP_AT_LEAST = 1_000
+
 
 class PrefixLRU:
     """Candidates of one slot size. Decides only: whoever asks drops the entries."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Entry]] = []
+        self._num_dead = 0
         self._ties = itertools.count()
 
     def __len__(self) -> int:
@@ -30,6 +33,14 @@ class PrefixLRU:
         if not entry.queued:
             entry.queued = True
             heapq.heappush(self._heap, (entry.used, next(self._ties), entry))
+
+    def note_dropped(self, entry: Entry) -> None:
+        """Says that an entry, maybe queued, is dropped. Dead ones are swept before they outnumber the others."""
+        self._num_dead += entry.queued
+        if self._num_dead > len(self._heap) // 2 + SWEEP_AT_LEAST:
+            self._heap = [item for item in self._heap if item[2].live]
+            heapq.heapify(self._heap)
+            self._num_dead = 0
 
     def oldest(self) -> int | None:
         """The tick of the next victim; None if there is no candidate."""
@@ -64,6 +75,7 @@ class PrefixLRU:
         while self._heap:
             tick, _, entry = heapq.heappop(self._heap)
             entry.queued = False
+            self._num_dead -= not entry.live
             if not entry.live or entry.pending or entry.children != children_gone.get(entry, 0):
                 continue
             if entry.used != tick:

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 from kvpool.types import ShardRange
 from kvpool_server.storage.entry import Entry
 
+SWEEP_AT_LEAST = 1_000
+
 
 class Holding:
     """Entries held until a deadline."""
@@ -63,6 +65,9 @@ class Register(Generic[Held]):
     def add(self, held: Held) -> None:
         self._live[held.id] = held
         heapq.heappush(self._deadlines, (held.deadline, held.id))
+        if len(self._deadlines) > 2 * len(self._live) + SWEEP_AT_LEAST:
+            self._deadlines = [(held.deadline, held.id) for held in self._live.values()]
+            heapq.heapify(self._deadlines)
 
     def get(self, id: int) -> Held | None:
         return self._live.get(id)

@@ -15,7 +15,7 @@ class Limits:
         default_ticket_ttl_ms: where the caller names none.
         grace_ms: how long the slot of an expired ticket waits for a late writer.
         max_leases, max_tickets: live at once.
-        max_namespaces: open at once.
+        max_namespaces: open at once; beyond it the one that was idle longest is closed.
     """
 
     max_batch_blocks: int = 65_536

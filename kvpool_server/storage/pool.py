@@ -78,13 +78,18 @@ class Pool:
             InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
             IncompatibleNamespaceError: it is not the expected one.
         """
-        return self._catalog.open(spec, expected_fingerprint)
+        opened = self._catalog.open(spec, expected_fingerprint)
+        if (surplus := self._catalog.pop_surplus()) is not None:
+            self.expire()
+            for entry in surplus.entries():
+                self._drop(entry)
+        return opened
 
     def namespaces(self) -> list[tuple[Namespace, int, int]]:
         """Every open namespace, its complete entries and the bytes of their slots."""
         listed = []
         for namespace in self._catalog.values():
-            entries = [entry for group in namespace.groups for entry in group.index.values() if entry.complete]
+            entries = [entry for entry in namespace.entries() if entry.complete]
             listed.append((namespace, len(entries), sum(entry.group.spec.slot_bytes for entry in entries)))
         return listed
 
@@ -328,7 +333,7 @@ class Pool:
         """Drops every block of a namespace, or of all; returns how many there were."""
         self.expire()
         chosen = [self._catalog.get(fingerprint)] if fingerprint else self._catalog.values()
-        entries = [entry for namespace in chosen for group in namespace.groups for entry in group.index.values()]
+        entries = [entry for namespace in chosen for entry in namespace.entries()]
         for entry in entries:
             self._drop(entry)
         self.counters["removed_blocks"] += len(entries)
@@ -374,7 +379,7 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Recomputes the invariants from scratch; raises AssertionError. For tests: it looks at every slot."""
-        entries = [e for ns in self._catalog.values() for group in ns.groups for e in group.index.values()]
+        entries = [entry for namespace in self._catalog.values() for entry in namespace.entries()]
         quarantined = self._quarantine.entries()
         check_slots(self.arena, entries, quarantined)
         check_holdings(entries, list(quarantined.values()), self._leases.values(), self._tickets.values())
@@ -449,6 +454,7 @@ class Pool:
         if entry.pending & mask:
             return PutStatus.BUSY
         entry.pending |= mask
+        entry.pending_until = max(entry.pending_until, ticket.deadline)
         entry.present &= ~mask
         ticket.entries.append(entry)
         return PutStatus.GRANTED
@@ -461,6 +467,7 @@ class Pool:
         """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
         assert entry.live
         entry.live = False
+        self._space.queue(entry.group.spec.slot_bytes).note_dropped(entry)
         del entry.group.index[entry.block_hash]
         self._num_live -= 1
         self._num_complete -= entry.complete
@@ -469,8 +476,7 @@ class Pool:
             parent.children -= 1
             self._offer(parent)
         if entry.pending:
-            last = max(ticket.deadline for ticket in self._tickets.values())
-            not_before = max(not_before, last + self.limits.grace_ms / 1000)
+            not_before = max(not_before, entry.pending_until + self.limits.grace_ms / 1000)
         if entry.leases or not_before > self._clock():
             self._quarantine.hold(entry, not_before)
         else:

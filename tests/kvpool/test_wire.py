@@ -61,7 +61,7 @@ def _through_bytes(message: Any) -> Any:
 
 @given(st.lists(runs, min_size=1, max_size=3))
 def test_runs(value: list[BlockRun]) -> None:
-    assert wire.decode_runs(map(_through_bytes, wire.encode_runs(value))) == value
+    assert wire.decode_runs(list(map(_through_bytes, wire.encode_runs(value))), 1_000) == value
 
 
 @given(u32, u32)
@@ -157,12 +157,12 @@ def test_stats(value: PoolStats, boot_token: int) -> None:
 )
 def test_malformed_runs_are_refused(message: pb.BlockRun, names: str) -> None:
     with pytest.raises(errors.InvalidRequestError, match=names):
-        wire.decode_runs([message])
+        wire.decode_runs([message], 1_000)
 
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(errors.InvalidRequestError, match="names no blocks"):
-        wire.decode_runs([])
+        wire.decode_runs([], 1_000)
 
 
 @pytest.mark.parametrize("field", ["namespace", "block_hash"])

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -29,6 +31,7 @@ from vllm_plugin.session import OPEN_TIMEOUT_MS, TIMEOUTS_TO_DOWN, Session
 
 Open = Callable[..., Session]
 AT_ONCE_S = 0.5
+TIMEOUT_MS = 300
 HEALED_S = 15.0
 
 
@@ -184,3 +187,38 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
     assert session.namespace is None
     closer.join(5)
     assert not closer.is_alive()
+
+
+def _mapped(path: str) -> bool:
+    return path in Path("/proc/self/maps").read_text()
+
+
+def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
+    open_session: Open, pool_server: StartServer
+) -> None:
+    """Nobody calls: a successor may be waiting for the memory that the dead server's engines still map."""
+    server = pool_server()
+    session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
+    wait_until_open(session)
+    before = session.namespace
+    path = session.client._transport._segment.path
+    assert _mapped(path)
+    server.kill()
+    wait_for(lambda: session.namespace is None and not _mapped(path), "the old memory to be let go", HEALED_S)
+    pool_server("--listen", server.endpoint)
+    wait_for(lambda: is_open(session) and session.namespace is not before, "the new server to be found", HEALED_S)
+
+
+def test_whatever_goes_wrong_the_session_goes_on_trying(
+    open_session: Open, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = Client.open_namespace
+    failures = iter([RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory")])
+
+    def fail_twice(self: Client, *args: Any, **kwargs: Any) -> Any:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return opening(self, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "open_namespace", fail_twice)
+    wait_until_open(open_session(shared_server.endpoint))

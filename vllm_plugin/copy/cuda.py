@@ -46,11 +46,11 @@ class CudaCopier:
 
     def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
         with self._adopting:
-            if memory is None or (self._pinned is not None and self._pinned.memory is memory):
+            if self._pinned is not None and self._pinned.memory is memory:
                 return
             if self._pinned is not None:
                 self._pinned.close()
-            self._pinned = PinnedMemory(memory, self._device)
+            self._pinned = PinnedMemory(memory, self._device) if memory is not None else None
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

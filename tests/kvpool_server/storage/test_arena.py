@@ -140,3 +140,13 @@ def test_no_byte_has_two_owners_and_none_is_lost(steps: list[tuple[int, int, boo
     for offset, _ in taken:
         arena.free(offset)
     assert arena.used_bytes == 0 and arena.available(100) == arena.num_extents
+
+
+def test_only_what_has_memory_behind_it_is_given_out() -> None:
+    arena = Arena(4 * 100, 100, backed_bytes=0)
+    assert arena.available(10) == 0 and arena.take(10, 1) is None
+    arena.back(250)
+    assert arena.available(10) == 20
+    assert max(arena.take(10, 20) or []) < 200
+    arena.back(400)
+    assert arena.take(10, 20) is not None and arena.available(10) == 0

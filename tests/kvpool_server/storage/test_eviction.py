@@ -1,5 +1,5 @@
 from kvpool_server.storage.entry import Entry, Group
-from kvpool_server.storage.eviction import PrefixLRU
+from kvpool_server.storage.eviction import SWEEP_AT_LEAST, PrefixLRU
 from tests.support.values import block_hash, group_spec
 
 GROUP = Group(group_spec())
@@ -104,3 +104,14 @@ def test_adding_twice_queues_once() -> None:
     assert len(queue) == 1
     assert queue.evict(2) is None
     assert queue.evict(1) == [entry]
+
+
+def test_what_was_dropped_elsewhere_does_not_pile_up() -> None:
+    lru = PrefixLRU()
+    group = Group(group_spec())
+    for nth in range(20 * SWEEP_AT_LEAST):
+        entry = Entry(group, nth.to_bytes(32, "big"), None, nth, nth)
+        lru.add(entry)
+        entry.live = False
+        lru.note_dropped(entry)
+        assert len(lru) <= 3 * SWEEP_AT_LEAST
