@@ -15,21 +15,22 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` runs them all; each is one module that prints a table and writes `benchmarks/results/<name>.json` with machine,
-versions, commit and command. Sides are measured in alternation in one run; figures are medians, ratios are medians of the
-rounds' ratios. Absolute times on shared machines drift: look at the ratios. `python -m benchmarks.report` writes this page.
+`make bench` runs them all; each is one module that prints a table and writes `benchmarks/results/<name>.json` with
+machine, versions, commit and command. Sides are measured in alternation in one run; figures are medians, ratios are
+medians of the rounds' ratios. Absolute times on shared machines drift: look at the ratios, and at the load.
+`python -m benchmarks.report` writes this page.
 """
 
 QUESTIONS = {
     "vllm": "What a pool does to a real engine (vLLM on the CPU), beside none, a dead one, and MooncakeStoreConnector.",
-    "transport": "How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC stream. "
-    "A plain memcpy + xxh3 is itself only 6 to 7 times Mooncake here, so 5 times leaves three quarters of copy speed for "
-    "us; what is missing is the latency of the two or three calls around a batch.",
-    "lookup": "How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the keys "
-    "that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.",
+    "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
+stream. A plain memcpy + xxh3 is itself only 6 to 7 times Mooncake here, so 5 times leaves three quarters of copy speed
+for us; what is missing is the latency of the two or three calls around a batch.""",
+    "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
+keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "memory": "Server memory beyond the arena.",
-    "gpu": "A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory. A load is "
-    "faster than computing, and far from bus speed: checksums and copies still take turns.",
+    "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory. A
+load is faster than computing, and far from bus speed: checksums and copies still take turns.""",
 }
 
 
