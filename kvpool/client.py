@@ -205,7 +205,7 @@ class Client:
             raise TransferError(
                 f"kvpool-server at {self.config.endpoint} offers no shared memory; use transport=stream"
             )
-        return StreamTransport(self._channel, self.config.endpoint, piece_bytes)
+        return StreamTransport(self._channel, self.config.endpoint, piece_bytes, self.config.stall_timeout_ms / 1000)
 
     # Lookup
 

@@ -28,6 +28,7 @@ class ClientConfig:
             the same memory, else stream.
         timeout_ms: deadline of every control call. Raise it for a server far away.
         data_timeout_ms: deadline of one batch of bytes.
+        stall_timeout_ms: a read over the network that brings nothing for so long is given up.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Longer than the slowest load.
         ticket_ttl_ms: how long a put may take. Longer than the slowest write of one batch.
     """
@@ -36,6 +37,7 @@ class ClientConfig:
     transport: str = "auto"
     timeout_ms: int = 1_000
     data_timeout_ms: int = 5_000
+    stall_timeout_ms: int = 1_000
     lease_ttl_ms: int = 10_000
     ticket_ttl_ms: int = 10_000
 
@@ -43,7 +45,7 @@ class ClientConfig:
         check_endpoint(self.endpoint)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        for name in ("timeout_ms", "data_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"):
+        for name in ("timeout_ms", "data_timeout_ms", "stall_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 600_000:
                 raise ConfigError(f"{name} is {value!r}; give whole milliseconds from 1 to 600000")

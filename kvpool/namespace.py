@@ -28,11 +28,12 @@ class GroupSpec:
     Args:
         kind: "full_attention", "sliding_window", "mamba", ...
         block_tokens: tokens in a block.
-        num_kv_heads: of the whole model, not of one rank.
-        head_size_k, head_size_v: elements.
+        num_kv_heads: of the whole model, not of one rank; 0: not cut by heads, each rank's part is its own.
+        head_size_k, head_size_v: elements, of the first layer; 0 for states.
         num_shards: chunks in a block, 1 to `MAX_SHARDS`.
         chunk_bytes: bytes of one chunk.
         layer_names: in the order their bytes have in a chunk.
+        layer_formats: what the bytes of each layer are: heads, sizes, types, state shapes.
         window_tokens: 0 for none.
     """
 
@@ -44,6 +45,7 @@ class GroupSpec:
     num_shards: int
     chunk_bytes: int
     layer_names: tuple[str, ...] = ()
+    layer_formats: tuple[str, ...] = ()
     window_tokens: int = 0
 
     @property
@@ -61,6 +63,7 @@ class NamespaceSpec:
         weights_digest: digest of the weights, where it is known.
         weights_epoch: free text; change it and no block stored before is read again.
         page_format: how one KV head's page is packed, where a platform packs its own.
+        pipeline_stage: whose layers the groups have; each stage has a namespace of its own.
         hash_algorithm, hash_seed, hash_block_tokens: how block hashes are made.
         extra: anything else that changes KV values, sorted by key.
     """
@@ -77,6 +80,7 @@ class NamespaceSpec:
     hash_seed: str = ""
     hash_block_tokens: int = 0
     num_pipeline_stages: int = 1
+    pipeline_stage: int = 0
     extra: tuple[tuple[str, str], ...] = field(default=())
     tenant: str = ""
     salt: str = ""

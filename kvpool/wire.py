@@ -118,7 +118,7 @@ def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
     for name in _SPEC_SCALARS:
         setattr(message, name, getattr(spec, name))
     for group in spec.groups:
-        added = message.groups.add(layer_names=group.layer_names)
+        added = message.groups.add(layer_names=group.layer_names, layer_formats=group.layer_formats)
         for name in _GROUP_SCALARS:
             setattr(added, name, getattr(group, name))
     return message
@@ -126,7 +126,11 @@ def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
 
 def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
     groups = tuple(
-        GroupSpec(layer_names=tuple(group.layer_names), **{name: getattr(group, name) for name in _GROUP_SCALARS})
+        GroupSpec(
+            layer_names=tuple(group.layer_names),
+            layer_formats=tuple(group.layer_formats),
+            **{name: getattr(group, name) for name in _GROUP_SCALARS},
+        )
         for group in message.groups
     )
     scalars = {name: getattr(message, name) for name in _SPEC_SCALARS}
@@ -136,7 +140,9 @@ def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
 _SPEC_SCALARS = tuple(
     field.name for field in pb.NamespaceSpec.DESCRIPTOR.fields if field.name not in ("groups", "extra")
 )
-_GROUP_SCALARS = tuple(field.name for field in pb.GroupSpec.DESCRIPTOR.fields if field.name != "layer_names")
+_GROUP_SCALARS = tuple(
+    field.name for field in pb.GroupSpec.DESCRIPTOR.fields if field.name not in ("layer_names", "layer_formats")
+)
 
 
 def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceResponse:

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import wire
-from kvpool.errors import TransferError
+from kvpool.errors import PoolTimeoutError, TransferError
 from kvpool.transport.base import Drain, Fill, batches
+from kvpool.transport.patience import Patience
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 
@@ -31,7 +32,7 @@ class StreamTransport:
     name = "stream"
     memory = None
 
-    def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int):
+    def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):
         self._write = channel.stream_unary(
             f"/{_SERVICE}/Write",
             request_serializer=wire.encode_piece,
@@ -44,6 +45,7 @@ class StreamTransport:
         )
         self._endpoint = endpoint
         self._piece_bytes = piece_bytes
+        self._stall_timeout_s = stall_timeout_s
 
     def __repr__(self) -> str:
         return f"StreamTransport({self._endpoint}, pieces of {self._piece_bytes} bytes)"
@@ -94,20 +96,28 @@ class StreamTransport:
         request = pb.ReadRequest(lease_id=lease_id, offsets=offsets, region_bytes=region_bytes)
         call: Any = self._read(request, timeout=timeout_s)
         staging = _staging(len(offsets), region_bytes, batch_bytes)
+        patience = Patience(self._stall_timeout_s, call.cancel)
         try:
-            for start, stop in batches(len(offsets), region_bytes, batch_bytes):
-                rows = zip(staging, offsets[start:stop], strict=False)
-                drain(start, [self._receive(call, row, offset) for row, offset in rows])
+            with patience:
+                for start, stop in batches(len(offsets), region_bytes, batch_bytes):
+                    rows = zip(staging, offsets[start:stop], strict=False)
+                    drain(start, [self._receive(call, patience, row, offset) for row, offset in rows])
         except grpc.RpcError as error:
+            if patience.lost:
+                raise PoolTimeoutError(
+                    f"kvpool-server at {self._endpoint} sent nothing for {self._stall_timeout_s:.3f} s"
+                ) from None
             raise wire.error_of(error, self._endpoint) from None
         finally:
             call.cancel()
 
-    def _receive(self, call: Iterator[Piece], row: Bytes, offset: int) -> Bytes:
+    def _receive(self, call: Iterator[Piece], patience: Patience, row: Bytes, offset: int) -> Bytes:
         """One region: in `row`, or where it arrived if it came in one piece."""
         filled = 0
         while filled < len(row):
+            patience.wait()
             piece = next(call, None)
+            patience.came()
             if piece is None:
                 raise TransferError(f"the stream ended {len(row) - filled} bytes short of region {offset}")
             payload = np.frombuffer(piece.payload, np.uint8)

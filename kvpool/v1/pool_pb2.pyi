@@ -46,7 +46,7 @@ class ShardRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class GroupSpec(_message.Message):
-    __slots__ = ("kind", "block_tokens", "window_tokens", "num_kv_heads", "head_size_k", "head_size_v", "num_shards", "chunk_bytes", "layer_names")
+    __slots__ = ("kind", "block_tokens", "window_tokens", "num_kv_heads", "head_size_k", "head_size_v", "num_shards", "chunk_bytes", "layer_names", "layer_formats")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class GroupSpec(_message.Message):
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FORMATS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     block_tokens: int
     window_tokens: int
@@ -65,10 +66,11 @@ class GroupSpec(_message.Message):
     num_shards: int
     chunk_bytes: int
     layer_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., window_tokens: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size_k: _Optional[int] = ..., head_size_v: _Optional[int] = ..., num_shards: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    layer_formats: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., window_tokens: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size_k: _Optional[int] = ..., head_size_v: _Optional[int] = ..., num_shards: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ..., layer_formats: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NamespaceSpec(_message.Message):
-    __slots__ = ("format_version", "model", "revision", "weights_digest", "weights_epoch", "model_dtype", "kv_cache_dtype", "page_format", "hash_algorithm", "hash_seed", "hash_block_tokens", "num_pipeline_stages", "groups", "extra", "tenant", "salt")
+    __slots__ = ("format_version", "model", "revision", "weights_digest", "weights_epoch", "model_dtype", "kv_cache_dtype", "page_format", "hash_algorithm", "hash_seed", "hash_block_tokens", "num_pipeline_stages", "pipeline_stage", "groups", "extra", "tenant", "salt")
     class ExtraEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,7 @@ class NamespaceSpec(_message.Message):
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     HASH_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PIPELINE_STAGES_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_STAGE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -104,11 +107,12 @@ class NamespaceSpec(_message.Message):
     hash_seed: str
     hash_block_tokens: int
     num_pipeline_stages: int
+    pipeline_stage: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupSpec]
     extra: _containers.ScalarMap[str, str]
     tenant: str
     salt: str
-    def __init__(self, format_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., weights_digest: _Optional[str] = ..., weights_epoch: _Optional[str] = ..., model_dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., page_format: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_tokens: _Optional[int] = ..., num_pipeline_stages: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., extra: _Optional[_Mapping[str, str]] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, format_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., weights_digest: _Optional[str] = ..., weights_epoch: _Optional[str] = ..., model_dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., page_format: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_tokens: _Optional[int] = ..., num_pipeline_stages: _Optional[int] = ..., pipeline_stage: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., extra: _Optional[_Mapping[str, str]] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
     __slots__ = ("spec", "expected_fingerprint")

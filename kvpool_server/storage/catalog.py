@@ -21,7 +21,8 @@ class Namespace:
         self.used = 0  # The catalog's count at its last use.
         self.spec = spec
         self.fingerprint = fingerprint
-        self.groups = [Group(group) for group in spec.groups]
+        label = f"{fingerprint.hex()}@{spec.model}"
+        self.groups = [Group(group, idx, label) for idx, group in enumerate(spec.groups)]
 
     def entries(self) -> list[Entry]:
         return [entry for group in self.groups for entry in group.index.values()]

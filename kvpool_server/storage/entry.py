@@ -15,12 +15,19 @@ from kvpool.namespace import GroupSpec
 
 
 class Group:
-    """One KV-cache group of an open namespace: its index of entries by block hash."""
+    """One KV-cache group of an open namespace: its index of entries by block hash.
 
-    __slots__ = ("full_mask", "index", "spec")
+    Args:
+        idx: its place among the namespace's groups.
+        namespace: what tells its namespace from others outside the pool, as text.
+    """
 
-    def __init__(self, spec: GroupSpec):
+    __slots__ = ("full_mask", "idx", "index", "namespace", "spec")
+
+    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = ""):
         self.spec = spec
+        self.idx = idx
+        self.namespace = namespace
         self.full_mask = (1 << spec.num_shards) - 1
         self.index: dict[bytes, Entry] = {}
 
@@ -31,6 +38,7 @@ class Entry:
     Attributes:
         offset: of its slot in the arena, bytes.
         parent: the entry of the block before it, if that was there when this one came.
+        parent_hash: of the block before it, there or not; empty at the start of a prefix.
         children: live entries whose parent this is; only entries without any are evicted (deepest first).
         present, pending: bitmaps over shards.
         pending_until: the latest deadline of a ticket there ever was for it.
@@ -49,6 +57,7 @@ class Entry:
         "live",
         "offset",
         "parent",
+        "parent_hash",
         "pending",
         "pending_until",
         "present",
@@ -56,10 +65,13 @@ class Entry:
         "used",
     )
 
-    def __init__(self, group: Group, block_hash: bytes, parent: Entry | None, offset: int, used: int):
+    def __init__(
+        self, group: Group, block_hash: bytes, parent: Entry | None, offset: int, used: int, parent_hash: bytes = b""
+    ):
         self.group = group
         self.block_hash = block_hash
         self.parent = parent
+        self.parent_hash = parent_hash
         self.children = 0
         self.offset = offset
         self.present = 0

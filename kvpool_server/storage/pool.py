@@ -36,6 +36,7 @@ from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.storage.leases import Lease, Register, Ticket
 from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.observer import Observer
 from kvpool_server.storage.quarantine import Quarantine
 from kvpool_server.storage.space import Space
 
@@ -50,6 +51,9 @@ class Pool:
         arena: slots to give out.
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
+
+    Attributes:
+        observer: hears what becomes readable and what stops being so. Give one before the first call.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Pool:
         self.arena = arena
         self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
+        self.observer = Observer()
         self._space = Space(arena)
         self._clock = clock
         self._new_id = new_id
@@ -166,14 +171,14 @@ class Pool:
         tick = self._next_tick([group])
         statuses = []
         for run in runs:
-            parent = group.index.get(run.parent_hash)
+            parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
             for block_hash in run.block_hashes:
                 entry = group.index.get(block_hash)
                 if entry is None:
-                    entry = self._insert(group, block_hash, parent, next(offsets), tick)
+                    entry = self._insert(group, block_hash, parent, parent_hash, next(offsets), tick)
                 entry.used = tick
                 statuses.append(self._reserve(entry, ticket))
-                parent = entry
+                parent, parent_hash = entry, block_hash
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
         self.counters["put_blocks_granted"] += len(granted)
         self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
@@ -214,6 +219,7 @@ class Pool:
             if entry.complete:
                 completed += 1
                 self._num_complete += 1
+                self.observer.stored(entry)
             self._offer(entry)
         self.counters["put_blocks_completed"] += completed
         return PutReceipt(committed, completed)
@@ -438,8 +444,10 @@ class Pool:
         assert offsets is not None, "evicting made too little room"
         return offsets
 
-    def _insert(self, group: Group, block_hash: bytes, parent: Entry | None, offset: int, tick: int) -> Entry:
-        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, tick)
+    def _insert(
+        self, group: Group, block_hash: bytes, parent: Entry | None, parent_hash: bytes, offset: int, tick: int
+    ) -> Entry:
+        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, tick, parent_hash)
         self.arena.assign(offset, entry)
         if parent is not None:
             parent.children += 1
@@ -470,14 +478,17 @@ class Pool:
         self._space.queue(entry.group.spec.slot_bytes).note_dropped(entry)
         del entry.group.index[entry.block_hash]
         self._num_live -= 1
-        self._num_complete -= entry.complete
+        if entry.complete:
+            self._num_complete -= 1
+            self.observer.removed(entry)
         if (parent := entry.parent) is not None:
             entry.parent = None
             parent.children -= 1
             self._offer(parent)
         if entry.pending:
             not_before = max(not_before, entry.pending_until + self.limits.grace_ms / 1000)
-        if entry.leases or not_before > self._clock():
+        # What another ticket that has expired, too, has yet to let go of is freed then, and only then.
+        if not entry.movable or not_before > self._clock():
             self._quarantine.hold(entry, not_before)
         else:
             self.arena.free(entry.offset)

@@ -8,7 +8,7 @@ from kvpool.errors import InvalidRequestError
 from kvpool.namespace import FORMAT_VERSION, MAX_GROUPS, MAX_SHARDS, GroupSpec, NamespaceSpec, differences
 from tests.support.values import group_spec, namespace_spec
 
-GOLDEN_FINGERPRINT = "e9c5e3e3ea169c4054ca491d12d462faa0589c236e06e41f8a97f2a42d49ff06"
+GOLDEN_FINGERPRINT = "e618a075b036aa7bde791c5f6cda341fa5b20c319c2438832695de857d0115bf"
 SPEC = namespace_spec(group_spec(), group_spec(kind="mamba", chunk_bytes=64), extra=(("rope", "yarn"),), salt="s")
 SPEC_FIELDS = [field.name for field in dataclasses.fields(NamespaceSpec) if field.name not in ("groups", "extra")]
 GROUP_FIELDS = [field.name for field in dataclasses.fields(GroupSpec)]

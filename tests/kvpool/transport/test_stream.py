@@ -1,14 +1,18 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from kvpool.client import Client
+from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
 from kvpool.transport.base import Buffers
 from kvpool.transport.stream import StreamTransport
+from tests.conftest import StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+from tests.vllm_plugin.faults import stopped
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
 def test_bytes_beside_the_tickets_regions_are_refused(rig: Rig, shift: int) -> None:
     regions = rig.regions(3, REGION_BYTES)
     middle = regions.offsets[1]
-    outside = middle + shift if shift != REGION_BYTES else regions.offsets[2] + REGION_BYTES
+    outside = middle + shift if shift != REGION_BYTES else max(regions.offsets) + REGION_BYTES
     with pytest.raises(InvalidRequestError, match=rf"\[{outside}, {outside + REGION_BYTES}\) is in no region"):
         rig.transport.write(regions.ticket_id, (outside,), REGION_BYTES, _zeros, 1, DEADLINE_S)
 
@@ -85,3 +89,25 @@ def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
     filled = len(calls)
     time.sleep(0.6)  # As long as another fill would take to begin and end.
     assert len(calls) == filled
+
+
+def test_a_read_that_stands_still_is_given_up_long_before_its_deadline(pool_server: StartServer) -> None:
+    server = pool_server("--memory", "64MiB")
+    region_bytes, count = 1 << 20, 32  # Far more than is on its way at any time.
+    config = ClientConfig(server.endpoint, transport="stream", stall_timeout_ms=200)
+    with Client(config) as client, ExitStack() as stack:
+        regions = ServerRegions(client)
+        held = regions(count, region_bytes)
+        lease_id = held.seal()  # Nobody looks at what the bytes are.
+        seen: list[int] = []
+
+        def drain(first: int, buffers: Buffers) -> None:
+            if not seen:
+                stack.enter_context(stopped(server))
+            seen.append(first)
+
+        transport = regions.open(1).transport
+        started = time.monotonic()
+        with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
+            transport.read(lease_id, held.offsets, region_bytes, drain, 1, 60.0)
+        assert len(seen) < count and time.monotonic() - started < 10

@@ -17,10 +17,12 @@ from kvpool.errors import (
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.observer import Observer
 from kvpool_server.storage.pool import Pool
 from tests.support.clock import FakeClock
-from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 CHUNK = 100
 WHOLE = ShardRange(0, 2)
@@ -288,6 +290,14 @@ def test_a_ticket_that_expires_takes_the_other_shards_of_its_blocks_along(bench:
     assert bench.start("a", shards=first).statuses == (GRANTED,)
 
 
+def test_two_tickets_of_one_block_that_expire_unnoticed_free_its_slot_once(bench: Bench) -> None:
+    for shard in (0, 1):
+        bench.start("a", shards=ShardRange(shard, 1), ttl_ms=100)
+    bench.seconds(10.0)  # Beyond the grace, too: no call came in between.
+    stats = bench.pool.stats()
+    assert (stats.free_bytes, stats.num_quarantined, stats.num_tickets) == (stats.arena_bytes, 0, 0)
+
+
 def test_a_revoked_ticket_gives_its_space_back_at_once(bench: Bench) -> None:
     grant = bench.start("a", "b")
     assert bench.pool.put_revoke(grant.ticket_id) is True
@@ -550,3 +560,81 @@ def test_check_integrity_sees_a_lost_slot(bench: Bench) -> None:
     bench.pool.arena.take(2 * CHUNK, 1)
     with pytest.raises(AssertionError):
         bench.pool.check_integrity()
+
+
+# What an observer is told
+
+
+class Told(Observer):
+    """What is readable, by what it was told."""
+
+    def __init__(self) -> None:
+        self.readable: dict[tuple[str, int, bytes], bytes] = {}
+
+    def stored(self, entry: Entry) -> None:
+        assert entry.complete
+        self.readable[self._key(entry)] = entry.parent_hash
+
+    def removed(self, entry: Entry) -> None:
+        del self.readable[self._key(entry)]
+
+    def names(self, *candidates: str, group_idx: int = 0) -> list[str]:
+        named = {(idx, name) for _, idx, name in self.readable}
+        return [name for name in candidates if (group_idx, block_hash(name)) in named]
+
+    @staticmethod
+    def _key(entry: Entry) -> tuple[str, int, bytes]:
+        return entry.group.namespace, entry.group.idx, entry.block_hash
+
+
+@pytest.fixture
+def told(bench: Bench) -> Told:
+    bench.pool.observer = Told()
+    return bench.pool.observer
+
+
+def test_an_observer_hears_of_a_block_with_its_last_shard(bench: Bench, told: Told) -> None:
+    for shard in (ShardRange(0, 1), ShardRange(1, 1)):
+        assert not told.readable
+        bench.end(bench.start("a", shards=shard), "a", shards=shard)
+    assert told.names("a") == ["a"]
+
+
+def test_an_observer_hears_of_each_way_to_go(bench: Bench, told: Told) -> None:
+    bench.store(*"abc")
+    bench.pool.remove(bench.name, [run_of("c")])
+    assert told.names(*"abc") == ["a", "b"]
+    bench.memory[bench.pool._catalog.group(bench.name, 0).index[block_hash("a")].offset] ^= 1
+    bench.pool.verify(bench.name, [run_of("a")], lambda offset, nbytes: bench.memory[offset : offset + nbytes])
+    assert told.names(*"ab") == ["b"]
+    bench.store(*range(10))
+    assert told.names("b") == []
+    bench.pool.clear()
+    assert not told.readable
+
+
+def test_an_observer_does_not_hear_of_blocks_that_never_were_complete(bench: Bench, told: Told) -> None:
+    grant = bench.start("a")
+    bench.pool.put_revoke(grant.ticket_id)
+    bench.start("b")
+    bench.seconds(1)
+    bench.end(bench.start("c", shards=ShardRange(0, 1)), "c", shards=ShardRange(0, 1))
+    bench.pool.clear()
+    assert not told.readable
+
+
+def test_an_observer_hears_of_a_surplus_namespace(bench: Bench, told: Told) -> None:
+    bench.store("a")
+    for nth in range(LIMITS.max_namespaces):
+        assert told.names("a") == ["a"] and nth < LIMITS.max_namespaces
+        bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    assert not told.readable
+
+
+def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(bench: Bench, told: Told) -> None:
+    bench.store("b", "c", parent="a")
+    label = f"{bench.name.hex()}@{bench.spec.model}"
+    assert told.readable == {
+        (label, 0, block_hash("b")): block_hash("a"),
+        (label, 0, block_hash("c")): block_hash("b"),
+    }

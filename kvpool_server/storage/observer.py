@@ -1,0 +1,18 @@
+"""Who hears of a pool's readable blocks."""
+
+from __future__ import annotations
+
+from kvpool_server.storage.entry import Entry
+
+
+class Observer:
+    """Told of every change, inside the call that makes it: be quick, and call nothing of the pool. This one ignores it.
+
+    Between the two calls for an entry it is readable, and at no other time.
+    """
+
+    def stored(self, entry: Entry) -> None:
+        """An entry has become complete."""
+
+    def removed(self, entry: Entry) -> None:
+        """A complete entry has left the index."""
