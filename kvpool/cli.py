@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Annotated
 
 import typer
@@ -85,6 +86,28 @@ def clear(
         fingerprint = b"" if namespace is None else _resolve(client, namespace)
         whose = "all namespaces" if namespace is None else f"namespace {fingerprint.hex()[:12]}"
         typer.echo(f"dropped {client.clear(fingerprint):,} blocks of {whose} at {endpoint}")
+
+
+@app.command()
+def events(
+    endpoint: Annotated[str, typer.Argument(help="The server's --kv-events, for example tcp://127.0.0.1:5557.")],
+    replay: Annotated[
+        str, typer.Option(help="Its --kv-events-replay: begin with all that the pool holds, and miss nothing.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Stop after so long; 0: never.")] = 0.0,
+) -> None:
+    """Print the KV events that a server publishes, one message a line, as JSON."""
+    from kvpool.events import Subscriber
+
+    ends_at = time.monotonic() + seconds if seconds else float("inf")
+    missed = 0
+    with Subscriber(endpoint, replay) as subscriber:
+        while time.monotonic() < ends_at:
+            for message in subscriber.receive(timeout_ms=500):
+                typer.echo(json.dumps(dataclasses.asdict(message), default=bytes.hex))
+            if subscriber.missed > missed:
+                typer.echo(f"kvpool: missed {subscriber.missed - missed} messages; --replay would get them", err=True)
+                missed = subscriber.missed
 
 
 def _resolve(client: Client, prefix: str) -> bytes:

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
-    shown = "1GiB" if name == "memory" else field.default
+    shown = "1GiB" if name == "memory" else field.default or "none"
     return f"{field.description} (default: {shown})"
 
 
@@ -42,6 +42,12 @@ def serve(
     max_ttl_ms: Annotated[int | None, typer.Option(help=_help("max_ttl_ms"))] = None,
     grace_ms: Annotated[int | None, typer.Option(help=_help("grace_ms"))] = None,
     drain_ms: Annotated[int | None, typer.Option(help=_help("drain_ms"))] = None,
+    kv_events: Annotated[str | None, typer.Option(help=_help("kv_events"))] = None,
+    kv_events_replay: Annotated[str | None, typer.Option(help=_help("kv_events_replay"))] = None,
+    kv_events_topic: Annotated[str | None, typer.Option(help=_help("kv_events_topic"))] = None,
+    kv_events_medium: Annotated[str | None, typer.Option(help=_help("kv_events_medium"))] = None,
+    kv_events_hashes: Annotated[str | None, typer.Option(help=_help("kv_events_hashes"))] = None,
+    kv_events_buffer: Annotated[int | None, typer.Option(help=_help("kv_events_buffer"))] = None,
     log_level: Annotated[str | None, typer.Option(help=_help("log_level"))] = None,
     log_format: Annotated[str | None, typer.Option(help=_help("log_format"))] = None,
     config: Annotated[

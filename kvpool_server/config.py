@@ -38,6 +38,25 @@ class ServerConfig(BaseModel):
     drain_ms: int = Field(
         5_000, ge=0, le=600_000, description="How long calls under way may go on after SIGTERM, milliseconds."
     )
+    kv_events: str = Field(
+        "",
+        description="Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes a free one) or ipc://PATH; "
+        "empty: no events.",
+    )
+    kv_events_replay: str = Field(
+        "", description="Where subscribers ask for events they missed, or for all blocks: tcp or ipc; empty: nowhere."
+    )
+    kv_events_topic: str = Field("kv", description="What every topic begins with: TOPIC@FINGERPRINT@MODEL.")
+    kv_events_medium: str = Field(
+        "CPU", min_length=1,
+        description="Where subscribers are told that blocks lie; change it if your router means another word.",
+    )  # fmt: skip
+    kv_events_hashes: Literal["int", "bytes"] = Field(
+        "int", description="How blocks are named: low 64 bits of their hash, or all of it. As the engines do."
+    )
+    kv_events_buffer: int = Field(
+        10_000, ge=1_000, le=1_000_000, description="Messages kept for subscribers that missed some."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="How log lines look.")
 
@@ -46,6 +65,23 @@ class ServerConfig(BaseModel):
     def _check_address(cls, value: str, info: ValidationInfo) -> str:
         if value or info.field_name == "listen":
             split_address(value)
+        return value
+
+    @field_validator("kv_events", "kv_events_replay")
+    @classmethod
+    def _check_endpoint(cls, value: str) -> str:
+        scheme, _, place = value.partition("://")
+        if scheme == "tcp":
+            split_address(place)
+        elif value and (scheme != "ipc" or not place):
+            raise ValueError("it is neither tcp://HOST:PORT nor ipc://PATH")
+        return value
+
+    @field_validator("kv_events_topic")
+    @classmethod
+    def _check_topic(cls, value: str) -> str:
+        if "@" in value:
+            raise ValueError("@ separates what follows; leave it out")
         return value
 
     @field_validator("memory")

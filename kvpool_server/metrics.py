@@ -41,6 +41,11 @@ _COUNTERS = {
     "leases_refused": "Lookups that got no lease because too many were live.",
     "tickets_expired": "Put tickets that ended at their deadline.",
     "tickets_revoked": "Put tickets given back.",
+    "kv_event_batches": "KV event messages published.",
+    "kv_events": "KV events in them.",
+    "kv_event_batches_dropped": "KV event messages left out because publishing was too far behind.",
+    "kv_event_replays": "Replay requests of KV event subscribers.",
+    "kv_event_snapshots": "Replay requests answered with a snapshot.",
 }
 
 

@@ -22,6 +22,10 @@ from kvpool.errors import ConfigError
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.version import __version__
 from kvpool_server.config import ServerConfig, split_address
+from kvpool_server.events.encoder import Encoder
+from kvpool_server.events.history import History
+from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import PoolCollector, RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
@@ -51,12 +55,15 @@ class Server:
         self._stopping = asyncio.Event()
         self._failure = ""
         self._draining = False
+        self._publisher: Publisher | None = None
         self._prefaulted_bytes = 0
         self._prefault_stop = threading.Event()
 
     async def start(self) -> None:
         """Listens. Raises ConfigError where the settings cannot be met; nothing is left behind then."""
         config = self.config
+        if config.kv_events_replay and not config.kv_events:
+            raise ConfigError(f"nothing to replay at {config.kv_events_replay}: give --kv-events, too")
         for path in sweep(config.shm_dir):
             log.info("removed the memory of a dead server", path=path)
         _check_memory(config.memory)
@@ -66,12 +73,14 @@ class Server:
         self._segment = await self._create_segment(arena.arena_bytes)
         try:
             arena.back(self._prefault_step())
+            if config.kv_events:
+                self._publisher = self._publish_events()
             await self._listen()
         except MemoryError as error:
-            self._segment.close()
+            self._abandon()
             raise ConfigError(f"{error}; lower --memory") from None
         except BaseException:
-            self._segment.close()
+            self._abandon()
             raise
         self._loop = asyncio.get_running_loop()
         self._prefault_thread = threading.Thread(target=self._prefault, name="kvpool-prefault", daemon=True)
@@ -81,6 +90,21 @@ class Server:
             "listening", version=__version__, grpc=f"{split_address(config.listen)[0]}:{self.port}",
             http_port=self.http_port or None, arena_bytes=arena.arena_bytes, segment=self._segment.path,
         )  # fmt: skip
+
+    def _abandon(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._segment.close()
+
+    def _publish_events(self) -> Publisher:
+        config, counters = self.config, self.pool.counters
+        ledger = Ledger(asyncio.get_running_loop().call_soon, counters)
+        encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
+        history = History(ledger, encoder, counters, config.kv_events_buffer)
+        publisher = Publisher(ledger, history, config.kv_events, config.kv_events_replay)
+        self.pool.observer = ledger
+        log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
+        return publisher
 
     async def _create_segment(self, nbytes: int) -> Segment:
         """Makes the arena's memory; waits a little for engines to let go of a predecessor's."""
@@ -163,6 +187,8 @@ class Server:
         if self._http is not None:
             self._http.close()
         await asyncio.to_thread(self._prefault_thread.join, 10)
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
         self._segment.close()
         log.info("stopped")
 

@@ -1,0 +1,129 @@
+"""A subscriber to a server's KV events that misses none: what it did not hear it asks for. docs/kv-events.md says how.
+
+For operators (`kvpool events`), tests, and routers in Python. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvpool.errors import InvalidRequestError, PoolTimeoutError
+
+END_SEQ = (1 << 64) - 1
+CLEARED = "AllBlocksCleared"
+
+
+@dataclass(frozen=True, slots=True)
+class EventMessage:
+    """One message.
+
+    Args:
+        topic: TOPIC@FINGERPRINT@MODEL; both are empty where the message is about all namespaces.
+        seq: its number.
+        ts: when it was made, seconds since the epoch.
+        events: in order, each as a map with its "type".
+    """
+
+    topic: str
+    seq: int
+    ts: float
+    events: list[dict[str, Any]]
+
+
+class Subscriber:
+    """See the module. It begins with a snapshot if it may ask for one, else with what happens next.
+
+    Args:
+        endpoint: the server's --kv-events.
+        replay_endpoint: its --kv-events-replay; empty: what is missed is lost, and `missed` counts it.
+        timeout_ms: how long an answer to a replay request may stand still.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str = "", timeout_ms: int = 5_000):
+        self.missed = 0
+        self._timeout_ms = timeout_ms
+        self._last_seq = -1
+        self._context = zmq.Context()
+        self._replay_endpoint = replay_endpoint
+        self._caught_up = not replay_endpoint
+        try:
+            self._sub = self._context.socket(zmq.SUB)
+            self._sub.setsockopt(zmq.RCVHWM, 0)  # A server's own bound is enough.
+            self._sub.connect(endpoint)
+            self._sub.subscribe("")  # Numbers run over all topics: whoever hears some cannot see a gap.
+        except zmq.ZMQError as error:
+            self.close()
+            raise InvalidRequestError(f"cannot subscribe to {endpoint!r}: {error.strerror}") from None
+
+    def receive(self, timeout_ms: int) -> list[EventMessage]:
+        """The next messages, in order; empty if there are none in time.
+
+        Raises:
+            PoolTimeoutError: a replay request is not answered. The next call asks again.
+        """
+        if not self._caught_up and (messages := self._catch_up()):
+            return messages
+        if not self._sub.poll(timeout_ms):
+            # What was lost last shows no gap, and nor does a successor whose clock is behind.
+            return self._catch_up() if self._replay_endpoint else []
+        message = _decode(self._sub.recv_multipart())
+        if message.seq <= self._last_seq:
+            return []  # It came with a replay.
+        if self._last_seq >= 0 and message.seq > self._last_seq + 1:
+            if self._replay_endpoint:
+                return self._catch_up()
+            self.missed += message.seq - self._last_seq - 1
+        self._last_seq = message.seq
+        return [message]
+
+    def _catch_up(self) -> list[EventMessage]:
+        self._caught_up = False
+        messages = self.replay(self._last_seq + 1)
+        self._caught_up = True
+        return messages
+
+    def replay(self, start_seq: int) -> list[EventMessage]:
+        """Asks for everything from `start_seq` on, and counts it as received. 0 asks for a snapshot."""
+        messages: list[EventMessage] = []
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVHWM, 0)
+            dealer.connect(self._replay_endpoint)
+            dealer.send_multipart((b"", start_seq.to_bytes(8, "big")))
+            while dealer.poll(self._timeout_ms):
+                _, *frames = dealer.recv_multipart()
+                if int.from_bytes(frames[1], "big") == END_SEQ:
+                    return self._taken(messages)
+                messages.append(_decode(frames))
+        raise PoolTimeoutError(f"{self._replay_endpoint} does not answer a replay request; see --kv-events-replay")
+
+    def _taken(self, messages: list[EventMessage]) -> list[EventMessage]:
+        is_snapshot = messages and messages[0].events and messages[0].events[0]["type"] == CLEARED
+        if not is_snapshot:
+            messages = [message for message in messages if message.seq > self._last_seq]
+        if messages:
+            self._last_seq = messages[-1].seq
+        return messages
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _decode(frames: list[bytes]) -> EventMessage:
+    topic, seq, payload = frames
+    ts, events, *_ = msgspec.msgpack.decode(payload)
+    return EventMessage(topic.decode(), int.from_bytes(seq, "big"), ts, events)

@@ -1,0 +1,44 @@
+"""What happened to the pool's blocks, in order, on its way to subscribers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvpool_server.storage.entry import Group
+
+
+class Change(NamedTuple):
+    """One block became readable (`stored`), or stopped being so."""
+
+    stored: bool
+    group: Group
+    block_hash: bytes
+    parent_hash: bytes
+
+
+class Batch(NamedTuple):
+    """One message.
+
+    Args:
+        seq: its number; each message has one more than the one before.
+        ts: seconds since the epoch.
+        changes: all of one namespace, in the order in which they happened.
+        cleared: everything was gone before them.
+    """
+
+    seq: int
+    ts: float
+    changes: list[Change]
+    cleared: bool = False
+
+
+def split(changes: list[Change], max_blocks: int) -> list[list[Change]]:
+    """Cuts changes into lists of one namespace and at most `max_blocks` each; the order stays."""
+    lists: list[list[Change]] = []
+    namespace = None
+    for change in changes:
+        if change.group.namespace != namespace or len(lists[-1]) == max_blocks:
+            namespace = change.group.namespace
+            lists.append([])
+        lists[-1].append(change)
+    return lists

@@ -1,0 +1,79 @@
+"""The published messages that can be had again, and what to answer whoever missed some.
+
+Not thread-safe: the publisher's thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvpool_server.events.batch import Batch
+from kvpool_server.events.encoder import Encoder
+from kvpool_server.events.ledger import Ledger
+
+MAX_BYTES = 64 << 20
+
+
+class Message(NamedTuple):
+    """One batch on the wire."""
+
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+class History:
+    """See the module.
+
+    Args:
+        max_batches: messages kept; fewer where they exceed `MAX_BYTES`.
+    """
+
+    def __init__(self, ledger: Ledger, encode: Encoder, counters: Counter[str], max_batches: int):
+        self._ledger = ledger
+        self._encode = encode
+        self._counters = counters
+        self._max_batches = max_batches
+        self._kept: deque[Message] = deque()
+        self._kept_bytes = 0
+
+    def publish(self) -> Iterator[Message]:
+        """What has not been published yet. Each message is kept as it is handed over."""
+        for batch in self._ledger.take():
+            topic, payload, num_events = self._encode(batch)
+            message = Message(topic, batch.seq, payload)
+            self._counters["kv_event_batches"] += 1
+            self._counters["kv_events"] += num_events
+            self._keep(message)
+            yield message
+
+    def answer(self, start_seq: int) -> Iterator[Message]:
+        """All messages from `start_seq` on where they are kept without a gap, else a snapshot.
+
+        A number from the future is another server's: its subscriber needs a snapshot, too.
+        """
+        self._counters["kv_event_replays"] += 1
+        first_seq = self._kept[0].seq if self._kept else 1 << 64
+        next_seq = self._kept[-1].seq + 1 if self._kept else 1 << 64
+        if first_seq <= start_seq < next_seq:
+            return iter([message for message in self._kept if message.seq >= start_seq])
+        if next_seq <= start_seq <= self._ledger.last_seq() + 1:
+            return iter(())  # What is newer than the last message published comes with the stream.
+        self._counters["kv_event_snapshots"] += 1
+        return self._encoded(self._ledger.snapshot())
+
+    def _encoded(self, batches: Iterator[Batch]) -> Iterator[Message]:
+        for batch in batches:
+            topic, payload, _ = self._encode(batch)
+            yield Message(topic, batch.seq, payload)
+
+    def _keep(self, message: Message) -> None:
+        if self._kept and self._kept[-1].seq + 1 != message.seq:
+            self._kept.clear()  # Batches were left out: what lies before the gap leads nowhere.
+            self._kept_bytes = 0
+        self._kept.append(message)
+        self._kept_bytes += len(message.payload)
+        while len(self._kept) > self._max_batches or (self._kept_bytes > MAX_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= len(self._kept.popleft().payload)

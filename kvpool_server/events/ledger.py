@@ -1,0 +1,147 @@
+"""What happened to the pool's blocks and has not been published yet, and what is held now.
+
+The pool's loop writes, the publisher's thread reads; the lock is held for a copy of references at most. Changes of one
+turn of the loop become one batch. The writer never waits: where the reader is too far behind, batches are left out,
+their numbers stay unused, and a subscriber that sees the gap asks for a snapshot.
+
+Invariant: `snapshot` is what the batches up to its number, left-out ones included, add up to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+from kvpool_server.events.batch import Batch, Change, split
+from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.observer import Observer
+
+BATCH_BLOCKS = 4_096
+MAX_QUEUED_BLOCKS = 1 << 20
+
+Held = dict[Group, dict[bytes, bytes]]
+"""By group: block hash -> hash of the block before it."""
+
+
+class Ledger(Observer):
+    """See the module.
+
+    Args:
+        defer: has a function called when this turn of the pool's loop is over.
+        counters: counts what is left out.
+        first_seq: the first batch's number. Microseconds since the epoch by default, so that a restarted server's
+            numbers lie beyond all that its predecessor gave, and whoever followed that one sees a gap.
+        max_queued_blocks: beyond it batches are left out.
+    """
+
+    def __init__(
+        self,
+        defer: Callable[[Callable[[], None]], object],
+        counters: Counter[str],
+        first_seq: int | None = None,
+        max_queued_blocks: int = MAX_QUEUED_BLOCKS,
+        batch_blocks: int = BATCH_BLOCKS,
+    ):
+        self.batch_blocks = batch_blocks
+        self.wake: Callable[[], None] = lambda: None
+        self._defer = defer
+        self._counters = counters
+        self._max_queued_blocks = max_queued_blocks
+        self._pending: list[Change] = []
+        self._lock = threading.Lock()
+        self._next_seq = time.time_ns() // 1_000 if first_seq is None else first_seq
+        self._queue: deque[Batch] = deque()
+        self._queued_blocks = 0
+        self._left_out = False
+        self._held: Held = {}
+        self._append([], cleared=True)
+
+    # The pool's loop
+
+    def stored(self, entry: Entry) -> None:
+        self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
+
+    def removed(self, entry: Entry) -> None:
+        self._note(Change(False, entry.group, entry.block_hash, b""))
+
+    def _note(self, change: Change) -> None:
+        if not self._pending:
+            self._defer(self.flush)
+        self._pending.append(change)
+
+    def flush(self) -> None:
+        """Ends a turn: what it changed goes out together."""
+        changes, self._pending = self._pending, []
+        with self._lock:
+            for part in split(changes, self.batch_blocks):
+                for change in part:
+                    self._apply(change)
+                self._enqueue(part)
+        self.wake()
+
+    def _apply(self, change: Change) -> None:
+        if change.stored:
+            self._held.setdefault(change.group, {})[change.block_hash] = change.parent_hash
+            return
+        blocks = self._held[change.group]
+        del blocks[change.block_hash]
+        if not blocks:
+            del self._held[change.group]
+
+    def _enqueue(self, changes: list[Change]) -> None:
+        if self._left_out or self._queued_blocks + len(changes) > self._max_queued_blocks:
+            self._left_out = True
+            self._next_seq += 1
+            self._counters["kv_event_batches_dropped"] += 1
+            return
+        self._append(changes)
+
+    def _append(self, changes: list[Change], cleared: bool = False) -> None:
+        self._queue.append(Batch(self._next_seq, time.time(), changes, cleared))
+        self._next_seq += 1
+        self._queued_blocks += len(changes)
+
+    # The publisher's thread
+
+    def take(self) -> list[Batch]:
+        """What is to be published now, by number. After a gap there is always one more, if only to show it."""
+        with self._lock:
+            if self._left_out:
+                self._left_out = False
+                # Room for the numbers of a snapshot: those who skip numbers that they know are to skip none of it.
+                self._next_seq += 1 + sum(self._num_batches().values())
+                self._append([])
+            batches = list(self._queue)
+            self._queue.clear()
+            self._queued_blocks = 0
+        return batches
+
+    def last_seq(self) -> int:
+        """The newest batch's number, published or not."""
+        with self._lock:
+            return self._next_seq - 1
+
+    def snapshot(self) -> Iterator[Batch]:
+        """Everything held, as batches of which the first clears; the last has the newest batch's number."""
+        with self._lock:
+            held = {group: blocks.copy() for group, blocks in self._held.items()}
+            num_batches = self._num_batches()
+            seq = self._next_seq - 1 - sum(num_batches.values())
+        now = time.time()
+        yield Batch(seq, now, [], cleared=True)
+        for namespace in num_batches:
+            groups = [group for group in held if group.namespace == namespace]
+            changes = (Change(True, group, *block) for group in groups for block in held[group].items())
+            while part := list(itertools.islice(changes, self.batch_blocks)):
+                seq += 1
+                yield Batch(seq, now, part)
+
+    def _num_batches(self) -> dict[str, int]:
+        """By namespace: how many batches name all of its blocks."""
+        num_blocks: Counter[str] = Counter()
+        for group, blocks in self._held.items():
+            num_blocks[group.namespace] += len(blocks)
+        return {namespace: -(-count // self.batch_blocks) for namespace, count in num_blocks.items()}

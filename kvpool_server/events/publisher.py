@@ -1,0 +1,182 @@
+"""Puts messages on a PUB socket and answers replay requests on a ROUTER socket, both as vLLM's publisher does.
+
+A thread of its own owns the sockets. It waits for no subscriber: a PUB socket drops what a slow one does not take, and
+a replay goes on whenever its client has taken some of it, until it is done or stands still for too long.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from kvpool.errors import ConfigError
+from kvpool_server.events.history import History, Message
+from kvpool_server.events.ledger import Ledger
+
+log = structlog.get_logger()
+
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+PUB_HWM = 10_000
+MAX_REPLAYS = 16
+REPLAY_STALL_S = 10.0
+POLL_MS = 1_000
+POLL_REPLAYS_MS = 5
+LINGER_MS = 200
+MESSAGES_A_TURN = 64
+
+
+@dataclass(slots=True)
+class _Replay:
+    client: bytes
+    messages: Iterator[Message]
+    stalls_at: float
+    unsent: list[bytes] | None = None
+    done: bool = False
+
+
+class Publisher:
+    """See the module.
+
+    Args:
+        endpoint: where to bind the PUB socket: tcp://HOST:PORT (port 0 takes a free one) or ipc://PATH.
+        replay_endpoint: where to bind the ROUTER socket; empty for none.
+
+    Attributes:
+        endpoint, replay_endpoint: as bound.
+
+    Raises:
+        ConfigError: it cannot listen there; nothing is left behind then.
+    """
+
+    def __init__(self, ledger: Ledger, history: History, endpoint: str, replay_endpoint: str):
+        self._ledger = ledger
+        self._history = history
+        self._stopping = False
+        self._replays: list[_Replay] = []
+        self._context = zmq.Context()
+        try:
+            self._pub = self._bind(zmq.PUB, endpoint, "--kv-events")
+            self._router = self._bind(zmq.ROUTER, replay_endpoint, "--kv-events-replay") if replay_endpoint else None
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint = _bound(self._pub)
+        self.replay_endpoint = _bound(self._router) if self._router is not None else ""
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        ledger.wake = self._wake
+        self._wake()
+        self._thread = threading.Thread(target=self._run, name="kvpool-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publishes what is left, and ends. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._wake()
+        self._thread.join()
+        self._ledger.wake = lambda: None
+        self._context.destroy(linger=LINGER_MS)
+        os.close(self._wake_fd)
+
+    def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        if kind == zmq.PUB:
+            socket.setsockopt(zmq.SNDHWM, PUB_HWM)
+        else:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # A full or a vanished client is an error, not a silent loss.
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {endpoint} for KV events: {error.strerror}; see {flag}") from None
+        return socket
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        deaf, all_ears = zmq.Poller(), zmq.Poller()
+        for poller in (deaf, all_ears):
+            poller.register(self._wake_fd, zmq.POLLIN)
+        if self._router is not None:
+            all_ears.register(self._router, zmq.POLLIN)
+        while not self._stopping:
+            try:
+                poller = all_ears if len(self._replays) < MAX_REPLAYS else deaf
+                poller.poll(POLL_REPLAYS_MS if self._replays else POLL_MS)
+                self._turn()
+            except Exception:
+                log.exception("publishing KV events failed")  # Subscribers see a gap; the next turn may succeed.
+                time.sleep(0.1)
+        for message in self._history.publish():
+            self._publish(message)
+
+    def _turn(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+        for message in self._history.publish():
+            self._publish(message)
+        if self._router is not None:
+            self._receive(self._router)
+            for replay in self._replays:
+                self._go_on(self._router, replay)
+            self._replays = [replay for replay in self._replays if not replay.done]
+
+    def _publish(self, message: Message) -> None:
+        self._pub.send_multipart((message.topic, message.seq.to_bytes(8, "big"), message.payload))
+
+    def _receive(self, router: zmq.Socket[bytes]) -> None:
+        while len(self._replays) < MAX_REPLAYS:
+            try:
+                frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 3 or len(frames[2]) != 8:
+                log.warning("a replay request is not an empty frame and 8 bytes", sizes=list(map(len, frames[1:])))
+                continue
+            client, start_seq = frames[0], int.from_bytes(frames[2], "big")
+            # Who asks again has given up on the answer before: one client takes no more than one place.
+            self._replays = [replay for replay in self._replays if replay.client != client]
+            stalls_at = time.monotonic() + REPLAY_STALL_S
+            self._replays.append(_Replay(client, self._history.answer(start_seq), stalls_at))
+
+    def _go_on(self, router: zmq.Socket[bytes], replay: _Replay) -> None:
+        """Sends as much as the client takes, and not so much that others wait for long."""
+        for _ in range(MESSAGES_A_TURN):
+            frames = replay.unsent
+            if frames is None:
+                message = next(replay.messages, None)
+                topic, seq, payload = (b"", END_SEQ, b"") if message is None else _frames(message)
+                frames = [replay.client, b"", topic, seq, payload]
+            try:
+                router.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                replay.unsent = frames
+                replay.done = time.monotonic() > replay.stalls_at
+                return
+            except zmq.ZMQError:
+                replay.done = True  # The client is gone.
+                return
+            replay.unsent = None
+            replay.stalls_at = time.monotonic() + REPLAY_STALL_S
+            if frames[3] == END_SEQ:
+                replay.done = True
+                return
+
+
+def _frames(message: Message) -> tuple[bytes, bytes, bytes]:
+    return message.topic, message.seq.to_bytes(8, "big"), message.payload
+
+
+def _bound(socket: zmq.Socket[bytes]) -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -1,0 +1,309 @@
+"""Whatever happens to a pool, its subscribers know what it holds: those that hear all, join late, or miss some."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+
+from kvpool.types import PutGrant
+from kvpool_server.events.batch import Batch, Change
+from kvpool_server.events.encoder import BlockHash, BlockStored, Encoder
+from kvpool_server.events.history import History, Message
+from kvpool_server.events.ledger import Ledger
+from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.observer import Observer
+from kvpool_server.storage.pool import Pool
+from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
+from tests.simulation.world import GROUPS, SPECS, World
+from tests.support.events import Known, View, decoded, low_64_bits
+from tests.support.values import block_hash
+
+FIRST_SEQ = 1_000
+MAX_KEPT = 8
+"""No fewer than the batches of a snapshot: a snapshot then stands for more messages than it has."""
+BATCH_BLOCKS = 3
+MAX_QUEUED_BLOCKS = 6
+
+
+class ListenedPool(Pool):
+    """A pool with all of publishing but the sockets."""
+
+    ledger_class: type[Ledger] = Ledger
+    encoder_class: type[Encoder] = Encoder
+
+    def __init__(self, arena: Arena, clock: Callable[[], float], new_id: Callable[[], int], limits: Limits):
+        super().__init__(arena, clock, new_id, limits)
+        self.ledger = self.ledger_class(
+            lambda flush: None, self.counters, FIRST_SEQ, max_queued_blocks=MAX_QUEUED_BLOCKS, batch_blocks=BATCH_BLOCKS
+        )
+        self.history = History(self.ledger, self.encoder_class(), self.counters, MAX_KEPT)
+        self.observer = self.ledger
+
+
+class Network:
+    """Subscribers of one pool. The publisher publishes when it is told to; the stream may lose what it carries."""
+
+    def __init__(self, world: World):
+        assert isinstance(world.pool, ListenedPool)
+        self.world = world
+        self.pool = world.pool
+        self.views: list[View] = []
+        self.answers: Counter[str] = Counter()
+        self.join()
+
+    def turn(self) -> None:
+        """What the end of each turn of the loop does."""
+        self.pool.ledger.flush()
+
+    def publish(self, *, losing: bool = False) -> None:
+        messages = list(self.pool.history.publish())
+        for view in self.views:
+            for message in messages if not losing else ():
+                self.hear(view, message)
+
+    def hear(self, view: View, message: Message) -> None:
+        """What docs/kv-events.md tells a subscriber to do."""
+        if message.seq <= view.seq:
+            return
+        if message.seq > view.seq + 1:
+            self.ask(view, view.seq + 1)
+            assert view.seq >= message.seq
+        else:
+            view.apply(decoded(message))
+
+    def ask(self, view: View, start_seq: int) -> None:
+        answer = [decoded(message) for message in self.pool.history.answer(start_seq)]
+        numbers = [message.seq for message in answer]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+        if answer and answer[0].events and answer[0].events[0]["type"] == "AllBlocksCleared":
+            self.answers["snapshot"] += start_seq > 0
+            assert start_seq < FIRST_SEQ or numbers[0] >= start_seq, "a snapshot reuses numbers that were given"
+        else:
+            self.answers["replay"] += 1
+            answer = [message for message in answer if message.seq > view.seq]
+        for message in answer:
+            assert all(len(event.get("block_hashes", ())) <= BATCH_BLOCKS for event in message.events)
+            view.apply(message)
+
+    def join(self) -> None:
+        self.views.append(View())
+        self.ask(self.views[-1], 0)
+
+    def check(self) -> None:
+        """A subscriber that has heard all messages knows just the complete blocks."""
+        self.turn()
+        self.publish()
+        complete = set(self.complete())
+        for view in self.views:
+            self.ask(view, view.seq + 1)
+            assert view.blocks == complete
+
+    def complete(self) -> list[Known]:
+        """By what an existence check says."""
+        return [
+            (f"{self.world.fingerprints[space].hex()}@{SPECS[space].model}", idx, low_64_bits(block_hash(name)))
+            for space, idx in GROUPS
+            for name in self.world._seen((space, idx))
+        ]
+
+
+class EventsMachine(PoolMachine):
+    """`PoolMachine`, overheard. Turns end and messages go out at any time, and not always do they arrive."""
+
+    @initialize()
+    def listen(self) -> None:
+        self.world = World(ListenedPool)
+        self.network = Network(self.world)
+
+    @rule(losing=st.booleans())
+    def publish(self, losing: bool) -> None:
+        self.network.turn()
+        self.network.publish(losing=losing)
+
+    @rule()
+    def turn(self) -> None:
+        self.network.turn()
+
+    @rule()
+    def join(self) -> None:
+        if len(self.network.views) < 6:
+            self.network.join()
+
+    @rule()
+    def compare(self) -> None:
+        self.network.check()
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "network"):
+            self.network.check()
+            self.network.join()
+            self.network.check()
+        self.world.check_nothing_leaks()
+        if hasattr(self, "network"):
+            self.network.check()
+            assert not self.network.views[0].blocks
+
+
+TestEventsMachine = EventsMachine.TestCase
+TestEventsMachine.settings = settings(max_examples=100, stateful_step_count=50)
+
+
+# The oracle sees what it is there to see.
+
+
+class RemovalsForgotten(ListenedPool):
+    def _drop(self, entry: Entry, not_before: float = 0.0) -> None:
+        observer, self.observer = self.observer, Observer()
+        super()._drop(entry, not_before)
+        self.observer = observer
+
+
+class ClaimsBeforePutEnd(ListenedPool):
+    def put_start(self, *args: object) -> PutGrant:
+        grant = super().put_start(*args)  # type: ignore[arg-type]
+        ticket = self._tickets.get(grant.ticket_id)
+        for entry in ticket.entries if ticket is not None else ():
+            self.observer.stored(entry)
+        return grant
+
+
+class ForgetsGroups(Encoder):
+    def _stored(self, change: Change, name: BlockHash) -> BlockStored:
+        event = super()._stored(change, name)
+        event.group_idx = event.group_idx or None
+        return event
+
+
+class LosesWithoutAGap(Ledger):
+    def _enqueue(self, changes: list[object]) -> None:
+        if self._queued_blocks + len(changes) <= self._max_queued_blocks:
+            self._append(changes)  # type: ignore[arg-type]
+
+
+class SnapshotOfYesterday(Ledger):
+    def snapshot(self):  # type: ignore[no-untyped-def]
+        last_seq = self._next_seq - 1
+        return iter([Batch(last_seq, 0.0, [], cleared=True)])
+
+
+class Quiet(ListenedPool):
+    ledger_class = LosesWithoutAGap
+
+
+class Stale(ListenedPool):
+    ledger_class = SnapshotOfYesterday
+
+
+class Groupless(ListenedPool):
+    encoder_class = ForgetsGroups
+
+
+def _removes(world: World, network: Network) -> None:
+    _store(world, 0, 1)
+    network.check()
+    world.remove(PLAIN, [0])
+    network.check()
+
+
+def _removes_of_the_first_group(world: World, network: Network) -> None:
+    _store(world, 0, 1, group=SHARDED)
+    _store(world, 0, 1, group=PLAIN)
+    network.check()
+    world.remove(SHARDED, [0])
+    network.check()
+
+
+def _evicts(world: World, network: Network) -> None:
+    _store(world, *range(8))
+    network.check()
+    _store(world, 8)
+    network.check()
+
+
+def _writes(world: World, network: Network) -> None:
+    world.put_start(PLAIN, [0], ONE)
+    network.check()
+
+
+def _overflows(world: World, network: Network) -> None:
+    network.check()
+    for name in range(8):
+        _store(world, name)
+        network.turn()
+    network.check()
+    assert network.pool.counters["kv_event_batches_dropped"] == 2
+    assert network.answers["snapshot"] == 1
+
+
+def _joins_late(world: World, network: Network) -> None:
+    _store(world, 0, 1, 2, 3)
+    network.check()
+    network.join()
+    network.check()
+
+
+def _misses_few(world: World, network: Network) -> None:
+    network.check()
+    for name in range(3):
+        _store(world, name)
+        network.turn()
+        network.publish(losing=True)
+    network.check()
+    assert network.answers["snapshot"] == 0 and network.answers["replay"] >= 1
+
+
+def _misses_many(world: World, network: Network) -> None:
+    network.check()
+    for name in range(MAX_KEPT + 1):
+        _store(world, name)
+        network.turn()
+        network.publish(losing=True)
+    network.check()
+    assert network.answers["snapshot"] == 1
+
+
+SCENARIOS = (
+    _removes,
+    _removes_of_the_first_group,
+    _evicts,
+    _writes,
+    _overflows,
+    _joins_late,
+    _misses_few,
+    _misses_many,
+)
+BROKEN = {
+    RemovalsForgotten: _evicts,
+    ClaimsBeforePutEnd: _writes,
+    Groupless: _removes_of_the_first_group,
+    Quiet: _overflows,
+    Stale: _joins_late,
+}
+
+
+def _play(pool_class: type[Pool], scenario: Callable[[World, Network], None]) -> None:
+    world = World(pool_class)
+    scenario(world, Network(world))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.strip("_"))
+def test_subscribers_pass_every_scenario(scenario: Callable[[World, Network], None]) -> None:
+    _play(ListenedPool, scenario)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_oracle_catches_a_broken_publisher(broken: type[Pool]) -> None:
+    with pytest.raises(AssertionError) as caught:
+        _play(broken, BROKEN[broken])
+    assert "kvpool_server" not in str(caught.traceback[-1].path)
