@@ -22,13 +22,20 @@ class ConnectorConfig:
     Args:
         endpoint: HOST:PORT of the kvpool-server.
         transport: "auto", "shm" or "stream"; see `ClientConfig`.
-        lookup_timeout_ms: a lookup that takes longer is a miss.
+        lookup_timeout_ms: a lookup that takes longer is a miss, and a load that stands still for so long is given up.
         load_timeout_ms: a load that takes longer is recomputed. Raise it for long prompts over slow networks.
         store_timeout_ms: a store that takes longer is dropped.
         store_decoded: also store blocks that were filled by decoding; the next turn of a conversation hits them.
+        window_interval_tokens: layers with a sliding window are stored where a prompt ends, where it parts from what
+            the pool knows, and at multiples of this many tokens. Smaller: more hits for the first prompts that part,
+            more bytes.
         max_pinned_fraction: share of the engine's blocks that may be kept from reuse while they are being stored.
         num_shards: chunks a block is cut into; 0: one a KV head, 16 at most. Engines share blocks only if it is equal.
         weights_epoch: change it when the weights change under the same name; no old block is read again.
+        decline_slow_loads: compute a hit where loading it would take longer, by what both have taken so far.
+        on_reset: what a reset of the connector means; vLLM also asks for one when an engine goes to sleep. "leave":
+            the engine reads none of the blocks there are, nor do others read its new ones: its weights may have
+            changed. "keep": nothing; right only where weights never change in a running engine.
         tenant, salt: engines share blocks only if both are equal.
     """
 
@@ -38,9 +45,12 @@ class ConnectorConfig:
     load_timeout_ms: int = 5_000
     store_timeout_ms: int = 5_000
     store_decoded: bool = True
+    window_interval_tokens: int = 4096
     max_pinned_fraction: float = 0.5
     num_shards: int = 0
     weights_epoch: str = ""
+    decline_slow_loads: bool = True
+    on_reset: str = "leave"
     tenant: str = ""
     salt: str = ""
 
@@ -69,6 +79,13 @@ class ConnectorConfig:
                     f"kv_connector_extra_config: {name} = {getattr(config, name)} is not in 1 to {MAX_TIMEOUT_MS}"
                 )
         config.client_config()
+        if config.on_reset not in ("leave", "keep"):
+            raise ConfigError(f"kv_connector_extra_config: on_reset = {config.on_reset!r} is not 'leave' or 'keep'")
+        if config.window_interval_tokens < 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is not positive; "
+                "1 stores every window"
+            )
         if not 0 < config.max_pinned_fraction <= 1:
             raise ConfigError(
                 f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
@@ -84,6 +101,7 @@ class ConnectorConfig:
             transport=self.transport,
             timeout_ms=self.lookup_timeout_ms,
             data_timeout_ms=max(self.load_timeout_ms, self.store_timeout_ms),
+            stall_timeout_ms=self.lookup_timeout_ms,
             lease_ttl_ms=2 * self.load_timeout_ms,
             ticket_ttl_ms=self.store_timeout_ms,
         )

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -21,6 +23,7 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
 from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.versions import warn_if_untested
 from vllm_plugin.worker import KVPoolWorker
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVPoolScheduler | None = None
         self._worker: KVPoolWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
+            warn_if_untested(vllm.__version__)
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute', and it "
@@ -55,9 +59,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             self._scheduler = KVPoolScheduler(vllm_config, kv_cache_config, config)
         else:
-            from vllm.distributed import get_tensor_model_parallel_rank
+            from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-            self._worker = KVPoolWorker(vllm_config, kv_cache_config, config, get_tensor_model_parallel_rank())
+            self._worker = KVPoolWorker(
+                vllm_config, kv_cache_config, config, get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+            )
 
     @property
     def _of_scheduler(self) -> KVPoolScheduler:
@@ -96,6 +102,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._of_scheduler.bind_block_pool(gpu_block_pool)
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._of_scheduler.handshake(metadata)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._of_scheduler.matched_tokens(request, num_computed_tokens)
 
@@ -125,12 +136,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._of_scheduler.take_events()
 
     # Worker side, in the order of a step
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._of_worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._of_worker.handshake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._of_worker.start_loads(self._metadata())

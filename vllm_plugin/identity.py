@@ -1,6 +1,7 @@
 """The namespace of an engine: everything of its configuration that its KV bytes depend on.
 
-Both sides of the connector compute it from the same configuration objects, so they always agree.
+Both sides of the connector compute it from the same configuration objects, so they agree; where the scheduler's do not
+say all (several pipeline stages, layers of several kinds in one group), the workers tell it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvpool.errors import ConfigError
 from kvpool.hashing import ALGORITHM, DEFAULT_SEED
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.groups import check_supported, group_spec
+from vllm_plugin.groups import group_spec, hash_tokens, make_groups, packs_its_own
 from vllm_plugin.weights import weights_digest
 
 if TYPE_CHECKING:
@@ -25,21 +26,24 @@ if TYPE_CHECKING:
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 
 
-def namespace_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> NamespaceSpec:
-    """The engine's namespace.
+def namespace_spec(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, stage: int = 0
+) -> NamespaceSpec:
+    """The namespace of one pipeline stage of an engine.
+
+    Args:
+        kv_cache_config: of a worker of that stage.
 
     Raises:
         ConfigError: the model is not served, or its block hashes differ from process to process.
     """
-    check_supported(vllm_config, kv_cache_config)
+    groups = make_groups(vllm_config, kv_cache_config)
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     if cache.prefix_caching_hash_algo != ALGORITHM:
         raise ConfigError(
             f"prefix_caching_hash_algo = {cache.prefix_caching_hash_algo!r} may name equal blocks differently in two "
             f"processes; start vLLM with --prefix-caching-hash-algo {ALGORITHM}"
         )
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
     digest = weights_digest(model.model, model.revision)
     return NamespaceSpec(
         # Where the weights themselves are known, it does not matter where they lie.
@@ -48,26 +52,38 @@ def namespace_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
         weights_digest=digest,
         weights_epoch=config.weights_epoch,
         model_dtype=str(model.dtype),
-        kv_cache_dtype=f"{spec.dtype}/{cache.cache_dtype}/{spec.kv_quant_mode.name}",
-        page_format=_page_format(vllm_config.device_config.device_type),
+        kv_cache_dtype=cache.cache_dtype,
+        page_format=_page_format(vllm_config, kv_cache_config),
         hash_algorithm=ALGORITHM,
         hash_seed=os.environ.get("PYTHONHASHSEED", DEFAULT_SEED),
-        hash_block_tokens=spec.block_size,
-        groups=(group_spec(group, model.get_total_num_kv_heads(), parallel.tensor_parallel_size, config.num_shards),),
+        hash_block_tokens=hash_tokens(vllm_config, kv_cache_config),
+        num_pipeline_stages=parallel.pipeline_parallel_size,
+        pipeline_stage=stage,
+        groups=tuple(group_spec(group, vllm_config, kv_cache_config, config.num_shards) for group in groups),
         extra=_extra(vllm_config),
         tenant=config.tenant,
         salt=config.salt,
     )
 
 
-def _page_format(device_type: str) -> str:
+def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """How one KV head's page is packed. GPUs keep token by token; CPU kernels pack for their instruction set."""
-    if device_type != "cpu":
-        return "token,kv"
     import torch
+    import vllm
+    from vllm.platforms import current_platform
 
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return f"cpu/{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}{'/amx' if amx else ''}"
+    if vllm_config.device_config.device_type == "cpu":
+        amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+        return f"cpu/{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}{'/amx' if amx else ''}"
+    packing = "token,kv"
+    if packs_its_own(kv_cache_config):
+        # Nobody but the backend knows its order: the same release on the same kind of device chooses and packs alike.
+        backend = getattr(vllm_config.attention_config, "backend", None)
+        shuffle = os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "")
+        packing = f"{vllm.__version__}/{current_platform.get_device_capability()}/{backend}/{shuffle}"
+    if "fp8" in vllm_config.cache_config.cache_dtype:
+        packing += f"/{current_platform.fp8_dtype()}"
+    return f"{current_platform.device_name}/{packing}"
 
 
 def _extra(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:

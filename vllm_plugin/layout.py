@@ -8,45 +8,97 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 
-def canonical_view(
-    kv_caches: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int, num_shards: int
-) -> list[torch.Tensor]:
-    """Views of the layers' KV caches, by block and shard.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring layers of a group.
+
+    Args:
+        view: uint8 [B, S, L, H / S, r, N / r, C bytes] of the engine's memory: block, shard, layer, head, kernel block.
+        member: which of the group's block tables counts.
+        start: of the part's bytes in each chunk.
+    """
+
+    view: torch.Tensor
+    member: int
+    start: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of this part in one chunk."""
+        return self.view[0, 0].numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One group on one rank.
+
+    Args:
+        num_shards: of this rank.
+        chunk_bytes: of one shard.
+    """
+
+    parts: tuple[Part, ...]
+    num_shards: int
+    chunk_bytes: int
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return self.num_shards * self.chunk_bytes
+
+
+def make_layout(
+    kv_caches: Mapping[str, torch.Tensor], layer_names: Sequence[Sequence[str]], num_blocks: int, num_shards: int
+) -> Layout:
+    """The layout of one group.
 
     Args:
         kv_caches: as vLLM registers them: layer -> [B * r, H, N / r, C], r kernel blocks in a block.
-        layer_names: of the group, in the namespace's order.
+        layer_names: of each member of the group, in the order of the namespace.
         num_blocks: B.
-        num_shards: of this rank; divides H.
-
-    Returns:
-        uint8 views [B, S, L, H / S, r, N / r, C bytes]: one with all layers where they lie evenly spaced, else one with
-        L = 1 for each layer.
+        num_shards: of this rank; divides every H.
 
     Raises:
         ValueError: a layer is missing, or cut in a way the pool does not know.
     """
-    layers = []
-    for name in layer_names:
-        if name not in kv_caches:
-            raise ValueError(f"vLLM registered no KV cache for layer {name!r}")
-        layers.append(_by_block(name, kv_caches[name], num_blocks, num_shards))
-    first = layers[0]
-    starts = [layer.data_ptr() for layer in layers]
-    steps = {b - a for a, b in itertools.pairwise(starts)}
-    alike = all(layer.shape == first.shape and layer.stride() == first.stride() for layer in layers)
-    same_storage = len({layer.untyped_storage().data_ptr() for layer in layers}) == 1
-    if not (alike and same_storage and len(steps) <= 1 and all(step > 0 for step in steps)):
-        return [layer.unsqueeze(2) for layer in layers]
-    step = steps.pop() if steps else 0
-    shape, strides = list(first.shape), list(first.stride())
-    shape.insert(2, len(layers))
-    strides.insert(2, step)
-    return [first.as_strided(shape, strides)]
+    parts: list[Part] = []
+    at = 0
+    for member, names in enumerate(layer_names):
+        layers = []
+        for name in names:
+            if name not in kv_caches:
+                raise ValueError(f"layer {name!r} has no KV cache; vLLM registered {sorted(kv_caches)}")
+            layers.append(_by_block(name, kv_caches[name], num_blocks, num_shards))
+        for view in _join(layers):
+            parts.append(Part(view, member, at))
+            at += parts[-1].chunk_bytes
+    return Layout(tuple(parts), num_shards, at)
+
+
+def _join(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views [B, S, H / S, ...] of layers -> views [B, S, L, H / S, ...]: neighbours that lie evenly spaced as one."""
+    joined: list[torch.Tensor] = []
+    for _, alike in itertools.groupby(layers, key=_shape):
+        run = list(alike)
+        steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(run)}
+        if len(steps) > 1 or any(step <= 0 for step in steps):
+            joined += [layer.unsqueeze(2) for layer in run]
+            continue
+        first = run[0]
+        shape, strides = list(first.shape), list(first.stride())
+        shape.insert(2, len(run))
+        strides.insert(2, steps.pop() if steps else 0)
+        joined.append(first.as_strided(shape, strides))
+    return joined
+
+
+def _shape(layer: torch.Tensor) -> tuple[object, ...]:
+    return layer.shape, layer.stride(), layer.untyped_storage().data_ptr()
 
 
 def _by_block(name: str, cache: torch.Tensor, num_blocks: int, num_shards: int) -> torch.Tensor:

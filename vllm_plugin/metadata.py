@@ -5,11 +5,53 @@ Jobs have ids of their own: a preempted or repeated request comes back under the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
+
+
+@dataclass(slots=True)
+class GroupBlocks:
+    """Blocks of one group, in the pool and in the engine.
+
+    Args:
+        group_idx: of the pool's group.
+        runs: their names; each run is one stretch of a prefix.
+        block_ids: where they lie in the engine: a row for each of the group's block tables, in the order of the runs.
+        firsts: index of each run's first block in its prefix.
+    """
+
+    group_idx: int
+    runs: list[BlockRun]
+    block_ids: list[list[int]]
+    firsts: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.block_ids[0])
+
+    def pieces(self, max_blocks: int) -> Iterator[tuple[int, list[BlockRun]]]:
+        """Parts of at most `max_blocks` blocks, each with its first block's position."""
+        start, room, part = 0, max_blocks, list[BlockRun]()
+        for run in self.runs:
+            at = 0
+            while at < len(run):
+                count = min(room, len(run) - at)
+                parent = run.block_hashes[at - 1] if at else run.parent_hash
+                part.append(BlockRun(run.group_idx, run.block_hashes[at : at + count], parent))
+                at, room = at + count, room - count
+                if not room:
+                    yield start, part
+                    start, room, part = start + max_blocks, max_blocks, []
+        if part:
+            yield start, part
 
 
 @dataclass(slots=True)
@@ -17,14 +59,14 @@ class LoadJob:
     """Bring leased blocks into the engine.
 
     Args:
-        run: which blocks of the pool.
-        block_ids: where in the engine's KV cache each goes.
+        lease_ids: one for each pipeline stage.
+        weights_epoch: of the namespace that it is meant for.
     """
 
     request_id: str
-    lease_id: int
-    run: BlockRun
-    block_ids: list[int]
+    lease_ids: tuple[int, ...]
+    groups: list[GroupBlocks]
+    weights_epoch: str = ""
 
 
 @dataclass(slots=True)
@@ -32,27 +74,45 @@ class StoreJob:
     """Put blocks of the engine into the pool; they stay pinned until every rank has reported the job."""
 
     job_id: int
-    run: BlockRun
-    block_ids: list[int]
+    groups: list[GroupBlocks]
+    weights_epoch: str = ""
 
 
 @dataclass
 class ConnectorMetadata(KVConnectorMetadata):
-    """Scheduler to workers."""
+    """Scheduler to workers.
+
+    Args:
+        weights_epoch: of the namespace that the engine is in.
+    """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
+    weights_epoch: str = ""
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: how many ranks have ended each store job."""
+    """Workers to scheduler.
+
+    Args:
+        ended_stores: how many ranks have ended each store job.
+        failed_stores: jobs that some rank did not store.
+    """
 
     ended_stores: dict[int, int] = field(default_factory=dict)
+    failed_stores: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
         ended = dict(self.ended_stores)
         for job_id, ranks in other.ended_stores.items():
             ended[job_id] = ended.get(job_id, 0) + ranks
-        return WorkerMetadata(ended)
+        return WorkerMetadata(ended, self.failed_stores | other.failed_stores)
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once, where the scheduler cannot know the worker's namespace by itself."""
+
+    spec: NamespaceSpec

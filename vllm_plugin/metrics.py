@@ -23,6 +23,13 @@ COUNTERS = {
     "store_skipped_blocks": "Blocks that a store found in the pool already.",
     "store_failures": "Store jobs that failed; their blocks are not in the pool.",
     "store_deferred": "Times a store waited because too many blocks were pinned.",
+    "loads_declined": "Hits that were computed because loading them would have taken longer.",
+    "saved_seconds": "Estimated compute time of loaded hits, less what their loads took, where that is positive.",
+    "lost_seconds": "The same where it is negative: loads that were slower than computing, probes among them.",
+    "breaker_opened": "Times the scheduler or a rank stopped using the pool because its calls failed.",
+}
+GAUGES = {
+    "breaker_open": "1 while the scheduler or a rank goes without the pool, also at the start; as of the last step.",
 }
 HISTOGRAMS = {
     "lookup_seconds": "From sending a lookup to its answer.",
@@ -34,7 +41,10 @@ _BUCKETS = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5
 
 @dataclass
 class KVPoolStats(KVConnectorStats):
-    """Counters and observations of one interval: `data` maps a counter to its sum, a histogram to its values."""
+    """One interval: `data` maps a counter to its sum, a gauge to its highest, a histogram to its values.
+
+    vLLM aggregates over ranks and over time with the same call: a gauge must make sense with both, hence the highest.
+    """
 
     def reset(self) -> None:
         self.data.clear()
@@ -44,7 +54,12 @@ class KVPoolStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
-            self.data[name] = self.data[name] + value if name in self.data else value
+            if name not in self.data:
+                self.data[name] = value
+            elif name in GAUGES:
+                self.data[name] = max(self.data[name], value)
+            else:
+                self.data[name] = self.data[name] + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -53,7 +68,7 @@ class KVPoolStats(KVConnectorStats):
             if name in HISTOGRAMS:
                 reduced[f"{name}_mean"] = round(sum(value) / len(value), 6)
             else:
-                reduced[name] = value
+                reduced[name] = round(value, 6)
         return reduced
 
 
@@ -63,8 +78,9 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {}
+        self._gauges: dict[str, int] = {}
 
-    def add(self, name: str, count: int = 1) -> None:
+    def add(self, name: str, count: float = 1) -> None:
         assert name in COUNTERS, name
         if count:
             with self._lock:
@@ -75,9 +91,19 @@ class Recorder:
         with self._lock:
             self._data.setdefault(name, []).append(seconds)
 
+    def set(self, name: str, value: int) -> None:
+        """Of a gauge. It is handed over again and again while it is not 0, and once when it is 0 again.
+
+        Otherwise a rank that says 0 would speak for one that said 1 earlier and still means it.
+        """
+        assert name in GAUGES, name
+        with self._lock:
+            self._gauges[name] = value
+
     def take(self) -> KVPoolStats | None:
         with self._lock:
-            data, self._data = self._data, {}
+            data, self._data = {**self._data, **self._gauges}, {}
+            self._gauges = {name: value for name, value in self._gauges.items() if value}
         return KVPoolStats(data) if data else None
 
 
@@ -90,6 +116,15 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames)
             for name, gloss in COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:kvpool_{name}",
+                documentation=gloss,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",  # Any API server may be the one that hears of a step.
+            )
+            for name, gloss in GAUGES.items()
+        }
         self._histograms = {
             name: self._histogram_cls(
                 name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames, buckets=_BUCKETS
@@ -97,7 +132,7 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             for name, gloss in HISTOGRAMS.items()
         }
         for labels in per_engine_labelvalues.values():
-            for metric in (*self._counters.values(), *self._histograms.values()):
+            for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -105,6 +140,8 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
         for name, value in (transfer_stats_data or {}).items():
             if name in self._counters:
                 self._counters[name].labels(*labels).inc(value)
+            elif name in self._gauges:
+                self._gauges[name].labels(*labels).set(value)
             elif name in self._histograms:
                 for seconds in value:
                     self._histograms[name].labels(*labels).observe(seconds)

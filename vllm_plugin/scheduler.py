@@ -2,244 +2,367 @@
 
 One thread calls it, the scheduler's; it never waits longer than `MAX_LOOKUP_WAIT_MS` a step. The file stands in the
 order of a request's way: lookup, load, store, end.
-
-A request's first answer is "ask again" while its lookup is under way. Its answer may be thrown away or cut by the
-scheduler, so asking again costs nothing and changes nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from dataclasses import dataclass
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvpool.client import PendingLookup
-from kvpool.errors import KVPoolError, UnavailableError
-from kvpool.types import BlockRun
-from vllm_plugin.config import MAX_LOOKUP_WAIT_MS, ConnectorConfig
+from kvpool.errors import ConfigError
+from kvpool.namespace import NamespaceSpec
+from vllm_plugin.boundary import Reach
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.events import Events
+from vllm_plugin.groups import alignment_tokens, hash_tokens, make_groups
 from vllm_plugin.identity import namespace_spec
-from vllm_plugin.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerMetadata
+from vllm_plugin.known import Known
+from vllm_plugin.loads import Loads
+from vllm_plugin.lookups import Lookups, Sought, block_run
+from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
+from vllm_plugin.pins import Pins
+from vllm_plugin.retention import Retention
 from vllm_plugin.session import Session
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvpool.scheduler")
 
-RESET_TIMEOUT_MS = 5_000
-
 
 @dataclass(slots=True)
-class Sought:
-    """A request's lookup.
+class Tracked:
+    """A request that has blocks.
 
     Args:
-        first: block the lookup began with.
-        asked: block from which the engine last asked: its own cache covers what is before.
-        pending: the call; None once answered.
-        end: blocks [first, end) are in the pool, under the lease.
-        good_until: by when a load must have begun.
+        stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
+        junction: see `Retention`.
     """
 
-    first: int
-    asked: int
-    sent_at: float
-    pending: PendingLookup | None
-    end: int = 0
-    lease_id: int = 0
-    good_until: float = 0.0
+    request: Request
+    stored: list[int]
+    junction: int = 0
 
 
 class KVPoolScheduler:
     """One engine."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig):
-        transfer = vllm_config.kv_transfer_config
-        spec = namespace_spec(vllm_config, kv_cache_config, config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._config = config
-        self._loads = transfer.is_kv_consumer
-        self._stores = transfer.is_kv_producer
-        self._block_tokens = spec.groups[0].block_tokens
-        self._world_size = vllm_config.parallel_config.world_size
-        self._max_pinned = int(kv_cache_config.num_blocks * config.max_pinned_fraction)
+        self._reads = transfer.is_kv_consumer
+        self._writes = transfer.is_kv_producer
+        self._num_stages = parallel.pipeline_parallel_size
+        self._groups = make_groups(vllm_config, kv_cache_config)
+        self._alignment = alignment_tokens(kv_cache_config)
+        self._hash_tokens = hash_tokens(vllm_config, kv_cache_config)
+        self._interval = -(-config.window_interval_tokens // self._alignment) * self._alignment
         self._recorder = Recorder()
-        self._session = Session(config.client_config(), spec, "scheduler")
-        self._block_pool: BlockPool | None = None
-        self._sought: dict[str, Sought] = {}
-        self._waited_s = 0.0
-        self._requests: dict[str, Request] = {}
+        self._sessions: list[Session] = []  # One a stage; empty until the stages' namespaces are known.
+        self._specs: list[NamespaceSpec] = []
+        self._weights_epoch = config.weights_epoch
+        rules = [group.rule for group in self._groups]
+        events = vllm_config.kv_events_config
+        self._events = Events(self._groups, enabled=events is not None and events.enable_kv_cache_events)
+        self._known = Known()
+        self._boot_token = 0
+        self._loads = Loads(
+            self._groups, self._specs, vllm_config, kv_cache_config, config.decline_slow_loads, self._recorder
+        )
+        self._lookups = Lookups(
+            rules,
+            self._alignment,
+            self._hash_tokens,
+            self._sessions,
+            self._config,
+            self._recorder,
+            (self._events.looked_up, self._known.looked_up),
+            self._loads.verdict,
+        )
+        if self._num_stages == 1:
+            self._open([namespace_spec(vllm_config, kv_cache_config, config)])
+        self._pins = Pins(parallel.world_size, int(kv_cache_config.num_blocks * config.max_pinned_fraction))
+        self._tracked: dict[str, Tracked] = {}
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
-        self._leases: dict[str, int] = {}
-        # Blocks [0, n) of a request are in the pool, or on their way there.
-        self._stored: dict[str, int] = {}
+        self._stale = False  # Blocks of the engine are from before a reset.
+        self._failed_stores: set[int] = set()  # Of jobs that some rank has yet to report.
         self._job_ids = itertools.count(1)
-        # Store job -> its blocks, and the ranks that have yet to report it.
-        self._pinned: dict[int, tuple[list[int], int]] = {}
-        self._num_pinned = 0
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        self._block_pool = block_pool
+        self._pins.bind(block_pool)
+
+    def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
+        """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out.
+
+        Raises:
+            ConfigError: two ranks of a stage disagree, or a stage is missing.
+        """
+        specs = {ranks: each.spec for ranks, each in metadata.items() if isinstance(each, Handshake)}
+        if not specs:
+            if metadata and self._num_stages > 1:
+                logger.error("kvpool is off: another connector's handshake has taken the place of ours")
+            return
+        stages: list[NamespaceSpec] = []
+        for stage in range(self._num_stages):
+            of_stage = {spec.fingerprint(): spec for (at, _), spec in specs.items() if at == stage}
+            if len(of_stage) != 1:
+                raise ConfigError(
+                    f"the ranks of pipeline stage {stage} name {len(of_stage)} different namespaces; give every rank "
+                    "the same model files and environment"
+                )
+            stages += of_stage.values()
+        # Of several kvpools under a MultiConnector, each is told what the first one's workers say.
+        own = self._config
+        self._open(
+            [replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self._weights_epoch) for spec in stages]
+        )
+
+    def _open(self, specs: Sequence[NamespaceSpec]) -> None:
+        for session in self._sessions:
+            session.close()
+        names = ["scheduler"] if len(specs) == 1 else [f"scheduler, stage {stage}" for stage in range(len(specs))]
+        self._specs[:] = specs
+        self._sessions[:] = [
+            Session(self._config.client_config(), spec, name, self._recorder)
+            for spec, name in zip(specs, names, strict=True)
+        ]
 
     # Lookup
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
-        if not self._loads or request.request_id in self._failed or request.skip_reading_prefix_cache:
+        if not self._reads or self._stale:
             return 0, False
-        first = num_computed_tokens // self._block_tokens
-        # The last token is always computed: its logits are what the request is waiting for.
-        stop = min(len(request.block_hashes), (request.num_tokens - 1) // self._block_tokens)
-        if stop <= first:
+        if request.request_id in self._failed or request.skip_reading_prefix_cache:
             return 0, False
-        sought = self._sought.get(request.request_id)
-        if sought is None or sought.first > first or (sought.pending is None and self._is_old(sought)):
-            self._forget(request.request_id)
-            sought = self._send(request, first, stop)
-            if sought is None:
-                return 0, False
-        if sought.pending is not None and not self._receive(sought):
+        if num_computed_tokens % self._alignment:
+            return 0, False  # Inside a block, which the engine is about to copy.
+        boundary = self._lookups.boundary(request, num_computed_tokens)
+        if boundary is None:
             return None, False
-        sought.asked = first
-        matched = max(0, sought.end - first) * self._block_tokens
+        matched = boundary - num_computed_tokens
+        if not matched:
+            self._loads.leave_line(request.request_id)
+        elif not self._loads.has_room(request):
+            return None, False
         return matched, matched > 0
-
-    def _send(self, request: Request, first: int, stop: int) -> Sought | None:
-        namespace = self._session.namespace
-        if namespace is None:
-            return None
-        hashes = request.block_hashes
-        run = BlockRun(0, hashes[first:stop], hashes[first - 1] if first else b"")
-        sent_at = time.monotonic()
-        try:
-            pending = self._session.client.lookup_async(namespace, [run])
-        except UnavailableError:
-            return None  # The connection is being closed.
-        sought = self._sought[request.request_id] = Sought(first, first, sent_at, pending)
-        return sought
-
-    def _receive(self, sought: Sought) -> bool:
-        """Takes the answer if it is there, or comes within what this step may still wait."""
-        assert sought.pending is not None
-        started = time.monotonic()
-        budget_s = max(0.0, MAX_LOOKUP_WAIT_MS / 1000 - self._waited_s)
-        try:
-            found = sought.pending.result(budget_s)
-        except KVPoolError as error:
-            self._session.report(error)
-            self._recorder.add("lookup_failures")
-            sought.pending = None
-            sought.end = sought.first
-            sought.good_until = math.inf  # One budget of waiting a request, not one a try.
-            return True
-        finally:
-            self._waited_s += time.monotonic() - started
-        if found is None:
-            return False
-        sought.pending = None
-        # Without a lease nothing keeps the blocks there.
-        sought.end = sought.first + (found.hits[0].num_leading if found.lease_id else 0)
-        sought.lease_id = found.lease_id
-        ttl_ms = found.lease_ttl_ms or self._config.load_timeout_ms
-        sought.good_until = sought.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
-        self._session.report(None)
-        self._recorder.add("lookups")
-        self._recorder.observe("lookup_seconds", time.monotonic() - sought.sent_at)
-        return True
-
-    @staticmethod
-    def _is_old(sought: Sought) -> bool:
-        return time.monotonic() > sought.good_until
 
     # Load
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The scheduler has taken the answer, or a part of it, or none of it."""
         request_id = request.request_id
-        self._requests[request_id] = request
+        tracked = self._tracked.setdefault(request_id, Tracked(request, [0] * len(self._groups)))
+        sought = self._lookups.take(request_id)
+        self._loads.leave_line(request_id)
+        if sought is not None:
+            tracked.junction = self._lookups.junction(sought)
         if num_external_tokens == 0:
-            self._forget(request_id)
+            if sought is not None:
+                self._lookups.let_go(sought)
             return
-        sought = self._sought.pop(request_id)
-        first = sought.asked
-        stop = min(sought.end, first + -(-num_external_tokens // self._block_tokens))
-        hashes = request.block_hashes
-        run = BlockRun(0, hashes[first:stop], hashes[first - 1] if first else b"")
-        self._new_loads.append(LoadJob(request_id, sought.lease_id, run, blocks.get_block_ids()[0][first:stop]))
-        self._leases[request_id] = sought.lease_id
+        assert sought is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, which has no lookup"
+        stop_tokens = sought.asked + num_external_tokens
+        parts = self._load_parts(request, sought, blocks.get_block_ids(), stop_tokens)
+        if parts is None:
+            # Taken in part, at a boundary that cannot be resumed: without leases the load fails, and all is computed.
+            self._lookups.release(sought.lease_ids)
+            sought.lease_ids, parts = (0,) * self._num_stages, []
+        job = LoadJob(request_id, sought.lease_ids, parts, self._weights_epoch)
+        self._new_loads.append(job)
+        is_probe = sought.verdict is not None and sought.verdict.is_probe
+        self._loads.begin(request, job, sought.asked, stop_tokens, is_probe)
         self._recorder.add("hit_tokens", num_external_tokens)
-        if self._stored.get(request_id, 0) >= first:
-            self._stored[request_id] = max(stop, self._stored.get(request_id, 0))
+        for idx, group in enumerate(self._groups):
+            first, stop = sought.asked // group.rule.block_tokens, stop_tokens // group.rule.block_tokens
+            if tracked.stored[idx] >= first:
+                tracked.stored[idx] = max(stop, tracked.stored[idx])
+
+    def _load_parts(
+        self, request: Request, sought: Sought, tables: Sequence[Sequence[int]], stop_tokens: int
+    ) -> list[GroupBlocks] | None:
+        """What the engine has made room for beyond its own blocks; None if the pool lacks some of it."""
+        parts = []
+        for idx, group in enumerate(self._groups):
+            rule = group.rule
+            start, stop = sought.asked // rule.block_tokens, -(-stop_tokens // rule.block_tokens)
+            rows = [list(tables[member][start:stop]) for member in group.members]
+            # What lies before a window has the null block, which is nobody's memory.
+            first = next((nth for nth, ids in enumerate(zip(*rows, strict=True)) if all(ids)), stop - start)
+            rows = [row[first:] for row in rows]
+            if not all(all(row) for row in rows) or not sought.found[idx].has(start + first, stop):
+                return None
+            if rows[0]:
+                run = block_run(request, idx, rule, self._hash_tokens, start + first, stop)
+                parts.append(GroupBlocks(idx, [run], rows, [start + first]))
+        return parts
 
     # Store
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
-        self._waited_s = 0.0
+        self._lookups.new_step()
+        self._note_step(output)
         loads, self._new_loads = self._new_loads, []
         stores = []
-        if self._stores and self._session.namespace is not None:
-            for request_id, num_tokens in output.num_scheduled_tokens.items():
-                job = self._store_job(request_id, num_tokens, output)
+        if self._writes and self._sessions and not self._stale and all(session.namespace for session in self._sessions):
+            state = output.kv_connector_block_state
+            assert state is not None, "vLLM tells a connector where blocks are"
+            for request_id in {**output.num_scheduled_tokens, **state.boundary_state_offloads}:
+                job = self._store_job(request_id, output.num_scheduled_tokens.get(request_id, 0), state)
                 if job is not None:
                     stores.append(job)
-        return ConnectorMetadata(loads, stores)
+        return ConnectorMetadata(loads, stores, self._weights_epoch)
 
-    def _store_job(self, request_id: str, num_tokens: int, output: SchedulerOutput) -> StoreJob | None:
-        request = self._requests.get(request_id)
-        state = output.kv_connector_block_state
-        if request is None or state is None:
+    def _note_step(self, output: SchedulerOutput) -> None:
+        prefill = 0
+        for request_id, count in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.request.num_computed_tokens < tracked.request.num_prompt_tokens:
+                prefill += count
+        self._loads.economy.step_began(prefill, output.total_num_scheduled_tokens - prefill)
+
+    def _store_job(self, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> StoreJob | None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
             return None
+        request = tracked.request
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
         # a rejected draft token nor the last sampled one is ever stored.
         written = request.num_computed_tokens + num_tokens
         if not self._config.store_decoded:
             written = min(written, request.num_prompt_tokens)
-        first = self._stored.get(request_id, 0)
-        stop = min(written // self._block_tokens, len(request.block_hashes))
-        if stop <= first:
-            return None
+        written = min(written, len(request.block_hashes) * self._hash_tokens)
+        offers = state.boundary_state_offloads.get(request_id, ())
+        if not offers and all(
+            written // group.rule.block_tokens <= stored
+            for group, stored in zip(self._groups, tracked.stored, strict=True)
+            if group.rule.reach is not Reach.STATE
+        ):
+            return None  # Most steps of most requests: looking at the block tables would cost more than all the rest.
         tables = state.get_block_ids(request_id)
         if tables is None:
             return None
-        block_ids = tables[0][first:stop]  # An abort can leave more hashes than blocks.
-        if not block_ids:
+        room = self._pins.room
+        groups: list[GroupBlocks] = []
+        for idx, group in enumerate(self._groups):
+            if group.rule.reach is Reach.STATE:
+                part = self._states(request, idx, offers, written, room)
+            else:
+                part = self._blocks(tracked, idx, tables, written, room)
+            if part is not None:
+                groups.append(part)
+                room -= len(part) * len(group.members)
+        if not groups:
             return None
-        room = self._max_pinned - self._num_pinned
-        if len(block_ids) > room:
-            # What fits is stored now: a prompt longer than all that may be pinned would never be stored as a whole.
-            self._recorder.add("store_deferred")
-            block_ids = block_ids[:room]
-            if not block_ids:
-                return None
-        hashes = request.block_hashes
-        run = BlockRun(0, hashes[first : first + len(block_ids)], hashes[first - 1] if first else b"")
-        self._stored[request_id] = first + len(block_ids)
-        job = StoreJob(next(self._job_ids), run, block_ids)
-        self._pin(job)
+        job = StoreJob(next(self._job_ids), groups, self._weights_epoch)
+        named = [each for part in groups for each in zip(part.runs, part.firsts, strict=True)]
+        self._events.storing(job.job_id, request, named)
+        self._known.storing(job)
+        self._pins.pin(job.job_id, [block_id for part in groups for row in part.block_ids for block_id in row])
         return job
 
-    def _pin(self, job: StoreJob) -> None:
-        # A request that is preempted or finished frees its blocks without asking; a reference keeps them from reuse.
-        assert self._block_pool is not None
-        self._block_pool.touch([self._block_pool.blocks[block_id] for block_id in job.block_ids])
-        self._pinned[job.job_id] = (job.block_ids, self._world_size)
-        self._num_pinned += len(job.block_ids)
+    def _blocks(
+        self,
+        tracked: Tracked,
+        idx: int,
+        tables: Sequence[Sequence[int]],
+        written: int,
+        room: int,
+    ) -> GroupBlocks | None:
+        """Blocks of attention that this step completes, or that were found complete, and that are worth storing."""
+        group, request, start = self._groups[idx], tracked.request, tracked.stored[idx]
+        rows = [tables[member] for member in group.members]
+        # An abort can leave more hashes than blocks.
+        stop = min(written // group.rule.block_tokens, *map(len, rows))
+        if start < request.num_computed_tokens // group.rule.block_tokens <= stop:
+            # The engine had these itself. Where the pool has their last one, it was seen with all before it.
+            own = request.num_computed_tokens // group.rule.block_tokens
+            last = block_run(request, idx, group.rule, self._hash_tokens, own - 1, own).block_hashes[0]
+            if self._known.has(last, idx):
+                start = tracked.stored[idx] = own
+        if stop <= start:
+            return None
+        if room < len(rows):
+            self._recorder.add("store_deferred")
+            return None
+        if group.rule.reach is Reach.ALL and stop - start > room // len(rows):
+            # What fits is stored now: a prompt longer than all that may be pinned would never be stored as a whole.
+            self._recorder.add("store_deferred")
+            stop = start + room // len(rows)
+        retention = Retention(request.num_prompt_tokens, self._alignment, self._interval, tracked.junction)
+        wanted = [nth for nth in retention.blocks(group.rule, start, stop) if all(row[nth] for row in rows)]
+        tracked.stored[idx] = stop
+        if len(wanted) * len(rows) > room:
+            self._recorder.add("store_deferred")
+            fitting = room // len(rows)
+            tracked.stored[idx] = wanted[fitting]
+            wanted = wanted[:fitting]
+        if not wanted:
+            return None
+        return self._named(request, idx, wanted, [[row[nth] for nth in wanted] for row in rows])
+
+    def _states(
+        self,
+        request: Request,
+        idx: int,
+        offers: Sequence[tuple[int, int, int]],
+        written: int,
+        room: int,
+    ) -> GroupBlocks | None:
+        """States that the engine hands over, with the boundary each belongs to: its block table does not tell."""
+        group = self._groups[idx]
+        at: dict[int, dict[int, int]] = {}
+        for member, block_id, boundary in offers:
+            if member in group.members and boundary <= written and boundary % group.rule.block_tokens == 0:
+                at.setdefault(boundary, {})[member] = block_id
+        whole = sorted(boundary for boundary, blocks in at.items() if len(blocks) == len(group.members))
+        whole = whole[: room // len(group.members)]
+        if not whole:
+            return None
+        wanted = [boundary // group.rule.block_tokens - 1 for boundary in whole]
+        block_ids = [[at[boundary][member] for boundary in whole] for member in group.members]
+        return self._named(request, idx, wanted, block_ids)
+
+    def _named(self, request: Request, idx: int, wanted: Sequence[int], block_ids: list[list[int]]) -> GroupBlocks:
+        """Blocks of a request with their names, by stretches without a gap."""
+        runs, firsts = [], []
+        for _, stretch in itertools.groupby(enumerate(wanted), key=lambda pair: pair[1] - pair[0]):
+            blocks = [block for _, block in stretch]
+            rule = self._groups[idx].rule
+            runs.append(block_run(request, idx, rule, self._hash_tokens, blocks[0], blocks[-1] + 1))
+            firsts.append(blocks[0])
+        return GroupBlocks(idx, runs, block_ids, firsts)
 
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""
-        return bool(self._pinned)
+        return len(self._pins) > 0
+
+    def held(self) -> dict[str, int]:
+        """What is kept for requests, by name; nothing is left once all have ended."""
+        return {
+            "jobs": len(self._pins),
+            "pinned blocks": self._pins.num_blocks,
+            "lookups": len(self._lookups),
+            "loads": len(self._loads),
+            "requests": len(self._tracked),
+            "failed requests": len(self._failed),
+            "new loads": len(self._new_loads),
+        }
 
     # End
 
@@ -248,75 +371,74 @@ class KVPoolScheduler:
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             for job_id, ranks in metadata.ended_stores.items():
-                self._unpin(job_id, ranks)
+                self._failed_stores |= metadata.failed_stores & {job_id}
+                if self._pins.report(job_id, ranks):
+                    stored = job_id not in self._failed_stores
+                    self._events.ended(job_id, stored)
+                    self._known.ended(job_id, stored)
+                    self._failed_stores.discard(job_id)
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.
             self._failed.add(request_id)
-            self._stored[request_id] = 0
+            if request_id in self._tracked:
+                self._tracked[request_id].stored = [0] * len(self._groups)
         for request_id in output.finished_recving or ():
-            self._session.client.release_quietly(self._leases.pop(request_id, 0))
-            if request_id not in self._requests:
+            succeeded = request_id not in output.failed_recving
+            job = self._loads.ended(request_id, succeeded)
+            if job is not None:
+                self._lookups.release(job.lease_ids)
+                if not succeeded:
+                    self._events.all_missing_of(job)
+                    self._known.lost(job)
+            if request_id not in self._tracked:
                 self._failed.discard(request_id)
-                self._stored.pop(request_id, None)
-
-    def _unpin(self, job_id: int, ranks: int) -> None:
-        block_ids, remaining = self._pinned[job_id]
-        remaining -= ranks
-        assert remaining >= 0, f"store job {job_id} was reported by too many ranks"
-        if remaining:
-            self._pinned[job_id] = (block_ids, remaining)
-            return
-        del self._pinned[job_id]
-        self._num_pinned -= len(block_ids)
-        assert self._block_pool is not None
-        # The deepest block first: it is the one to be reused first.
-        self._block_pool.free_blocks(self._block_pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def request_finished(self, request: Request) -> None:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
-        request_id = request.request_id
-        self._forget(request_id)
-        self._requests.pop(request_id, None)
-        self._failed.discard(request_id)
-        self._stored.pop(request_id, None)
+        self._lookups.forget(request.request_id)
+        self._loads.leave_line(request.request_id)
+        self._tracked.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
 
     def reset(self) -> bool:
-        """Drops this namespace's blocks from the pool; False if the pool could not be told."""
-        for request_id in list(self._sought):
-            self._forget(request_id)
-        self._stored.clear()
-        namespace = self._session.namespace
-        if namespace is None:
-            return False
-        try:
-            self._session.client.clear(namespace.fingerprint, timeout_ms=RESET_TIMEOUT_MS)
-        except KVPoolError as error:
-            self._session.report(error)
-            logger.warning("kvpool: the pool was not cleared: %s", error)
-            return False
-        return True
+        """Reads no block stored before, from now on; see `on_reset`.
+
+        Nobody else's blocks are harmed: the engine leaves for a namespace of its own. What is in the old one is correct
+        for whoever has the old weights.
+        """
+        if self._config.on_reset == "keep":
+            return True
+        self._weights_epoch = f"{self._config.weights_epoch}#{uuid.uuid4().hex}"
+        self._lookups.forget_all()
+        self._events.all_missing()
+        self._known.forget_all()
+        for tracked in self._tracked.values():
+            tracked.stored = [0] * len(self._groups)
+        self._specs[:] = [replace(spec, weights_epoch=self._weights_epoch) for spec in self._specs]
+        for session, spec in zip(self._sessions, self._specs, strict=True):
+            session.move(spec)
+        # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
+        self._stale = not self._pins.nothing_in_use()
+        if self._stale:
+            logger.warning("kvpool: the engine was reset while blocks were in use; nothing is shared until it is again")
+        else:
+            logger.info("kvpool: the engine was reset: it reads no block stored before, and its new ones are its own")
+        return not self._stale
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call."""
+        namespace = self._sessions[0].namespace if self._sessions else None
+        if namespace is not None and namespace.boot_token != self._boot_token:
+            self._boot_token = namespace.boot_token
+            self._events.all_missing()  # A pool that has restarted holds nothing.
+        return self._events.take()
 
     def stats(self) -> KVPoolStats | None:
+        """What was counted since the last call. vLLM asks once for each step that has ended."""
+        self._loads.economy.step_ended()
         return self._recorder.take()
 
     def shutdown(self) -> None:
-        """Ends the connection; what is leased ends by itself. Idempotent."""
-        self._session.close()
-
-    def _forget(self, request_id: str) -> None:
-        sought = self._sought.pop(request_id, None)
-        if sought is None:
-            return
-        if sought.pending is None:
-            self._session.client.release_quietly(sought.lease_id)
-        else:
-            # The answer may bring a lease that nobody wants any more.
-            sought.pending.on_done(self._release_late)
-
-    def _release_late(self, pending: PendingLookup) -> None:
-        try:
-            found = pending.result(0)
-        except KVPoolError:
-            return
-        if found is not None:
-            self._session.client.release_quietly(found.lease_id)
+        """Ends the connections; what is leased ends by itself. Idempotent."""
+        for session in self._sessions:
+            session.close()

@@ -1,8 +1,11 @@
 """The connection of one process to its pool: opened in the background, lost without harm, found again by itself.
 
-Nobody waits for it: `namespace` is None while the pool is away, and every path treats that as a miss.
+Nobody waits for it: `namespace` is None while the pool is away, and every path treats that as a miss. When that is so
+is the breaker's decision (`breaker.py`); this module makes its probes, in a thread of its own, and counts.
 
-States: down -> (background: open_namespace) -> up -> (an error that means it is gone, or three timeouts) -> down.
+A probe opens the namespace and then wants `PROBE_PINGS` pings answered, each within the budget of a lookup: a pool
+that is slower than a lookup may be is of no use to one. So a request pays for a pool that has stopped answering with
+one lookup's budget at most, and once `FAILURES_TO_OPEN` of them have, nobody pays anything.
 """
 
 from __future__ import annotations
@@ -13,70 +16,84 @@ from vllm.logger import init_logger
 
 from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig
-from kvpool.errors import (
-    KVPoolError,
-    PoolTimeoutError,
-    UnavailableError,
-    UnknownNamespaceError,
-)
-from kvpool.namespace import NamespaceSpec
+from kvpool.errors import KVPoolError
+from kvpool.namespace import Difference, NamespaceSpec, differences
+from vllm_plugin.breaker import Breaker, State
+from vllm_plugin.metrics import Recorder
 
 logger = init_logger("vllm.kvpool.session")
 
-FIRST_RETRY_S = 0.25
-LAST_RETRY_S = 5.0
 OPEN_TIMEOUT_MS = 2_000
-TIMEOUTS_TO_DOWN = 3
+PROBE_PINGS = 3
 PING_EVERY_S = 2.0
+MAX_WORDS = 200
+"""Characters of what the log says of one difference between namespaces."""
 
 
 class Session:
     """Thread-safe.
 
     Args:
+        config: `timeout_ms` is the budget of a lookup.
         name: for logs and the thread's name: "scheduler" or "worker 0".
+        recorder: gets `breaker_opened` and `breaker_open`.
     """
 
-    def __init__(self, config: ClientConfig, spec: NamespaceSpec, name: str):
+    def __init__(self, config: ClientConfig, spec: NamespaceSpec, name: str, recorder: Recorder | None = None):
         self.client = Client(config)
         self._spec = spec
         self._name = name
+        self._recorder = recorder or Recorder()
+        self._breaker = Breaker()
         self._namespace: Namespace | None = None
-        self._timeouts = 0
         self._said = ""  # The same trouble is worth one line of log.
+        self._explained = ""
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         self._closed = threading.Event()
         self._wanted.set()
+        self._recorder.set("breaker_open", 1)
         self._thread = threading.Thread(target=self._keep_open, name=f"kvpool-session-{name}", daemon=True)
         self._thread.start()
 
     @property
     def namespace(self) -> Namespace | None:
-        """The open namespace; None while the pool is away."""
+        """The open namespace; None while the pool is away, that is while the breaker is not closed."""
         return self._namespace
 
-    def report(self, error: KVPoolError | None) -> None:
-        """Says how a call ended; decides whether the pool is still there."""
+    @property
+    def state(self) -> State:
+        """The breaker's."""
+        return self._breaker.state
+
+    def report(self, error: KVPoolError | None, call: str = "") -> None:
+        """Says how a call ended; decides whether the pool is still worth calling.
+
+        Args:
+            error: None if it ended well.
+            call: "lookup", "load", "store" or "ping". Failures in a row are counted for each by itself.
+        """
         with self._lock:
             if error is None:
-                self._timeouts = 0
+                self._breaker.succeeded(call)
                 return
-            if isinstance(error, PoolTimeoutError):
-                self._timeouts += 1
-                if self._timeouts < TIMEOUTS_TO_DOWN:
-                    return
-            elif not isinstance(error, UnavailableError | UnknownNamespaceError):
-                return
-            if self._namespace is None:
+            if not self._breaker.failed(call, error):
                 return
             self._namespace = None
-            self._timeouts = 0
             self._said = str(error)
+            self._recorder.add("breaker_opened")
+            self._recorder.set("breaker_open", 1)
             self._wanted.set()
-        # A dead server's memory is not given back while anybody maps it, and its successor may need it.
-        self.client.detach()
         logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
+
+    def move(self, spec: NamespaceSpec) -> None:
+        """Leaves the namespace for another one, which is opened in the background."""
+        with self._lock:
+            self._spec = spec
+            self._namespace = None
+            self._breaker.renew()
+            self._recorder.set("breaker_open", 1)
+            self._wanted.set()
 
     def close(self) -> None:
         """Ends the thread and the connection. Idempotent."""
@@ -89,24 +106,17 @@ class Session:
             self._thread.join(timeout=OPEN_TIMEOUT_MS / 1000 + 1)
 
     def _keep_open(self) -> None:
-        retry_s = FIRST_RETRY_S
         while not self._closed.is_set():
-            if not self._wanted.wait(PING_EVERY_S):
-                self._ping()
+            with self._lock:
+                wait_s = self._breaker.wait_s()
+            if wait_s is None:
+                if not self._wanted.wait(PING_EVERY_S):
+                    self._ping()
                 continue
-            if self._closed.is_set():
-                return
-            try:
-                self._open()
-                retry_s = FIRST_RETRY_S
-            except Exception as error:  # Whatever it is: a thread that dies here would leave the engine without a pool.
-                if self._closed.is_set():
-                    return
-                if str(error) != self._said:
-                    self._said = str(error)
-                    logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
-                self._closed.wait(retry_s)
-                retry_s = min(2 * retry_s, LAST_RETRY_S)
+            # A dead server's memory is not given back while anybody maps it, and its successor may need it.
+            self.client.detach()
+            if not self._closed.wait(wait_s):
+                self._probe()
 
     def _ping(self) -> None:
         """Notices a server that went away, or came back as another, before a request does."""
@@ -116,21 +126,71 @@ class Session:
         try:
             self.client.check(namespace)
         except KVPoolError as error:
-            self.report(error)
+            self.report(error, "ping")
+        else:
+            self.report(None, "ping")
 
-    def _open(self) -> None:
-        namespace = self.client.open_namespace(self._spec, timeout_ms=OPEN_TIMEOUT_MS)
+    def _probe(self) -> None:
         with self._lock:
-            if self._closed.is_set():
-                return
+            self._breaker.probe_began()
+            spec = self._spec
+        try:
+            namespace = self.client.open_namespace(spec, timeout_ms=OPEN_TIMEOUT_MS)
+            for _ in range(PROBE_PINGS):
+                self.client.check(namespace)
+        except Exception as error:  # Whatever it is: a thread that dies here would leave the engine without a pool.
+            with self._lock:
+                if spec is self._spec:
+                    self._breaker.probe_ended(False)
+            if str(error) != self._said and not self._closed.is_set():
+                self._said = str(error)
+                logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
+            return
+        with self._lock:
+            if self._closed.is_set() or spec is not self._spec:
+                return  # Moved on meanwhile: another probe is due.
+            self._breaker.probe_ended(True)
             self._namespace = namespace
+            self._recorder.set("breaker_open", 0)
             self._wanted.clear()
         self._said = ""
         logger.info(
-            "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block",
+            "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block of all groups",
             self._name,
             self.client.config.endpoint,
             namespace.fingerprint.hex()[:12],
             namespace.transport.name,
-            namespace.spec.groups[0].slot_bytes,
+            sum(group.slot_bytes for group in namespace.spec.groups),
         )
+        self._explain(spec)
+
+    def _explain(self, spec: NamespaceSpec) -> None:
+        """Says why another engine's blocks of the same model are not read, where the pool has such."""
+        try:
+            others = [other for other, _, _ in self.client.namespaces()]
+        except KVPoolError:
+            return
+        akin = [
+            differences(spec, other)
+            for other in others
+            if other.model == spec.model and other.pipeline_stage == spec.pipeline_stage and other != spec
+        ]
+        if not akin:
+            return
+        closest = min(akin, key=len)
+        fields = "; ".join(map(_in_words, closest))
+        if fields != self._explained:
+            self._explained = fields
+            logger.info(
+                "%s: kvpool has another namespace of %s, of which nothing can be read here, because %s",
+                self._name,
+                spec.model,
+                fields,
+            )
+
+
+def _in_words(difference: Difference) -> str:
+    """Tenant and salt are nobody else's business, and formats of a hundred layers are nobody's reading."""
+    text = str(difference)
+    is_said = difference.field not in ("tenant", "salt") and len(text) <= MAX_WORDS
+    return text if is_said else f"{difference.field} differs"

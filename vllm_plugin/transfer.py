@@ -14,11 +14,18 @@ from typing import Any, Generic, TypeVar
 from vllm.logger import init_logger
 
 from kvpool.client import Namespace
-from kvpool.errors import KVPoolError, OutOfSpaceError, UnavailableError
+from kvpool.errors import (
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    OutOfSpaceError,
+    UnavailableError,
+)
 from kvpool.transport.base import Buffers
-from kvpool.types import BlockRun, PutStatus, ShardRange
+from kvpool.types import PutStatus
 from vllm_plugin.copy import Copier
-from vllm_plugin.metadata import LoadJob, StoreJob
+from vllm_plugin.groups import RankShards
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import Session
 
@@ -31,13 +38,26 @@ PUT_BYTES = 64 << 20
 
 
 class TransferThread(threading.Thread, Generic[Job]):
-    """One direction of one rank."""
+    """One direction of one rank.
 
-    def __init__(self, name: str, session: Session, copier: Copier, shards: ShardRange, recorder: Recorder):
+    Args:
+        mine: what this rank holds of each group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        copier: Copier,
+        mine: Sequence[RankShards],
+        stage: int,
+        recorder: Recorder,
+    ):
         super().__init__(name=name, daemon=True)
         self._session = session
         self._copier = copier
-        self._shards = shards
+        self._mine = mine
+        self._stage = stage
         self._recorder = recorder
         self._jobs: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -74,11 +94,13 @@ class TransferThread(threading.Thread, Generic[Job]):
     def _transfer(self, job: Job, mark: Any) -> bool:
         raise NotImplementedError
 
-    def _namespace(self) -> Namespace:
+    def _namespace(self, weights_epoch: str) -> Namespace:
         namespace = self._session.namespace
         if namespace is None:
             self._copier.adopt(None)
             raise UnavailableError("kvpool is away")
+        if namespace.spec.weights_epoch != weights_epoch:
+            raise InvalidRequestError("the engine has left the namespace that this transfer was meant for")
         self._copier.adopt(namespace.transport.memory)
         return namespace
 
@@ -89,30 +111,39 @@ class SendThread(TransferThread[StoreJob]):
     def _transfer(self, job: StoreJob, mark: Any) -> bool:
         started = time.perf_counter()
         try:
-            namespace = self._namespace()
-            for start, run in _cut(job.run, namespace, self._shards):
-                self._put(namespace, job, start, run, mark)
+            namespace = self._namespace(job.weights_epoch)
+            num_busy = sum(self._put(namespace, part, mark) for part in job.groups)
         except KVPoolError as error:
-            self._session.report(error)
+            self._session.report(error, "store")
             self._recorder.add("store_failures")
             if not isinstance(error, UnavailableError | OutOfSpaceError):
-                logger.warning("kvpool: %d blocks were not stored: %s", len(job.run), error)
+                logger.warning("kvpool: %d blocks were not stored: %s", sum(map(len, job.groups)), error)
             return False
-        self._session.report(None)
+        self._session.report(None, "store")
         self._recorder.observe("store_seconds", time.perf_counter() - started)
-        return True
+        return not num_busy
 
-    def _put(self, namespace: Namespace, job: StoreJob, start: int, run: BlockRun, mark: Any) -> None:
-        def fill(indices: Sequence[int], buffers: Buffers) -> None:
-            self._copier.gather(mark, [job.block_ids[start + idx] for idx in indices], buffers)
+    def _put(self, namespace: Namespace, part: GroupBlocks, mark: Any) -> int:
+        """Stores one group's blocks; returns how many another writer may or may not bring to an end."""
+        num_busy = 0
+        shards = self._mine[part.group_idx].shards
+        chunk_bytes = namespace.spec.groups[part.group_idx].chunk_bytes
+        max_blocks = max(1, min(PUT_BYTES // (shards.count * chunk_bytes), namespace.max_batch_blocks))
+        for start, runs in part.pieces(max_blocks):
 
-        result = self._session.client.put(
-            namespace, [run], fill, shards=self._shards, batch_bytes=self._copier.batch_bytes
-        )
-        granted = result.statuses.count(PutStatus.GRANTED)
-        self._recorder.add("stored_blocks", granted)
-        self._recorder.add("stored_bytes", result.nbytes)
-        self._recorder.add("store_skipped_blocks", len(run) - granted)
+            def fill(indices: Sequence[int], buffers: Buffers, start: int = start) -> None:
+                rows = [[row[start + idx] for idx in indices] for row in part.block_ids]
+                self._copier.gather(mark, part.group_idx, rows, buffers)
+
+            result = self._session.client.put(
+                namespace, runs, fill, shards=shards, batch_bytes=self._copier.batch_bytes
+            )
+            granted = result.statuses.count(PutStatus.GRANTED)
+            self._recorder.add("stored_blocks", granted)
+            self._recorder.add("stored_bytes", result.nbytes)
+            self._recorder.add("store_skipped_blocks", len(result.statuses) - granted)
+            num_busy += result.statuses.count(PutStatus.BUSY)
+        return num_busy
 
 
 class ReceiveThread(TransferThread[LoadJob]):
@@ -120,43 +151,44 @@ class ReceiveThread(TransferThread[LoadJob]):
 
     def _transfer(self, job: LoadJob, mark: Any) -> bool:
         started = time.perf_counter()
-
-        def drain(indices: Sequence[int], buffers: Buffers) -> None:
-            self._copier.scatter(mark, [job.block_ids[idx] for idx in indices], buffers)
-            if indices[-1] == len(job.run) - 1:
-                self._copier.settle()  # Before `get` looks whether the lease has lasted.
-
         try:
-            namespace = self._namespace()
-            located = self._session.client.get(
-                namespace, job.lease_id, [job.run], drain, shards=self._shards, batch_bytes=self._copier.batch_bytes
-            )
+            namespace = self._namespace(job.weights_epoch)
+            gone = sum(self._get(namespace, job.lease_ids[self._stage], part, mark) for part in job.groups)
+            if not job.groups:
+                raise LeaseExpiredError("the engine took a part of the hit that cannot be resumed")
         except KVPoolError as error:
-            self._session.report(error)
-            logger.warning("kvpool: a load of %d blocks failed, they will be computed: %s", len(job.run), error)
+            self._session.report(error, "load")
+            logger.warning("kvpool: a load of %d blocks failed, they will be computed: %s", _count(job), error)
             self._recorder.add("load_failures")
             return False
         finally:
             self._copier.settle()  # Nothing may reach the engine's blocks once the job has been reported.
-        self._session.report(None)
-        if not all(located.present):
-            gone = len(located.present) - sum(located.present)
-            logger.warning("kvpool: %d of %d blocks are gone, they will be computed", gone, len(job.run))
+        if gone:
+            logger.warning("kvpool: %d of %d blocks are gone, they will be computed", gone, _count(job))
             self._recorder.add("load_failures")
             return False
-        group = namespace.spec.groups[job.run.group_idx]
-        self._recorder.add("loaded_blocks", len(job.run))
-        self._recorder.add("loaded_bytes", len(job.run) * self._shards.count * group.chunk_bytes)
+        self._session.report(None, "load")
+        self._recorder.add("loaded_blocks", _count(job))
         self._recorder.observe("load_seconds", time.perf_counter() - started)
         return True
 
+    def _get(self, namespace: Namespace, lease_id: int, part: GroupBlocks, mark: Any) -> int:
+        """Loads one group's blocks; returns how many were gone."""
+        shards = self._mine[part.group_idx].shards
 
-def _cut(run: BlockRun, namespace: Namespace, shards: ShardRange) -> list[tuple[int, BlockRun]]:
-    """Parts of a run that are put at once, each with its first block's position."""
-    chunk_bytes = namespace.spec.groups[run.group_idx].chunk_bytes
-    step = max(1, min(PUT_BYTES // (shards.count * chunk_bytes), namespace.max_batch_blocks))
-    parts = []
-    for start in range(0, len(run), step):
-        parent = run.block_hashes[start - 1] if start else run.parent_hash
-        parts.append((start, BlockRun(run.group_idx, run.block_hashes[start : start + step], parent)))
-    return parts
+        def drain(indices: Sequence[int], buffers: Buffers) -> None:
+            rows = [[row[idx] for idx in indices] for row in part.block_ids]
+            self._copier.scatter(mark, part.group_idx, rows, buffers)
+            if indices[-1] == len(part) - 1:
+                self._copier.settle()  # Before `get` looks whether the lease has lasted.
+
+        located = self._session.client.get(
+            namespace, lease_id, part.runs, drain, shards=shards, batch_bytes=self._copier.batch_bytes
+        )
+        present = sum(located.present)
+        self._recorder.add("loaded_bytes", present * shards.count * namespace.spec.groups[part.group_idx].chunk_bytes)
+        return len(part) - present
+
+
+def _count(job: LoadJob) -> int:
+    return sum(map(len, job.groups))

@@ -5,6 +5,7 @@ Called by the model runner's thread alone; nothing here waits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,10 @@ from vllm.logger import init_logger
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.copy import make_copier
-from vllm_plugin.groups import rank_shards
+from vllm_plugin.groups import make_groups, member_layers, rank_shards, scheduler_knows
 from vllm_plugin.identity import namespace_spec
-from vllm_plugin.layout import canonical_view
-from vllm_plugin.metadata import ConnectorMetadata, StoreJob, WorkerMetadata
+from vllm_plugin.layout import make_layout
+from vllm_plugin.metadata import ConnectorMetadata, Handshake, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.session import Session
 from vllm_plugin.transfer import ReceiveThread, SendThread
@@ -34,47 +35,82 @@ class KVPoolWorker:
     """One rank.
 
     Args:
-        tp_rank: of this worker.
+        tp_rank, stage: of this worker.
     """
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, tp_rank: int):
-        spec = namespace_spec(vllm_config, kv_cache_config, config)
-        self._group = spec.groups[0]
-        self._mine = rank_shards(self._group, tp_rank, vllm_config.parallel_config.tensor_parallel_size)
-        self._num_blocks = kv_cache_config.num_blocks
-        self._name = f"worker {tp_rank}"
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        tp_rank: int,
+        stage: int = 0,
+    ):
+        parallel = vllm_config.parallel_config
+        spec = namespace_spec(vllm_config, kv_cache_config, config, stage)
+        self._kv_cache_config = kv_cache_config
+        self._groups = make_groups(vllm_config, kv_cache_config)
+        self._mine = [rank_shards(group, tp_rank, parallel.tensor_parallel_size) for group in spec.groups]
+        self._spec = spec
+        self._stage = stage
+        self._tell_spec = not scheduler_knows(vllm_config, kv_cache_config)
+        # A draft model writes its own layers after the hooks of a step, into the blocks of that step.
+        self._hold_stores = vllm_config.speculative_config is not None
+        self._held: list[StoreJob] = []
+        self._name = f"worker {tp_rank}" if parallel.pipeline_parallel_size == 1 else f"worker {stage}.{tp_rank}"
         self._recorder = Recorder()
-        self._session = Session(config.client_config(), spec, self._name)
+        self._session = Session(config.client_config(), spec, self._name, self._recorder)
         self._sender: SendThread | None = None
         self._receiver: ReceiveThread | None = None
-        self._ended_stores: dict[int, int] = {}
+        self._report = WorkerMetadata()
+
+    def handshake(self) -> Handshake | None:
+        """What the scheduler's side cannot work out by itself."""
+        return Handshake(self._spec) if self._tell_spec else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learns where the KV cache lies, and starts the threads."""
-        shards = self._mine.shards
-        views = canonical_view(kv_caches, self._group.layer_names, self._num_blocks, shards.count)
-        region_bytes = sum(view[0].numel() for view in views)
-        expected = shards.count * self._group.chunk_bytes
-        if region_bytes != expected:
-            raise ValueError(f"a block's shards have {region_bytes} bytes in the KV cache, and {expected} in the pool")
-        copier = make_copier(views)
-        threads = (self._session, copier, shards, self._recorder)
+        layouts = []
+        for group, spec, mine in zip(self._groups, self._spec.groups, self._mine, strict=True):
+            layers = member_layers(group, self._kv_cache_config)
+            layout = make_layout(kv_caches, layers, self._kv_cache_config.num_blocks, mine.shards.count)
+            if layout.chunk_bytes != spec.chunk_bytes:
+                raise ValueError(
+                    f"a shard of a block of {spec.kind} has {layout.chunk_bytes} bytes in the KV cache, and "
+                    f"{spec.chunk_bytes} in the pool"
+                )
+            layouts.append(layout)
+        copier = make_copier(layouts)
+        threads = (self._session, copier, self._mine, self._stage, self._recorder)
         self._sender = SendThread(f"kvpool-send-{self._name}", *threads)
         self._receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
 
     def start_loads(self, metadata: ConnectorMetadata) -> None:
         assert self._receiver is not None
+        if metadata.weights_epoch != self._spec.weights_epoch:
+            self._spec = replace(self._spec, weights_epoch=metadata.weights_epoch)
+            self._session.move(self._spec)
+        held, self._held = self._held, []
+        self._submit(held)
         for job in metadata.loads:
             self._receiver.submit(job)
 
     def start_stores(self, metadata: ConnectorMetadata) -> None:
         """Called when the step's forward pass has been launched: what it writes is there once the device is done."""
+        if self._hold_stores:
+            self._held += metadata.stores
+        else:
+            self._submit(metadata.stores)
+
+    def _submit(self, jobs: list[StoreJob]) -> None:
         assert self._sender is not None
-        for job in metadata.stores:
-            if self._mine.writes:
-                self._sender.submit(job)
+        for job in jobs:
+            # A replica has nothing to do: another rank writes the same bytes.
+            groups = [part for part in job.groups if self._mine[part.group_idx].writes]
+            if groups:
+                self._sender.submit(replace(job, groups=groups))
             else:
-                self._end(job)  # A replica: another rank writes the same bytes.
+                self._end(job, succeeded=True)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Loads that have ended. A failed one is in both sets: the request is then computed from its start."""
@@ -88,10 +124,10 @@ class KVPoolWorker:
 
     def worker_metadata(self) -> WorkerMetadata | None:
         if self._sender is not None:
-            for job, _ in self._sender.take_ended():
-                self._end(job)
-        ended, self._ended_stores = self._ended_stores, {}
-        return WorkerMetadata(ended) if ended else None
+            for job, succeeded in self._sender.take_ended():
+                self._end(job, succeeded)
+        report, self._report = self._report, WorkerMetadata()
+        return report if report.ended_stores else None
 
     def stats(self) -> KVPoolStats | None:
         return self._recorder.take()
@@ -105,5 +141,7 @@ class KVPoolWorker:
         for thread in threads:
             thread.join(STOP_TIMEOUT_S)
 
-    def _end(self, job: StoreJob) -> None:
-        self._ended_stores[job.job_id] = self._ended_stores.get(job.job_id, 0) + 1
+    def _end(self, job: StoreJob, succeeded: bool) -> None:
+        self._report.ended_stores[job.job_id] = self._report.ended_stores.get(job.job_id, 0) + 1
+        if not succeeded:
+            self._report.failed_stores.add(job.job_id)

@@ -7,13 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvpool.transport.base import Buffers
+from vllm_plugin.layout import Layout
+
+BlockIds = Sequence[Sequence[int]]
+"""Where blocks lie in the engine: a row of block ids for each of a group's block tables."""
 
 
 class Copier(Protocol):
-    """Moves whole blocks. Each direction is used by one thread."""
+    """Moves whole blocks of one group at a time. Each direction is used by one thread."""
 
     batch_bytes: int
     """How much is best moved at once."""
@@ -24,10 +27,10 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Remembers what the device has been given to do so far; for `gather` and `scatter` to wait for."""
 
-    def gather(self, mark: Any, block_ids: Sequence[int], buffers: Buffers) -> None:
-        """Copies blocks of the engine into buffers, uint8 [shards * chunk_bytes] each, once `mark` is reached."""
+    def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
+        """Copies blocks of the engine into buffers, uint8 [region bytes] each, once `mark` is reached."""
 
-    def scatter(self, mark: Any, block_ids: Sequence[int], buffers: Buffers) -> None:
+    def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         """Begins to copy buffers into blocks of the engine, once `mark` is reached.
 
         Buffers in adopted memory must stay as they are until `settle`; others are free when this returns.
@@ -37,12 +40,12 @@ class Copier(Protocol):
         """Returns when all that was scattered is there."""
 
 
-def make_copier(views: list[torch.Tensor]) -> Copier:
-    """The copier for the device the KV cache is on."""
-    if views[0].device.type == "cpu":
+def make_copier(layouts: Sequence[Layout]) -> Copier:
+    """The copier for the device that the KV cache is on; one layout a group."""
+    if layouts[0].parts[0].view.device.type == "cpu":
         from vllm_plugin.copy.cpu import CpuCopier
 
-        return CpuCopier(views)
+        return CpuCopier(layouts)
     from vllm_plugin.copy.cuda import CudaCopier
 
-    return CudaCopier(views)
+    return CudaCopier(layouts)

@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvpool.transport.base import BATCH_BYTES, Buffers
+from vllm_plugin.copy import BlockIds
+from vllm_plugin.layout import Layout
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class CpuCopier:
-    """See `Copier`. On the CPU a forward pass is over when its hooks are called, so there is nothing to wait for.
-
-    Args:
-        views: as `canonical_view` makes them.
-    """
+    """See `Copier`. On the CPU a forward pass is over when its hooks are called, so there is nothing to wait for."""
 
     batch_bytes = BATCH_BYTES
 
-    def __init__(self, views: list[torch.Tensor]):
-        self._views = [view.numpy() for view in views]
+    def __init__(self, layouts: Sequence[Layout]):
+        self._layouts = layouts
+        self._views = [[part.view.numpy() for part in layout.parts] for layout in layouts]
 
-    def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
+    def adopt(self, memory: Bytes | None) -> None:
         """Any memory is as good as any other."""
 
     def mark(self) -> None:
         return None
 
-    def gather(self, mark: None, block_ids: Sequence[int], buffers: Buffers) -> None:
-        for block_id, buffer in zip(block_ids, buffers, strict=True):
-            for block, part in self._parts(block_id, buffer):
-                part[...] = block
+    def gather(self, mark: None, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
+        for block, part in self._parts(group_idx, block_ids, buffers):
+            part[...] = block
 
-    def scatter(self, mark: None, block_ids: Sequence[int], buffers: Buffers) -> None:
-        for block_id, buffer in zip(block_ids, buffers, strict=True):
-            for block, part in self._parts(block_id, buffer):
-                block[...] = part
+    def scatter(self, mark: None, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
+        for block, part in self._parts(group_idx, block_ids, buffers):
+            block[...] = part
 
     def settle(self) -> None:
         """What was scattered is there already."""
 
-    def _parts(self, block_id: int, buffer):  # type: ignore[no-untyped-def]
-        """Pairs of equal shape [S, l, h, r, N / r, C]: the engine's block, the pool's buffer; one a view."""
-        num_layers = sum(view.shape[2] for view in self._views)
-        whole = buffer.reshape(self._views[0].shape[1], num_layers, *self._views[0].shape[3:])
-        layer = 0
-        for view in self._views:
-            yield view[block_id], whole[:, layer : layer + view.shape[2]]
-            layer += view.shape[2]
+    def _parts(self, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Iterator[tuple[Bytes, Bytes]]:
+        """Pairs of equal shape [S, L, H / S, r, N / r, C]: of the engine's block, of the pool's buffer."""
+        layout = self._layouts[group_idx]
+        for nth, buffer in enumerate(buffers):
+            chunks = buffer.reshape(layout.num_shards, layout.chunk_bytes)
+            for part, view in zip(layout.parts, self._views[group_idx], strict=True):
+                block = view[block_ids[part.member][nth]]
+                yield block, chunks[:, part.start : part.start + part.chunk_bytes].reshape(block.shape)

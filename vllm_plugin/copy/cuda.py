@@ -8,7 +8,8 @@ for the other nor for the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ import torch
 from vllm.logger import init_logger
 
 from kvpool.transport.base import Buffers
+from vllm_plugin.copy import BlockIds
+from vllm_plugin.layout import Layout, Part
 
 logger = init_logger("vllm.kvpool.copy")
 
@@ -24,22 +27,17 @@ REGISTER_STEP_BYTES = 1 << 30
 
 
 class CudaCopier:
-    """See `Copier`.
-
-    Args:
-        views: as `canonical_view` makes them.
-    """
+    """See `Copier`."""
 
     batch_bytes = STAGING_BYTES
 
-    def __init__(self, views: list[torch.Tensor]):
-        # Eight bytes at a time where that is possible: indexing kernels work element by element.
-        self._views = [view.view(torch.int64) if view.shape[-1] % 8 == 0 else view for view in views]
-        self._num_layers = sum(view.shape[2] for view in views)
-        device, block_bytes = views[0].device, sum(view[0].numel() for view in views)
-        self._device = device
-        self._out = _Lane(device, block_bytes)
-        self._in = _Lane(device, block_bytes)
+    def __init__(self, layouts: Sequence[Layout]):
+        self._layouts = layouts
+        self._parts = [[_Words.of(layout, part) for part in layout.parts] for layout in layouts]
+        self._device = layouts[0].parts[0].view.device
+        staging_bytes = max(STAGING_BYTES, *(layout.region_bytes for layout in layouts))
+        self._out = _Lane(self._device, staging_bytes)
+        self._in = _Lane(self._device, staging_bytes)
         self._pinned: PinnedMemory | None = None
         self._borrowed: list[PinnedMemory] = []  # By scatters that have not settled.
         self._adopting = threading.Lock()
@@ -57,39 +55,41 @@ class CudaCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def gather(self, mark: torch.cuda.Event, block_ids: Sequence[int], buffers: Buffers) -> None:
+    def gather(self, mark: torch.cuda.Event, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         with self._out.after(mark):
-            device, ids = self._out.stage(block_ids)
-            for view, part in self._parts(device, len(ids)):
-                part.copy_(view.index_select(0, ids))
+            rows = self._out.device_rows(len(buffers), self._layouts[group_idx].region_bytes)
+            ids = self._ids(block_ids)
+            for words in self._parts[group_idx]:
+                words.of_rows(rows).copy_(words.view.index_select(0, ids[words.member]))
             pinned = self._borrow(buffers)
             if pinned is not None:
-                for row, buffer in zip(device, buffers, strict=True):
+                for row, buffer in zip(rows, buffers, strict=True):
                     torch.from_numpy(buffer).copy_(row, non_blocking=True)
                 self._out.settle()
                 pinned.give_back()
                 return
-            host = self._out.host(len(ids))
-            host.copy_(device, non_blocking=True)
+            host = self._out.host_rows(*rows.shape)
+            host.copy_(rows, non_blocking=True)
             self._out.settle()
         for row, buffer in zip(host.numpy(), buffers, strict=True):
             buffer[:] = row
 
-    def scatter(self, mark: torch.cuda.Event, block_ids: Sequence[int], buffers: Buffers) -> None:
+    def scatter(self, mark: torch.cuda.Event, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         with self._in.after(mark):
-            device, ids = self._in.stage(block_ids)
+            rows = self._in.device_rows(len(buffers), self._layouts[group_idx].region_bytes)
             pinned = self._borrow(buffers)
             if pinned is not None:
                 self._borrowed.append(pinned)
-                for row, buffer in zip(device, buffers, strict=True):
+                for row, buffer in zip(rows, buffers, strict=True):
                     row.copy_(torch.from_numpy(buffer), non_blocking=True)
             else:
-                host = self._in.host(len(ids))
+                host = self._in.host_rows(*rows.shape)
                 for row, buffer in zip(host.numpy(), buffers, strict=True):
                     row[:] = buffer
-                device.copy_(host, non_blocking=True)
-            for view, part in self._parts(device, len(ids)):
-                view.index_copy_(0, ids, part)
+                rows.copy_(host, non_blocking=True)
+            ids = self._ids(block_ids)
+            for words in self._parts[group_idx]:
+                words.view.index_copy_(0, ids[words.member], words.of_rows(rows))
             if pinned is None:
                 self._in.settle()  # The host staging is needed for the next batch.
 
@@ -98,19 +98,47 @@ class CudaCopier:
         while self._borrowed:
             self._borrowed.pop().give_back()
 
+    def _ids(self, block_ids: BlockIds) -> torch.Tensor:
+        """int64 [members, blocks], on the device."""
+        return torch.from_numpy(np.asarray(block_ids, np.int64)).to(self._device)
+
     def _borrow(self, buffers: Buffers) -> PinnedMemory | None:
         """The pinned memory all buffers lie in, kept until it is given back; None if they do not."""
         pinned = self._pinned
         return pinned if pinned is not None and pinned.borrow(buffers) else None
 
-    def _parts(self, staged: torch.Tensor, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs: a view [B, S, l, ...] and its part of the staged blocks [count, S, l, ...]."""
-        first = self._views[0]
-        whole = staged.view(first.dtype).view(count, first.shape[1], self._num_layers, *first.shape[3:])
-        layer = 0
-        for view in self._views:
-            yield view, whole[:, :, layer : layer + view.shape[2]]
-            layer += view.shape[2]
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """A part of a layout in the widest words that fit: indexing kernels work element by element.
+
+    Args:
+        view: [B, S, L, H / S, r, N / r, C words] of the engine's memory.
+        start, stop: of the part's words in each chunk.
+    """
+
+    view: torch.Tensor
+    member: int
+    start: int
+    stop: int
+    num_shards: int
+
+    @classmethod
+    def of(cls, layout: Layout, part: Part) -> _Words:
+        view = part.view
+        fits = all(
+            number % 8 == 0
+            for number in (layout.chunk_bytes, part.start, view.shape[-1], view.data_ptr(), *view.stride()[:-1])
+        )
+        size = 8 if fits else 1
+        stop = part.start + part.chunk_bytes
+        words = view.view(torch.int64) if fits else view
+        return cls(words, part.member, part.start // size, stop // size, layout.num_shards)
+
+    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same words of staged blocks, uint8 [count, region bytes] -> [count, S, L, ...]."""
+        chunks = rows.view(self.view.dtype).unflatten(1, (self.num_shards, -1))
+        return chunks[:, :, self.start : self.stop].unflatten(2, self.view.shape[2:])
 
 
 class PinnedMemory:
@@ -184,11 +212,10 @@ class PinnedMemory:
 class _Lane:
     """One direction: a stream, and device and pinned memory for one batch."""
 
-    def __init__(self, device: torch.device, block_bytes: int):
+    def __init__(self, device: torch.device, nbytes: int):
         self._device = device
-        self._blocks = max(1, STAGING_BYTES // block_bytes)
         self._stream = torch.cuda.Stream(device)
-        self._staged = torch.empty((self._blocks, block_bytes), dtype=torch.uint8, device=device)
+        self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._host: torch.Tensor | None = None
 
     def after(self, mark: torch.cuda.Event) -> torch.cuda.StreamContext:
@@ -196,18 +223,16 @@ class _Lane:
         self._stream.wait_event(mark)
         return torch.cuda.stream(self._stream)
 
-    def stage(self, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Device memory [count, block bytes], and the block ids on the device; what it held before is overwritten."""
-        count = len(block_ids)
-        assert count <= self._blocks, f"{count} blocks in a batch of at most {self._blocks}"
-        ids = torch.from_numpy(np.asarray(block_ids, np.int64)).to(self._device)
-        return self._staged[:count], ids
+    def device_rows(self, count: int, nbytes: int) -> torch.Tensor:
+        """Device memory [count, nbytes]; what it held before is overwritten."""
+        assert count * nbytes <= self._staged.numel(), f"a batch of {count} blocks with {nbytes} bytes is too large"
+        return self._staged[: count * nbytes].view(count, nbytes)
 
-    def host(self, count: int) -> torch.Tensor:
-        """Pinned memory [count, block bytes]."""
+    def host_rows(self, count: int, nbytes: int) -> torch.Tensor:
+        """Pinned memory [count, nbytes]."""
         if self._host is None:
             self._host = torch.empty(self._staged.shape, dtype=torch.uint8, pin_memory=True)
-        return self._host[:count]
+        return self._host[: count * nbytes].view(count, nbytes)
 
     def settle(self) -> None:
         self._stream.synchronize()

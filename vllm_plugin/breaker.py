@@ -1,0 +1,140 @@
+"""When to stop calling the pool, and when to look for it again: a circuit breaker that decides and does nothing else.
+
+States, and what a caller of the pool sees:
+
+- closed: calls go through.
+- open: no call is made; nobody pays for the pool. It begins so: a pool is used once it has answered.
+- half-open: still no call is made, but a probe is under way in the background.
+
+  closed -> open       the pool is gone, or `FAILURES_TO_OPEN` calls of one kind failed in a row
+  open -> half-open    the wait is over
+  half-open -> closed  the probe found a pool that answers in time
+  half-open -> open    it did not: the wait doubles, up to `MAX_RETRY_S`
+
+After it opens it waits `FIRST_WAIT_S`, and, where calls failed, twice as long each time that it had not been closed for
+`STABLE_S` before, up to `MAX_FLAP_WAIT_S`: a pool that answers probes and fails calls is tried about once a minute, at
+the price of `FAILURES_TO_OPEN` calls. A pool that is gone costs nobody anything, however often it restarts, and is
+looked for every `MAX_RETRY_S`.
+
+No library: pybreaker 1.4 and purgatory 3.0 let a caller's own request be the probe and wait a fixed time; pybreaker
+holds a lock throughout each call, purgatory holds none. What would be left of them is the counter.
+
+Not thread-safe: the session holds a lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable
+
+from kvpool.errors import (
+    ChecksumError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
+
+FAILURES_TO_OPEN = 3
+FIRST_WAIT_S = 0.25
+MAX_RETRY_S = 5.0
+MAX_FLAP_WAIT_S = 60.0
+STABLE_S = 60.0
+
+_GONE = (UnavailableError, UnknownNamespaceError)
+_USELESS = (PoolTimeoutError, ChecksumError, LeaseExpiredError, TransferError)
+
+
+class State(enum.Enum):
+    """See the module."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    """One session's.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._state = State.OPEN
+        self._failures: dict[str, int] = {}
+        self._closed_at = -math.inf
+        self._flap_wait_s = FIRST_WAIT_S
+        self._retry_wait_s = 0.0
+        self._probe_at = clock()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def succeeded(self, call: str) -> None:
+        """A call ended well. A load proves lookup, transfer and checksum; any other call only itself."""
+        if call == "load":
+            self._failures.clear()
+        else:
+            self._failures.pop(call, None)
+
+    def failed(self, call: str, error: KVPoolError) -> bool:
+        """A call failed; True if that opens it.
+
+        Errors that say nothing about the next call's chances (a full pool, a malformed request) do not count. A call
+        that began earlier may fail when it is open already; that is no news.
+
+        Args:
+            call: its kind: "lookup", "load" …; failures are counted by kind, so that stores that go well cannot hide
+                loads that never do.
+        """
+        if self._state is not State.CLOSED:
+            return False
+        if isinstance(error, _USELESS):
+            self._failures[call] = self._failures.get(call, 0) + 1
+            if self._failures[call] < FAILURES_TO_OPEN:
+                return False
+        elif not isinstance(error, _GONE):
+            return False
+        now = self._clock()
+        wait_s = FIRST_WAIT_S
+        if isinstance(error, _USELESS):
+            was_stable = now - self._closed_at >= STABLE_S
+            self._flap_wait_s = FIRST_WAIT_S if was_stable else min(2 * self._flap_wait_s, MAX_FLAP_WAIT_S)
+            wait_s = self._flap_wait_s
+        self._retry_wait_s = min(wait_s, MAX_RETRY_S)
+        self._state = State.OPEN
+        self._probe_at = now + wait_s
+        return True
+
+    def renew(self) -> None:
+        """What is called is another from now on: it begins anew, with a probe at once."""
+        self._state = State.OPEN
+        self._failures.clear()
+        self._probe_at = self._clock()
+
+    def wait_s(self) -> float | None:
+        """Seconds until the next probe is due; None while it is closed."""
+        return None if self._state is State.CLOSED else max(0.0, self._probe_at - self._clock())
+
+    def probe_began(self) -> None:
+        assert self._state is State.OPEN, self._state
+        self._state = State.HALF_OPEN
+
+    def probe_ended(self, succeeded: bool) -> None:
+        assert self._state is State.HALF_OPEN, self._state
+        now = self._clock()
+        if succeeded:
+            self._state = State.CLOSED
+            self._closed_at = now
+            self._failures.clear()
+        else:
+            self._state = State.OPEN
+            self._retry_wait_s = min(max(2 * self._retry_wait_s, FIRST_WAIT_S), MAX_RETRY_S)
+            self._probe_at = now + self._retry_wait_s
