@@ -60,11 +60,11 @@ def test_every_server_series_is_documented():
 
 @pytest.mark.vllm
 def test_every_engine_series_is_documented():
-    from vllm_plugin.metrics import COUNTERS, HISTOGRAMS
+    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
     table = _table(_section("metrics.md", "The engine"))
     assert table.keys() == {f"vllm:kvpool_{name}_total" for name in COUNTERS} | {
-        f"vllm:kvpool_{name}" for name in HISTOGRAMS
+        f"vllm:kvpool_{name}" for name in (*GAUGES, *HISTOGRAMS)
     }
 
 

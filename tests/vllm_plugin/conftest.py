@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tiny_model import Shape, write
+from tests.support.processes import ServerProcess
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -21,6 +22,17 @@ BLOCK_TOKENS = 16
 TINY = Shape(layers=2, hidden=64, intermediate=64, heads=8, kv_heads=4, head_dim=8, vocab=256, max_tokens=1024)
 
 MakeConfig = Callable[..., Any]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: torch's threads would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +64,25 @@ def toy_engine() -> Iterator[Callable[..., Any]]:
             return engine
 
         yield make
+
+
+@pytest.fixture
+def fleet(toy_engine: Callable[..., Any], vllm_config: MakeConfig, shared_server: ServerProcess) -> Any:
+    """Toy engines on the shared server, in a namespace of their own."""
+    from tests.vllm_plugin.fleet import Fleet
+
+    return Fleet(toy_engine, vllm_config, shared_server.endpoint)
+
+
+@pytest.fixture
+def fleet_on(toy_engine: Callable[..., Any], vllm_config: MakeConfig) -> Callable[[str], Any]:
+    """The same on another server: `fleet_on(endpoint)`."""
+    from tests.vllm_plugin.fleet import Fleet
+
+    return lambda endpoint: Fleet(toy_engine, vllm_config, endpoint)
+
+
+@pytest.fixture
+def fresh_fleet(fleet_on: Callable[[str], Any], shared_server: ServerProcess) -> Callable[[], Any]:
+    """Fleets on the shared server, each in a namespace of its own: `fresh_fleet()`."""
+    return lambda: fleet_on(shared_server.endpoint)

@@ -55,8 +55,17 @@ def cache_config(
     *specs: KVCacheSpec, num_blocks: int = 64, layer_names: Sequence[str] = LAYERS, layout: str = "LBHNC"
 ) -> KVCacheConfig:
     """The KV cache of a model with one group a spec; one full-attention group by default."""
-    groups = [KVCacheGroupSpec(list(layer_names), spec) for spec in specs or (full_attention(),)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout=layout)
+    groups = [
+        KVCacheGroupSpec([name if idx == 0 else f"{name}.{idx}" for name in layer_names], spec)
+        for idx, spec in enumerate(specs or (full_attention(),))
+    ]
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        kv_cache_layout=layout,
+        hash_block_size=BLOCK_TOKENS,
+    )
 
 
 def of_rank(config: KVCacheConfig, tp_size: int) -> KVCacheConfig:

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ def test_defaults_serve_a_pool_on_this_host() -> None:
 def test_every_key_reaches_the_configuration() -> None:
     given = {
         "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "load_timeout_ms": 2,
-        "store_timeout_ms": 3, "store_decoded": False, "max_pinned_fraction": 0.25, "num_shards": 8,
-        "weights_epoch": "7", "tenant": "t", "salt": "s",
+        "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512, "max_pinned_fraction": 0.25,
+        "decline_slow_loads": False, "on_reset": "keep",
+        "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s",
     }  # fmt: skip
     config = ConnectorConfig.parse(given)
-    assert {name: getattr(config, name) for name in given} == given
+    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == given
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_a_key_like_no_other_is_answered_with_all_keys() -> None:
         ("store_decoded", 0, "bool"),
         ("max_pinned_fraction", "0.5", "float"),
         ("max_pinned_fraction", True, "float"),
+        ("window_interval_tokens", 4096.0, "int"),
         ("tenant", 1, "str"),
     ],
 )
@@ -67,6 +70,8 @@ def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -
         ("load_timeout_ms", 0),
         ("load_timeout_ms", 600_001),
         ("store_timeout_ms", 0),
+        ("window_interval_tokens", 0),
+        ("window_interval_tokens", -1),
         ("max_pinned_fraction", 0),
         ("max_pinned_fraction", 1.01),
         ("max_pinned_fraction", float("nan")),
@@ -81,6 +86,7 @@ def test_a_value_out_of_bounds_is_refused_by_the_name_that_was_given(key: str, v
 
 def test_bounds_themselves_are_allowed() -> None:
     ConnectorConfig.parse({"max_pinned_fraction": 1, "num_shards": 64, "load_timeout_ms": 300_000})
+    ConnectorConfig.parse({"window_interval_tokens": 1})
     ConnectorConfig.parse({"max_pinned_fraction": 0.001, "num_shards": 0, "load_timeout_ms": 1})
 
 

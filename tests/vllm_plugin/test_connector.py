@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
 from benchmarks.engine import kvpool_transfer_config
 from kvpool.client import Client
@@ -29,8 +28,7 @@ from tests.vllm_plugin.faults import free_endpoint
 from tests.vllm_plugin.support import cache_config, make_request, tokens
 from vllm_plugin import NAME, register
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerMetadata
-from vllm_plugin.metrics import COUNTERS, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder
+from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder
 
 MakeConnector = Callable[..., Any]
 
@@ -144,8 +142,15 @@ def two_pools(connector: MakeConnector, vllm_config: MakeConfig, pool_server: St
     multi = connector(config)
     multi.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS))
     for child in multi.sub_connectors:
-        wait_for(lambda child=child: child._of_scheduler._session.namespace, "the session to be open")
+        wait_for(lambda child=child: child._of_scheduler._sessions[0].namespace, "the session to be open")
     return multi
+
+
+def empty_step() -> SchedulerOutput:
+    """A step in which nothing is computed."""
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_block_state = KVConnectorBlockState(set(), lambda name: (), {})
+    return output
 
 
 @pytest.mark.parametrize("holding", [[0], [1], [0, 1]])
@@ -155,40 +160,23 @@ def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
     request = make_request("r", tokens(100))
     sides = [child._of_scheduler for child in two_pools.sub_connectors]
     for idx in holding:
-        client, namespace = sides[idx]._session.client, sides[idx]._session.namespace
+        client, namespace = sides[idx]._sessions[0].client, sides[idx]._sessions[0].namespace
         run = BlockRun(0, request.block_hashes)
         client.put_blocks(namespace, run, [bytes(namespace.spec.groups[0].slot_bytes)] * len(run))
 
     def answer() -> int | None:
         matched = two_pools.get_num_new_matched_tokens(request, 0)[0]
         for side in sides:
-            side.build_metadata(SchedulerOutput.make_empty())
+            side.build_metadata(empty_step())
         return matched
 
     assert wait_for(answer, "an answer") == 96
     pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS)
     two_pools.update_state_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(7),)), 96)
-    metadata = two_pools.build_connector_meta(SchedulerOutput.make_empty()).metadata
+    metadata = two_pools.build_connector_meta(empty_step()).metadata
     assert [len(one.loads) for one in metadata] == [1, 0] if holding[0] == 0 else [0, 1]
-    with Client(ClientConfig(sides[0]._session.client.config.endpoint)) as client:
+    with Client(ClientConfig(sides[0]._sessions[0].client.config.endpoint)) as client:
         wait_for(lambda: client.stats().num_leases == 1, "the lease that nobody wants to end")
-
-
-# What the sides tell each other
-
-
-def test_metadata_survives_the_way_between_processes() -> None:
-    run = BlockRun(0, [b"h" * 32], b"p" * 32)
-    there = ConnectorMetadata([LoadJob("r", 7, run, [3])], [StoreJob(1, run, [4])])
-    assert pickle.loads(pickle.dumps(there)) == there
-    back = WorkerMetadata({1: 1})
-    assert pickle.loads(pickle.dumps(back)) == back
-
-
-def test_reports_of_ranks_add_up() -> None:
-    first, second = WorkerMetadata({1: 1, 2: 1}), WorkerMetadata({2: 1, 3: 1})
-    assert first.aggregate(second) == WorkerMetadata({1: 1, 2: 2, 3: 1})
-    assert first == WorkerMetadata({1: 1, 2: 1}), "its own report is left as it was"
 
 
 # Numbers
@@ -211,12 +199,34 @@ def test_stats_of_ranks_add_up_and_are_plain_values() -> None:
     assert stats.is_empty()
 
 
-@pytest.mark.parametrize("name", [*COUNTERS, *HISTOGRAMS])
+def test_a_gauge_is_as_high_as_on_the_worst_rank_and_falls_when_the_last_one_says_so() -> None:
+    recorders = [Recorder() for _ in range(3)]
+
+    def step() -> dict[str, Any]:
+        """The ranks' numbers of one step, as vLLM aggregates them."""
+        total = KVPoolStats()
+        for taken in filter(None, [recorder.take() for recorder in recorders]):
+            total.aggregate(taken)
+        return total.data
+
+    for recorder in recorders[:2]:
+        recorder.set("breaker_open", 1)
+    assert step() == {"breaker_open": 1}
+    recorders[0].set("breaker_open", 0)
+    assert step() == {"breaker_open": 1}, "the other still is"
+    recorders[1].set("breaker_open", 0)
+    assert step() == {"breaker_open": 0}
+    assert step() == {}, "nothing is said of what has not changed"
+
+
+@pytest.mark.parametrize("name", [*COUNTERS, *GAUGES, *HISTOGRAMS])
 def test_every_number_is_recorded_under_its_own_kind(name: str) -> None:
     recorder = Recorder()
-    wrong = recorder.observe if name in COUNTERS else recorder.add
-    with pytest.raises(AssertionError, match=name):
-        wrong(name, 1)
+    right = {**dict.fromkeys(COUNTERS, "add"), **dict.fromkeys(GAUGES, "set"), **dict.fromkeys(HISTOGRAMS, "observe")}
+    for wrong in {"add", "set", "observe"} - {right[name]}:
+        with pytest.raises(AssertionError, match=name):
+            getattr(recorder, wrong)(name, 1)
+    getattr(recorder, right[name])(name, 1)
 
 
 def test_a_number_without_a_name_is_refused() -> None:
@@ -229,13 +239,19 @@ def test_prometheus_gets_every_number_under_vllms_prefix(vllm_config: MakeConfig
     made = KVPoolConnector.build_prom_metrics(vllm_config(), types, ["engine"], {0: ["0"], 1: ["1"]})
     assert isinstance(made, KVPoolPromMetrics)
     made.observe({**dict.fromkeys(COUNTERS, 2), **{name: [0.01, 0.02] for name in HISTOGRAMS}}, engine_idx=1)
+    made.observe(dict.fromkeys(GAUGES, 1), engine_idx=1)
     made.observe({}, engine_idx=0)
     try:
         for name in COUNTERS:
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_total", {"engine": "1"}) == 2
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_total", {"engine": "0"}) == 0
+        for name in GAUGES:
+            assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}", {"engine": "1"}) == 1
+            assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}", {"engine": "0"}) == 0
+            made.observe({name: 0}, engine_idx=1)
+            assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}", {"engine": "1"}) == 0
         for name in HISTOGRAMS:
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_count", {"engine": "1"}) == 2
     finally:
-        for metric in (*made._counters.values(), *made._histograms.values()):
+        for metric in (*made._counters.values(), *made._gauges.values(), *made._histograms.values()):
             REGISTRY.unregister(metric)

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.vllm_plugin.test_layout import LAYOUTS, NAMES, B, C, H, L, N, numbered
-from vllm_plugin.copy import make_copier
+from tests.vllm_plugin.test_layout import LAYOUTS, NAMES, B, C, Caches, H, L, N, layout_of, numbered
+from vllm_plugin.copy import Copier, make_copier
 from vllm_plugin.copy.cpu import CpuCopier
-from vllm_plugin.layout import canonical_view
+from vllm_plugin.copy.cuda import _Words
 
 BLOCK_BYTES = L * H * N * C * 2
 
@@ -14,20 +14,25 @@ def buffers(count: int) -> list[np.ndarray]:
     return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
+def copier_of(caches: Caches, num_shards: int) -> Copier:
+    """Of one group with one block table."""
+    return make_copier([layout_of(caches, num_shards)])
+
+
 def test_a_kv_cache_on_the_cpu_gets_the_cpu_copier() -> None:
-    assert isinstance(make_copier(canonical_view(LAYOUTS["LBHNC"](numbered()), NAMES, B, 1)), CpuCopier)
+    assert isinstance(copier_of(LAYOUTS["LBHNC"](numbered()), 1), CpuCopier)
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", ["LBHNC", "LBNHC", "padding between blocks", "layers in reverse"])
 def test_blocks_gathered_from_one_layout_scatter_into_another(source: str, target: str) -> None:
     values = numbered()
-    sender = make_copier(canonical_view(LAYOUTS[source](values), NAMES, B, 2))
+    sender = copier_of(LAYOUTS[source](values), 2)
     caches = LAYOUTS[target](torch.full_like(values, -2))
-    receiver = make_copier(canonical_view(caches, NAMES, B, 2))
+    receiver = copier_of(caches, 2)
     carried = buffers(2)
-    sender.gather(sender.mark(), [1, 4], carried)
-    receiver.scatter(receiver.mark(), [3, 1], carried)
+    sender.gather(sender.mark(), 0, [[1, 4]], carried)
+    receiver.scatter(receiver.mark(), 0, [[3, 1]], carried)
     receiver.settle()
     for layer, cache in enumerate(caches.values()):
         assert torch.equal(cache[3], values[layer, 1])
@@ -39,11 +44,11 @@ def test_padding_is_neither_read_nor_written() -> None:
     caches = LAYOUTS["padding between blocks"](numbered())
     first = caches[NAMES[0]]
     whole = first.as_strided((L, B, H * N * C + 10), (B * (H * N * C + 10), H * N * C + 10, 1))
-    copier = make_copier(canonical_view(caches, NAMES, B, 2))
+    copier = copier_of(caches, 2)
     gathered = buffers(B)
-    copier.gather(copier.mark(), list(range(B)), gathered)
+    copier.gather(copier.mark(), 0, [range(B)], gathered)
     assert not any((buffer.view(np.int16) == -1).any() for buffer in gathered)
-    copier.scatter(copier.mark(), list(range(B)), [np.full(BLOCK_BYTES, 9, np.uint8)] * B)
+    copier.scatter(copier.mark(), 0, [range(B)], [np.full(BLOCK_BYTES, 9, np.uint8)] * B)
     copier.settle()
     assert (whole[:, :, -10:] == -1).all()
     assert (whole[:, :, :-10] == 0x0909).all()
@@ -51,16 +56,26 @@ def test_padding_is_neither_read_nor_written() -> None:
 
 def test_gathering_changes_nothing() -> None:
     values = numbered()
-    copier = make_copier(canonical_view(LAYOUTS["LBHNC"](values.clone()), NAMES, B, 1))
-    copier.gather(copier.mark(), [0, 1, 2], buffers(3))
+    copier = copier_of(LAYOUTS["LBHNC"](values.clone()), 1)
+    copier.gather(copier.mark(), 0, [[0, 1, 2]], buffers(3))
     fresh = buffers(3)
-    copier.gather(copier.mark(), [0, 1, 2], fresh)
+    copier.gather(copier.mark(), 0, [[0, 1, 2]], fresh)
     assert (
         b"".join(buffer.tobytes() for buffer in fresh) == values[:, :3].transpose(0, 1).contiguous().numpy().tobytes()
     )
 
 
-def test_a_buffer_too_few_is_an_error_and_not_a_short_copy() -> None:
-    copier = make_copier(canonical_view(LAYOUTS["LBHNC"](numbered()), NAMES, B, 1))
-    with pytest.raises(ValueError, match="shorter"):
-        copier.gather(copier.mark(), [0, 1], buffers(1))
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])  # Moved byte by byte, and in words of eight.
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_the_words_that_a_gpu_moves_are_the_bytes_that_a_cpu_moves(source: str, dtype: torch.dtype) -> None:
+    layout = layout_of(LAYOUTS[source](numbered().to(dtype)), 2, [NAMES[:2], NAMES[2:]])
+    block_ids = [[1, 4, 0], [0, 4, 2]]
+    expected = [np.zeros(layout.region_bytes, np.uint8) for _ in range(3)]
+    CpuCopier([layout]).gather(None, 0, block_ids, expected)
+    rows = torch.zeros(3, layout.region_bytes, dtype=torch.uint8)
+    words = [_Words.of(layout, part) for part in layout.parts]
+    if source == "LBHNC":
+        assert {each.view.dtype for each in words} == {torch.uint8 if dtype == torch.int16 else torch.int64}
+    for each in words:
+        each.of_rows(rows).copy_(each.view.index_select(0, torch.tensor(block_ids[each.member])))
+    assert [row.tobytes() for row in rows.numpy()] == [row.tobytes() for row in expected]

@@ -51,11 +51,11 @@ def test_the_same_configuration_gives_the_same_name(identify: Identify) -> None:
     ("change", "expected"),
     [
         ({"dtype": "float16"}, {"model_dtype"}),
-        ({"kv_spec": full_attention(dtype=torch.float16)}, {"kv_cache_dtype", "groups[0].chunk_bytes"}),
+        ({"kv_spec": full_attention(dtype=torch.float16)}, {"groups[0].layer_formats", "groups[0].chunk_bytes"}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype"}),
         (
             {"block_size": 32},
-            {"hash_block_tokens", "groups[0].block_tokens", "groups[0].chunk_bytes"},
+            {"groups[0].block_tokens", "groups[0].chunk_bytes", "groups[0].layer_formats"},
         ),
         ({"extra": {"weights_epoch": "2"}}, {"weights_epoch"}),
         ({"extra": {"tenant": "another"}}, {"tenant"}),

@@ -3,7 +3,6 @@ each forward pass, every byte of KV that attention would read."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable
@@ -13,58 +12,12 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.types import PoolStats
 from tests.conftest import StartServer
-from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.processes import wait_for
 from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
+from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.toy import ToyEngine, answer
-
-_salts = itertools.count()
-MakeToy = Callable[..., ToyEngine]
-
-
-class Fleet:
-    """Engines of one namespace on one server."""
-
-    def __init__(self, make: MakeToy, config: MakeConfig, endpoint: str):
-        self._make = make
-        self._config = config
-        self._salt = f"fleet {next(_salts)}"
-        self.endpoint = endpoint
-
-    def start(self, role: str = "kv_both", extra: dict[str, Any] | None = None, **toy: Any) -> ToyEngine:
-        patient = {"lookup_timeout_ms": 5_000, "salt": self._salt, **(extra or {})}
-        options = toy.pop("options", {})
-        return self._make(self._config(self.endpoint, role=role, extra=patient, **options), **toy)
-
-
-@pytest.fixture
-def fleet(toy_engine: MakeToy, vllm_config: MakeConfig, shared_server: ServerProcess) -> Fleet:
-    return Fleet(toy_engine, vllm_config, shared_server.endpoint)
-
-
-@pytest.fixture
-def fleet_on(toy_engine: MakeToy, vllm_config: MakeConfig) -> Callable[[str], Fleet]:
-    return lambda endpoint: Fleet(toy_engine, vllm_config, endpoint)
-
-
-def stats_of(server: ServerProcess) -> PoolStats:
-    with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
-        return client.stats()
-
-
-def assert_nothing_is_left(engine: ToyEngine) -> None:
-    """No pin, no ledger entry, no block in use, and an own cache that can be emptied."""
-    side = engine.connector
-    assert not side.has_pinned_blocks() and side._num_pinned == 0
-    assert not (side._sought or side._requests or side._failed or side._leases or side._stored), vars(side)
-    assert engine.num_used_blocks() == 0
-    assert engine.scheduler.reset_prefix_cache()
-
 
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
@@ -230,17 +183,17 @@ def test_corrupt_blocks_are_never_read_and_never_asked_for_twice(
 ) -> None:
     server = pool_server("--memory", "4MiB")
     fleet = fleet_on(server.endpoint)
-    prompts = [tokens(100, nth) for nth in range(4)]
+    prompts = [tokens(100, nth) for nth in range(2)]  # Fewer than what opens the breaker.
     fleet.start().generate(*prompts)
     flip_arena(server, shm_dir)
     engine = fleet.start()
     assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-    assert engine.counted("load_failures") == 4
-    assert engine.counted("lookups") == 4, "a request whose load failed looked up again"
+    assert engine.counted("load_failures") == 2
+    assert engine.counted("lookups") == 2, "a request whose load failed looked up again"
     assert_nothing_is_left(engine)
     stats = stats_of(server)
-    assert stats.counters["corrupt_blocks_dropped"] == 24
-    assert stats.num_entries == 24, "what was computed instead is in the pool"
+    assert stats.counters["corrupt_blocks_dropped"] == 12
+    assert stats.num_entries == 12, "what was computed instead is in the pool"
     assert fleet.start().generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
 
 
@@ -360,9 +313,11 @@ def test_an_engine_outlives_its_pool_and_finds_the_next_one(
     assert round_of_requests() == 0
     pool_server("--listen", endpoint)
     engine.wait_until_connected()
-    # The worker has been idle: it learns of the restart from its first job, and what that round stores is lost.
-    rounds = [round_of_requests() for _ in range(3)]
-    assert rounds[0] == 0 and rounds[-1] == 4 * 96
+    # The worker has been idle: it may learn of the restart from its first job, and what that round stores is lost then.
+    assert round_of_requests() == 0
+    engine.wait_until_connected()
+    round_of_requests()
+    assert round_of_requests() == 4 * 96
 
 
 # Everything at once

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +18,13 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
+    ConfigError,
+    InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
     OutOfSpaceError,
     PoolTimeoutError,
+    TransferError,
     UnavailableError,
     UnknownNamespaceError,
 )
@@ -27,12 +32,16 @@ from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, run_of
 from tests.vllm_plugin.faults import free_endpoint, stopped
-from vllm_plugin.session import OPEN_TIMEOUT_MS, TIMEOUTS_TO_DOWN, Session
+from vllm_plugin.breaker import FAILURES_TO_OPEN, State
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session
 
 Open = Callable[..., Session]
 AT_ONCE_S = 0.5
 TIMEOUT_MS = 300
 HEALED_S = 15.0
+STOPPED_S = 5.0
+LATE_S = 1.0
 
 
 @pytest.fixture
@@ -40,7 +49,8 @@ def open_session() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def make(endpoint: str, **config: Any) -> Session:
-            session = Session(ClientConfig(endpoint, **config), namespace_spec(), f"test {random.random()}")
+            recorder = config.pop("recorder", None)
+            session = Session(ClientConfig(endpoint, **config), namespace_spec(), f"test {random.random()}", recorder)
             stack.callback(session.close)
             return session
 
@@ -109,31 +119,139 @@ def test_an_error_that_means_the_pool_is_gone_ends_the_namespace_at_once(
     assert session.namespace is None
 
 
-@pytest.mark.parametrize("error", [OutOfSpaceError("full"), LeaseExpiredError("late"), ChecksumError("bad")])
+@pytest.mark.parametrize("error", [OutOfSpaceError("full"), InvalidRequestError("odd"), ConfigError("wrong")])
 def test_an_error_of_one_call_does_not(error: KVPoolError, open_session: Open, shared_server: ServerProcess) -> None:
     session = open_session(shared_server.endpoint)
     wait_until_open(session)
-    for _ in range(2 * TIMEOUTS_TO_DOWN):
+    for _ in range(2 * FAILURES_TO_OPEN):
         session.report(error)
     assert is_open(session)
 
 
-def test_timeouts_in_a_row_end_the_namespace_and_a_success_between_them_does_not(
+@pytest.mark.parametrize(
+    "error", [PoolTimeoutError("late"), ChecksumError("bad"), LeaseExpiredError("late"), TransferError("cut")]
+)
+def test_failures_in_a_row_end_the_namespace_and_a_success_between_them_does_not(
+    error: KVPoolError, open_session: Open, shared_server: ServerProcess
+) -> None:
+    session = open_session(shared_server.endpoint)
+    wait_until_open(session)
+    for _ in range(FAILURES_TO_OPEN - 1):
+        session.report(error, "load")
+    session.report(None, "load")
+    for _ in range(FAILURES_TO_OPEN - 1):
+        session.report(error, "load")
+        session.report(None, "store")
+    assert is_open(session)
+    session.report(error, "load")
+    assert not is_open(session)
+    wait_until_open(session)
+
+
+def test_a_stopped_server_costs_each_request_its_budget_at_most_and_soon_nothing(
     open_session: Open, pool_server: StartServer
 ) -> None:
     server = pool_server()
-    session = open_session(server.endpoint)
+    session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
-    late = PoolTimeoutError("late")
-    for _ in range(TIMEOUTS_TO_DOWN - 1):
-        session.report(late)
-    session.report(None)
-    with stopped(server):  # So that it is not open again before it is looked at.
-        for _ in range(TIMEOUTS_TO_DOWN - 1):
-            session.report(late)
-        assert is_open(session)
-        session.report(late)
-        assert not is_open(session)
+    costs_s, num_calls = [], 0
+    with stopped(server):
+        ends_at = time.monotonic() + STOPPED_S
+        while time.monotonic() < ends_at:
+            started = time.monotonic()
+            if (namespace := session.namespace) is not None:
+                num_calls += 1
+                with pytest.raises(KVPoolError) as raised:
+                    session.client.lookup(namespace, [run_of("nothing")])
+                session.report(raised.value, "lookup")
+            costs_s.append(time.monotonic() - started)
+            time.sleep(0.01)
+        assert session.state is not State.CLOSED
+    assert 1 <= num_calls <= FAILURES_TO_OPEN
+    assert max(costs_s) < TIMEOUT_MS / 1000 + 0.2
+    assert sum(cost_s > 0.1 for cost_s in costs_s) <= num_calls
+    wait_until_open(session)
+    assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
+
+
+def test_probes_that_are_answered_late_do_not_close_it(
+    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The namespace opens, for that may take long; a lookup would not have its answer in time."""
+    server = pool_server()
+    opened = threading.Event()
+    opening = Client.open_namespace
+
+    def open_then_stop(self: Client, *args: Any, **kwargs: Any) -> Any:
+        namespace = opening(self, *args, **kwargs)
+        os.kill(server.pid, signal.SIGSTOP)
+        threading.Timer(LATE_S, os.kill, (server.pid, signal.SIGCONT)).start()
+        opened.set()
+        return namespace
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "open_namespace", open_then_stop)
+        session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
+        for _ in range(2):
+            assert opened.wait(HEALED_S)
+            opened.clear()
+            time.sleep(LATE_S)
+            assert not is_open(session)
+    wait_until_open(session)
+
+
+def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
+    open_session: Open, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None] * (PROBE_PINGS - 1) + [PoolTimeoutError("late")] + [None] * PROBE_PINGS)
+    probes: list[State] = []
+
+    def check(self: Client, namespace: Any) -> None:
+        probes.append(session.state)
+        if (error := next(answers, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(Client, "check", check)
+    ready = threading.Event()
+    opening = Client.open_namespace
+
+    def open_when_ready(self: Client, *args: Any, **kwargs: Any) -> Any:
+        assert ready.wait(5)
+        return opening(self, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "open_namespace", open_when_ready)
+    session = open_session(shared_server.endpoint)
+    ready.set()
+    wait_until_open(session)
+    assert probes == [State.HALF_OPEN] * 2 * PROBE_PINGS
+
+
+def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_server: StartServer) -> None:
+    server, recorder = pool_server(), Recorder()
+    session = open_session(server.endpoint, recorder=recorder)
+    wait_until_open(session)
+    first = recorder.take()
+    assert first is not None and first.data == {"breaker_open": 0}
+    assert recorder.take() is None
+    server.kill()
+    session.report(UnavailableError("gone"), "store")
+    session.report(UnavailableError("gone"), "load")
+    taken = recorder.take()
+    assert taken is not None and taken.data == {"breaker_open": 1, "breaker_opened": 1}
+    still = recorder.take()
+    assert still is not None and still.data == {"breaker_open": 1}
+    pool_server("--listen", server.endpoint)
+    wait_until_open(session)
+    last = recorder.take()
+    assert last is not None and last.data == {"breaker_open": 0}
+
+
+def test_an_idle_session_opens_by_pings_alone(open_session: Open, pool_server: StartServer) -> None:
+    server = pool_server()
+    session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
+    wait_until_open(session)
+    with stopped(server):
+        wait_for(lambda: not is_open(session), "the pings to be missed", HEALED_S)
     wait_until_open(session)
 
 
@@ -222,3 +340,34 @@ def test_whatever_goes_wrong_the_session_goes_on_trying(
 
     monkeypatch.setattr(Client, "open_namespace", fail_twice)
     wait_until_open(open_session(shared_server.endpoint))
+
+
+def test_the_log_says_why_the_blocks_of_another_namespace_are_not_read(
+    pool_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, salt = pool_server().endpoint, "nobody else's business"
+    caplog.set_level("INFO")
+
+    def opened(differs: bool = True, **fields: Any) -> str:
+        caplog.clear()
+        session = Session(ClientConfig(endpoint), namespace_spec(**fields), "scheduler")
+        wait_until_open(session)
+        if differs:
+            wait_for(lambda: "because" in caplog.text, "the reason")
+        session.close()  # The thread that says it has ended.
+        return caplog.text
+
+    first = {"model": "one", "salt": salt, "kv_cache_dtype": "auto"}
+    assert "because" not in opened(differs=False, **first)
+    assert "because" not in opened(differs=False, **first)
+    assert "because" not in opened(differs=False, model="two")
+    far = opened(model="one", salt="mine", kv_cache_dtype="fp8")
+    assert far.endswith(
+        "another namespace of one, of which nothing can be read here, because "
+        "kv_cache_dtype: 'fp8' != 'auto'; salt differs\n"
+    )
+    near = opened(True, **{**first, "kv_cache_dtype": "fp8_e5m2"})
+    assert near.endswith("because kv_cache_dtype: 'fp8_e5m2' != 'auto'\n")
+    assert salt not in far + near
+    long_one = opened(True, **{**first, "revision": "r" * 300})
+    assert long_one.endswith("because revision differs\n")

@@ -14,15 +14,16 @@ import torch
 from kvpool.config import ClientConfig
 from kvpool.namespace import NamespaceSpec
 from kvpool.transport.base import Buffers
-from kvpool.types import ShardRange
+from kvpool.types import BlockRun, ShardRange
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, run_of
 from tests.vllm_plugin.faults import flip_arena, stopped
 from vllm_plugin import transfer
-from vllm_plugin.copy import Copier, make_copier
-from vllm_plugin.layout import canonical_view
-from vllm_plugin.metadata import LoadJob, StoreJob
+from vllm_plugin.copy import BlockIds, Copier, make_copier
+from vllm_plugin.groups import RankShards
+from vllm_plugin.layout import make_layout
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import Session
 from vllm_plugin.transfer import ReceiveThread, SendThread
@@ -33,34 +34,54 @@ TIMEOUT_MS = 200
 REPORTED_S = 5.0
 
 
+def blocks_of(names: Sequence[object], *block_ids: Sequence[int], group_idx: int = 0) -> GroupBlocks:
+    """One run of blocks, and where they are: a row for each block table."""
+    return GroupBlocks(group_idx, [run_of(*names, group_idx=group_idx)], [list(row) for row in block_ids])
+
+
 class Rank:
     """A KV cache of random bytes, and both threads on it."""
 
-    def __init__(self, endpoint: str, spec: NamespaceSpec, shards: ShardRange, seed: int, **config: Any):
+    def __init__(
+        self, endpoint: str, spec: NamespaceSpec, shards: ShardRange, seed: int, stage: int = 0, **config: Any
+    ):
         generator = torch.Generator().manual_seed(seed)
         shape = (len(LAYERS), BLOCKS, shards.count, TOKENS, COLUMNS)
         self.kv = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        views = canonical_view(dict(zip(LAYERS, self.kv, strict=True)), LAYERS, BLOCKS, shards.count)
-        self.copier: Copier = make_copier(views)
+        layout = make_layout(dict(zip(LAYERS, self.kv, strict=True)), [LAYERS], BLOCKS, shards.count)
+        # Of the second group: one layer in each of two block tables.
+        self.split = torch.randint(0, 256, (2, BLOCKS, 1, TOKENS, COLUMNS), dtype=torch.uint8, generator=generator)
+        split = make_layout(dict(zip("cd", self.split, strict=True)), ["c", "d"], BLOCKS, 1)
+        self.copier: Copier = make_copier([layout, split])
+        mine = [RankShards(shards, True), RankShards(ShardRange(0, 1), True)]
         self.recorder = Recorder()
         timeouts = {"timeout_ms": 2_000, "data_timeout_ms": 2_000, "lease_ttl_ms": 5_000, "ticket_ttl_ms": 5_000}
         self.session = Session(ClientConfig(endpoint, **{**timeouts, **config}), spec, "test")
-        self.sender = SendThread("send", self.session, self.copier, shards, self.recorder)
-        self.receiver = ReceiveThread("receive", self.session, self.copier, shards, self.recorder)
+        self.sender = SendThread("send", self.session, self.copier, mine, stage, self.recorder)
+        self.receiver = ReceiveThread("receive", self.session, self.copier, mine, stage, self.recorder)
         self._job_ids = itertools.count(1)
         wait_for(lambda: self.session.namespace, "the session to be open")
 
     def store(self, names: Sequence[object], block_ids: Sequence[int], within_s: float = REPORTED_S) -> bool:
-        self.sender.submit(StoreJob(next(self._job_ids), run_of(*names), list(block_ids)))
+        return self.store_groups(blocks_of(names, block_ids), within_s=within_s)
+
+    def store_groups(self, *groups: GroupBlocks, within_s: float = REPORTED_S) -> bool:
+        self.sender.submit(StoreJob(next(self._job_ids), list(groups)))
         return self._outcome(self.sender, within_s)
 
     def lease(self, names: Sequence[object]) -> int:
-        found = self.session.client.lookup(self.session.namespace, [run_of(*names)])
-        assert found.hits[0].num_leading == len(names)
+        return self.lease_runs(run_of(*names))
+
+    def lease_runs(self, *runs: BlockRun) -> int:
+        found = self.session.client.lookup(self.session.namespace, list(runs))
+        assert [hits.num_leading for hits in found.hits] == [len(run) for run in runs]
         return found.lease_id
 
     def load(self, lease_id: int, names: Sequence[object], block_ids: Sequence[int], within_s: float = 5.0) -> bool:
-        self.receiver.submit(LoadJob("request", lease_id, run_of(*names), list(block_ids)))
+        return self.load_groups((lease_id,), blocks_of(names, block_ids), within_s=within_s)
+
+    def load_groups(self, lease_ids: tuple[int, ...], *groups: GroupBlocks, within_s: float = REPORTED_S) -> bool:
+        self.receiver.submit(LoadJob("request", lease_ids, list(groups)))
         return self._outcome(self.receiver, within_s)
 
     def counted(self) -> dict[str, Any]:
@@ -85,7 +106,8 @@ Start = Callable[..., Rank]
 
 @pytest.fixture
 def spec() -> NamespaceSpec:
-    return namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES, num_shards=HEADS))
+    other = group_spec(kind="sliding_window", chunk_bytes=2 * TOKENS * COLUMNS, num_shards=1)
+    return namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES, num_shards=HEADS), other)
 
 
 @pytest.fixture
@@ -94,8 +116,8 @@ def start(spec: NamespaceSpec) -> Iterator[Start]:
     seeds = itertools.count()
     with ExitStack() as stack:
 
-        def make(server: ServerProcess, shards: ShardRange | None = None, **config: Any) -> Rank:
-            rank = Rank(server.endpoint, spec, shards or ShardRange(0, HEADS), next(seeds), **config)
+        def make(server: ServerProcess, shards: ShardRange | None = None, **options: Any) -> Rank:
+            rank = Rank(server.endpoint, spec, shards or ShardRange(0, HEADS), next(seeds), **options)
             stack.callback(rank.stop)
             return rank
 
@@ -112,13 +134,13 @@ class Broken:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copier, name)
 
-    def gather(self, mark: Any, block_ids: Sequence[int], buffers: Buffers) -> None:
+    def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         self._fail()
-        self._copier.gather(mark, block_ids, buffers)
+        self._copier.gather(mark, group_idx, block_ids, buffers)
 
-    def scatter(self, mark: Any, block_ids: Sequence[int], buffers: Buffers) -> None:
+    def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         self._fail()
-        self._copier.scatter(mark, block_ids, buffers)
+        self._copier.scatter(mark, group_idx, block_ids, buffers)
 
     def _fail(self) -> None:
         if self._failures:
@@ -256,7 +278,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadlines(
 def test_a_stopped_thread_ends_the_job_under_way_and_drops_the_rest(start: Start, shared_server: ServerProcess) -> None:
     rank = start(shared_server)
     for nth in range(50):
-        rank.sender.submit(StoreJob(nth, run_of(f"{nth}"), [nth % BLOCKS]))
+        rank.sender.submit(StoreJob(nth, [blocks_of([nth], [nth % BLOCKS])]))
     started = time.monotonic()
     rank.sender.request_stop()
     rank.sender.join(5)
@@ -288,12 +310,67 @@ def test_a_store_is_cut_into_puts_of_bounded_size_that_keep_their_order(
 ) -> None:
     monkeypatch.setattr(transfer, "PUT_BYTES", 3 * HEADS * CHUNK_BYTES)
     rank = start(shared_server)
-    run = run_of(*"abcdefgh", parent="root")
-    shards = ShardRange(0, HEADS)
-    parts = transfer._cut(run, rank.session.namespace, shards)
-    assert [(first, len(part)) for first, part in parts] == [(0, 3), (3, 3), (6, 2)]
-    assert [block_hash for _, part in parts for block_hash in part.block_hashes] == list(run.block_hashes)
-    assert [part.parent_hash for _, part in parts] == [run.parent_hash, run.block_hashes[2], run.block_hashes[5]]
+    puts: list[list[int]] = []
+    put = rank.session.client.put
+
+    def counted(namespace: Any, runs: list[BlockRun], *args: Any, **options: Any) -> Any:
+        puts.append([len(run) for run in runs])
+        return put(namespace, runs, *args, **options)
+
+    monkeypatch.setattr(rank.session.client, "put", counted)
     assert rank.store("abcdefgh", range(8))
+    assert puts == [[3], [3], [2]]
     assert rank.load(rank.lease("abcdefgh"), "abcdefgh", range(8, 16))
     assert torch.equal(rank.kv[:, 8:], rank.kv[:, :8])
+
+
+# Several groups, several stages
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_groups_with_gaps_and_block_tables_of_their_own_travel_in_one_job(
+    transport: str, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_BYTES", 2 * HEADS * CHUNK_BYTES)
+    writer, reader = start(shared_server, transport=transport), start(shared_server, transport=transport)
+    # The second group lacks what is between "b" and "e".
+    runs = [run_of("b", group_idx=1, parent="a"), run_of("e", "f", group_idx=1, parent="d")]
+    assert writer.store_groups(blocks_of("abcdef", range(6)), GroupBlocks(1, runs, [[3, 9, 1], [8, 2, 7]]))
+    lease_id = reader.lease_runs(run_of(*"abcdef"), *runs)
+    untouched = reader.split.clone()
+    loaded = GroupBlocks(1, runs[1:], [[12, 4], [0, 13]])
+    assert reader.load_groups((lease_id,), blocks_of("abcdef", range(10, 16)), loaded)
+    assert torch.equal(reader.kv[:, 10:], writer.kv[:, :6])
+    assert torch.equal(reader.split[0, [12, 4]], writer.split[0, [9, 1]])
+    assert torch.equal(reader.split[1, [0, 13]], writer.split[1, [2, 7]])
+    for table, taken in enumerate([[12, 4], [0, 13]]):
+        others = [block for block in range(BLOCKS) if block not in taken]
+        assert torch.equal(reader.split[table, others], untouched[table, others])
+    assert reader.counted()["loaded_blocks"] == 8
+    assert writer.counted()["stored_bytes"] == 6 * HEADS * CHUNK_BYTES + 3 * 2 * TOKENS * COLUMNS
+
+
+def test_a_block_that_one_group_lacks_fails_the_whole_load(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    other = blocks_of("b", [1], [2], group_idx=1)
+    assert rank.store_groups(blocks_of("ab", [0, 1]), other)
+    lease_id = rank.lease_runs(run_of(*"ab"), *other.runs)
+    rank.session.client.remove(rank.session.namespace, other.runs)
+    assert not rank.load_groups((lease_id,), blocks_of("ab", [5, 6]), other)
+    assert rank.counted()["load_failures"] == 1
+
+
+def test_a_stage_takes_the_lease_that_is_its_own(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server, stage=1)
+    assert rank.store("a", [0])
+    lease_id = rank.lease("a")
+    assert not rank.load_groups((lease_id, lease_id + 1), blocks_of("a", [5]))
+    assert rank.load_groups((lease_id + 1, lease_id), blocks_of("a", [5]))
+    assert torch.equal(rank.kv[:, 5], rank.kv[:, 0])
+
+
+def test_a_load_of_nothing_fails(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    assert not rank.load_groups((0,))
+    assert rank.counted() == {"load_failures": 1}
+    assert rank.session.namespace is not None, "the pool has done no wrong"

@@ -1,0 +1,136 @@
+"""How a known bug is shown: a scenario that passes as the connector is, and fails where the bug is put back in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.vllm_plugin.toy import ToyEngine
+from vllm_plugin.transfer import TransferThread
+
+Scenario = Callable[[float], None]
+"""Runs engines to their end, each within so many seconds."""
+
+PATIENCE_S = 30.0
+HANG_S = 2.0
+"""An engine that is not done by then hangs: every scenario takes a fraction of it."""
+
+WRONG_KV = "attention reads KV that is not of its prefix"
+HANGS = "the engine is not done within"
+
+
+def assert_caught(
+    scenario: Scenario,
+    bug: Callable[[], AbstractContextManager[Any]],
+    match: str,
+    error: type[Exception] = AssertionError,
+) -> None:
+    """The scenario passes, and fails while `bug` is in the connector.
+
+    Args:
+        match: of the error's message, or of the function that raised it.
+    """
+    scenario(PATIENCE_S)
+    with bug(), pytest.raises(error) as caught:
+        scenario(HANG_S)
+    how = f"{caught.value} at {caught.traceback[-1].name}"
+    assert match in how, how
+
+
+def replaced(owner: type, name: str, method: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """A bug that is one method."""
+    return lambda: patch.object(owner, name, method)
+
+
+@contextmanager
+def held(thread: type[TransferThread[Any]]) -> Iterator[threading.Event]:
+    """Transfers of one direction do not begin until the event is set."""
+    transfer, go = thread._transfer, threading.Event()
+
+    def wait_and_transfer(self: TransferThread[Any], job: Any, mark: Any) -> bool:
+        go.wait(PATIENCE_S)
+        return transfer(self, job, mark)
+
+    with patch.object(thread, "_transfer", wait_and_transfer):
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+@contextmanager
+def at_once(thread: type[TransferThread[Any]]) -> Iterator[None]:
+    """Transfers of one direction are over when they have been submitted: nothing is faster."""
+
+    def transfer_now(self: TransferThread[Any], job: Any) -> None:
+        succeeded = self._transfer(job, self._copier.mark())
+        with self._lock:
+            self._ended.append((job, succeeded))
+
+    with patch.object(thread, "submit", transfer_now):
+        yield
+
+
+@contextmanager
+def failing(thread: type[TransferThread[Any]]) -> Iterator[None]:
+    """Transfers of one direction fail, and what they are about stays in the pool as it is."""
+    with patch.object(thread, "_transfer", lambda *_: False):
+        yield
+
+
+@contextmanager
+def submitted(thread: type[TransferThread[Any]]) -> Iterator[list[Any]]:
+    """The jobs that threads of one direction are given."""
+    submit, jobs = thread.submit, list[Any]()
+
+    def note_and_submit(self: TransferThread[Any], job: Any) -> None:
+        jobs.append(job)
+        submit(self, job)
+
+    with patch.object(thread, "submit", note_and_submit):
+        yield jobs
+
+
+def step_until(engine: ToyEngine, reached: Callable[[], object], what: str, deadline_s: float = 10.0) -> None:
+    """Steps, slowly where there is nothing to compute."""
+    ends_at = time.monotonic() + deadline_s
+    while not reached():
+        assert time.monotonic() < ends_at, f"{what}: not within {deadline_s} s"
+        if not engine.step():
+            time.sleep(0.001)
+
+
+def step_until_loading(engine: ToyEngine, request: Any) -> None:
+    """Until the worker has a request's load."""
+    status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    step_until(engine, lambda: request.status == status, f"{request.request_id} to load")
+
+
+def abort(engine: ToyEngine, *request_ids: str) -> None:
+    engine.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+
+def is_forgotten(engine: ToyEngine, request_id: str) -> bool:
+    """Whether a request's name may be used again: vLLM takes the outcome of a step under way for the new one's."""
+    under_way = (scheduled.num_scheduled_tokens for scheduled, _ in engine._in_flight)
+    return request_id not in engine.scheduler.requests and not any(request_id in step for step in under_way)
+
+
+def count_preemptions(engine: ToyEngine) -> list[str]:
+    """The ids of requests that are preempted from now on."""
+    preempted: list[str] = []
+    preempt = engine.scheduler._preempt_request
+
+    def note_and_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    engine.scheduler._preempt_request = note_and_preempt  # type: ignore[method-assign]
+    return preempted

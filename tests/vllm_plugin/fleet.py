@@ -1,0 +1,46 @@
+"""Toy engines that share a pool, and what must be left when they are done."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.types import PoolStats
+from tests.support.processes import ServerProcess
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.toy import ToyEngine
+
+_salts = itertools.count()
+MakeToy = Callable[..., ToyEngine]
+
+
+class Fleet:
+    """Engines of one namespace on one server."""
+
+    def __init__(self, make: MakeToy, config: MakeConfig, endpoint: str):
+        self._make = make
+        self._config = config
+        self._salt = f"fleet {next(_salts)}"
+        self.endpoint = endpoint
+
+    def start(self, role: str = "kv_both", extra: dict[str, Any] | None = None, **toy: Any) -> ToyEngine:
+        patient = {"lookup_timeout_ms": 5_000, "salt": self._salt, "decline_slow_loads": False, **(extra or {})}
+        options = toy.pop("options", {})
+        return self._make(self._config(self.endpoint, role=role, extra=patient, **options), **toy)
+
+
+def stats_of(server: ServerProcess) -> PoolStats:
+    with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
+        return client.stats()
+
+
+def assert_nothing_is_left(engine: ToyEngine) -> None:
+    """No pin, no ledger entry, no block in use, and an own cache that can be emptied."""
+    held = engine.connector.held()
+    assert not any(held.values()), held
+    assert not engine.connector.has_pinned_blocks()
+    assert engine.num_used_blocks() == 0
+    assert engine.scheduler.reset_prefix_cache()

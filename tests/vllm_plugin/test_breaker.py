@@ -1,0 +1,236 @@
+"""Every transition of the breaker, and how long it waits."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool.errors import (
+    ChecksumError,
+    ConfigError,
+    IncompatibleNamespaceError,
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
+from tests.support.clock import FakeClock
+from vllm_plugin.breaker import (
+    FAILURES_TO_OPEN,
+    FIRST_WAIT_S,
+    MAX_FLAP_WAIT_S,
+    MAX_RETRY_S,
+    STABLE_S,
+    Breaker,
+    State,
+)
+
+LATE = PoolTimeoutError("late")
+GONE = UnavailableError("gone")
+
+
+def closed(clock: FakeClock) -> Breaker:
+    breaker = Breaker(clock)
+    probe(breaker, clock, True)
+    return breaker
+
+
+def probe(breaker: Breaker, clock: FakeClock, succeeded: bool) -> float:
+    """Waits for the next probe and has it; returns how long the wait was."""
+    wait_s = breaker.wait_s()
+    assert wait_s is not None
+    clock.advance(wait_s)
+    breaker.probe_began()
+    breaker.probe_ended(succeeded)
+    return wait_s
+
+
+def open_by(breaker: Breaker, error: KVPoolError = LATE, call: str = "load") -> None:
+    while breaker.state is State.CLOSED:
+        breaker.failed(call, error)
+
+
+def test_it_begins_open_and_probes_at_once() -> None:
+    breaker = Breaker(FakeClock())
+    assert breaker.state is State.OPEN
+    assert breaker.wait_s() == 0
+    breaker.probe_began()
+    assert breaker.state is State.HALF_OPEN
+    breaker.probe_ended(True)
+    assert breaker.state is State.CLOSED
+    assert breaker.wait_s() is None
+
+
+@pytest.mark.parametrize("error", [GONE, UnknownNamespaceError("restarted")])
+def test_a_pool_that_is_gone_opens_it_at_once(error: KVPoolError) -> None:
+    breaker = closed(FakeClock())
+    assert breaker.failed("lookup", error)
+    assert breaker.state is State.OPEN
+    assert not breaker.failed("lookup", error), "it was open already"
+
+
+@pytest.mark.parametrize("error", [LATE, ChecksumError("bad"), LeaseExpiredError("late"), TransferError("cut")])
+def test_failures_in_a_row_open_it(error: KVPoolError) -> None:
+    breaker = closed(FakeClock())
+    assert [breaker.failed("load", error) for _ in range(FAILURES_TO_OPEN)] == [False] * (FAILURES_TO_OPEN - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfSpaceError("full"),
+        ConfigError("wrong"),
+        InvalidRequestError("odd"),
+        IncompatibleNamespaceError("other"),
+        PermissionDeniedError("no"),
+    ],
+)
+def test_errors_that_are_no_fault_of_the_pool_do_not(error: KVPoolError) -> None:
+    breaker = closed(FakeClock())
+    assert not any(breaker.failed("store", error) for _ in range(10 * FAILURES_TO_OPEN))
+    assert breaker.state is State.CLOSED
+
+
+def test_a_success_ends_the_row_of_its_own_kind() -> None:
+    breaker = closed(FakeClock())
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed("lookup", LATE)
+    breaker.succeeded("lookup")
+    for _ in range(FAILURES_TO_OPEN - 1):
+        assert not breaker.failed("lookup", LATE)
+        breaker.succeeded("store")
+    assert breaker.failed("lookup", LATE), "a store that went well says nothing about lookups"
+
+
+def test_a_load_that_went_well_ends_every_row() -> None:
+    breaker = closed(FakeClock())
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed("store", LATE)
+    breaker.succeeded("load")
+    assert not breaker.failed("store", LATE)
+
+
+def test_a_row_does_not_outlive_a_probe() -> None:
+    clock = FakeClock()
+    breaker = closed(clock)
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed("load", LATE)
+    breaker.failed("lookup", GONE)
+    probe(breaker, clock, True)
+    assert not breaker.failed("load", LATE)
+
+
+def test_probes_that_fail_come_ever_more_rarely_up_to_a_bound() -> None:
+    clock = FakeClock()
+    breaker = closed(clock)
+    clock.advance(STABLE_S)
+    open_by(breaker)
+    waits_s = [probe(breaker, clock, False) for _ in range(10)]
+    assert waits_s[0] == FIRST_WAIT_S
+    assert all(later == min(2 * earlier, MAX_RETRY_S) for earlier, later in pairwise(waits_s))
+    assert waits_s[-1] == MAX_RETRY_S
+    probe(breaker, clock, True)
+    assert breaker.state is State.CLOSED
+
+
+def test_flapping_is_tried_ever_more_rarely_up_to_a_bound_and_forgiven_after_a_quiet_while() -> None:
+    clock = FakeClock()
+    breaker = closed(clock)
+    clock.advance(STABLE_S)
+    waits_s = []
+    for _ in range(12):
+        open_by(breaker, ChecksumError("bad"))
+        waits_s.append(probe(breaker, clock, True))
+        clock.advance(STABLE_S / 2)
+    assert waits_s[0] == FIRST_WAIT_S
+    assert all(later == min(2 * earlier, MAX_FLAP_WAIT_S) for earlier, later in pairwise(waits_s))
+    assert waits_s[-1] == MAX_FLAP_WAIT_S
+    clock.advance(STABLE_S / 2)
+    open_by(breaker)
+    assert probe(breaker, clock, True) == FIRST_WAIT_S
+
+
+def test_a_pool_that_restarts_again_and_again_is_found_again_as_soon_each_time() -> None:
+    clock = FakeClock()
+    breaker = closed(clock)
+    for _ in range(12):
+        open_by(breaker, GONE)
+        assert probe(breaker, clock, True) == FIRST_WAIT_S
+
+
+def test_a_pool_that_flapped_and_then_went_away_is_looked_for_as_often_as_any() -> None:
+    clock = FakeClock()
+    breaker = closed(clock)
+    for _ in range(12):
+        open_by(breaker)
+        probe(breaker, clock, True)
+    open_by(breaker)
+    assert probe(breaker, clock, False) == MAX_FLAP_WAIT_S
+    assert probe(breaker, clock, False) == MAX_RETRY_S
+
+
+class Machine(RuleBasedStateMachine):
+    """Whatever happens: closed calls, open waits a bounded time, and at most three failed calls of a kind in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.breaker = Breaker(self.clock)
+        self.rows: dict[str, int] = {}
+
+    @rule(seconds=st.floats(0, 200))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(
+        call=st.sampled_from(["lookup", "load", "store"]),
+        error=st.sampled_from([LATE, GONE, ChecksumError("bad"), OutOfSpaceError("full"), None]),
+    )
+    def call_ends(self, call: str, error: KVPoolError | None) -> None:
+        was = self.breaker.state
+        if error is None:
+            self.breaker.succeeded(call)
+            if call == "load":
+                self.rows.clear()
+            else:
+                self.rows.pop(call, None)
+            assert self.breaker.state is was
+            return
+        opened = self.breaker.failed(call, error)
+        if was is not State.CLOSED:
+            assert not opened and self.breaker.state is was
+        elif not isinstance(error, OutOfSpaceError):
+            self.rows[call] = self.rows.get(call, 0) + (math.inf if error is GONE else 1)  # type: ignore[assignment]
+            assert opened == (self.rows[call] >= FAILURES_TO_OPEN)
+        if opened:
+            self.rows.clear()
+
+    @precondition(lambda self: self.breaker.state is State.OPEN)
+    @rule()
+    def probe_begins(self) -> None:
+        self.breaker.probe_began()
+
+    @precondition(lambda self: self.breaker.state is State.HALF_OPEN)
+    @rule(succeeded=st.booleans())
+    def probe_ends(self, succeeded: bool) -> None:
+        self.breaker.probe_ended(succeeded)
+        assert self.breaker.state is (State.CLOSED if succeeded else State.OPEN)
+        self.rows.clear()
+
+    @invariant()
+    def the_wait_is_bounded(self) -> None:
+        wait_s = self.breaker.wait_s()
+        assert (wait_s is None) == (self.breaker.state is State.CLOSED)
+        assert wait_s is None or 0 <= wait_s <= MAX_FLAP_WAIT_S
+
+
+TestMachine = Machine.TestCase

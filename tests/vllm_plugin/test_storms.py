@@ -1,0 +1,250 @@
+"""Storms: many requests, little room, aborts at every moment, over several shapes of model. Answers are right, and
+neither the engine nor the pool keeps anything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.conftest import StartServer
+from tests.support.processes import ServerProcess, wait_for
+from tests.vllm_plugin.bugs import (
+    abort,
+    count_preemptions,
+    held,
+    is_forgotten,
+    step_until,
+    step_until_loading,
+)
+from tests.vllm_plugin.faults import flip_arena, stopped
+from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
+from tests.vllm_plugin.support import tokens
+from tests.vllm_plugin.test_shapes import SHAPES
+from tests.vllm_plugin.toy import ToyEngine, answer
+from vllm_plugin.transfer import ReceiveThread, SendThread
+
+ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
+"""Shapes of model, and so many blocks that a few requests fill them."""
+ALL = pytest.mark.parametrize("shape", ROOM)
+MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
+
+
+@pytest.fixture
+def storm(fleet: Fleet, shared_server: ServerProcess) -> Iterator[Callable[..., ToyEngine]]:
+    """Starts engines of one namespace, `storm("gemma3", num_blocks=40)`; when a test is over, nothing may be left."""
+    engines: list[ToyEngine] = []
+
+    def start(shape: str, **toy: Any) -> ToyEngine:
+        engines.append(fleet.start(specs=SHAPES[shape], **toy))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        assert_nothing_is_left(engine)
+    wait_for(lambda: not any(kept_by(shared_server).values()), f"the server to keep nothing: {kept_by(shared_server)}")
+
+
+def kept_by(server: ServerProcess) -> dict[str, int]:
+    stats = stats_of(server)
+    return {
+        "leases": stats.num_leases,
+        "tickets": stats.num_tickets,
+        "incomplete": stats.num_incomplete,
+        "quarantined": stats.num_quarantined,
+    }
+
+
+def family(count: int, length: int = 70) -> list[list[int]]:
+    """Prompts that share beginnings of several lengths."""
+    shared = tokens(60, "shared")
+    return [shared[: 20 * (nth % 4)] + tokens(length - 20 * (nth % 4), nth) for nth in range(count)]
+
+
+@ALL
+@MODES
+def test_preemption_storm(shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]) -> None:
+    prompts = family(10)
+    expected = [answer(prompt, 50) for prompt in prompts]
+    for _ in range(2):  # Cold, then with everything in the pool.
+        engine = storm(shape, num_blocks=ROOM[shape], steps_ahead=steps_ahead, extra={"max_pinned_fraction": 1.0})
+        preempted = count_preemptions(engine)
+        assert engine.generate(*prompts, max_tokens=50) == expected
+        assert preempted, "the storm wants preemption"
+    assert engine.counted("loaded_blocks") > 0
+
+
+STAGES = ("waiting", "looking up", "loading", "prefill", "decoding", "storing")
+
+
+def bring_to(stage: str, engine: ToyEngine, request: Any) -> None:
+    """Steps until a request is at a stage of its life."""
+    match stage:
+        case "looking up":
+            engine.connector.matched_tokens(request, 0)
+        case "loading":
+            step_until_loading(engine, request)
+        case "prefill":
+            step_until(engine, lambda: 0 < request.num_computed_tokens < request.num_prompt_tokens, "a first chunk")
+        case "decoding":
+            step_until(engine, lambda: request.num_output_tokens >= 3, "three tokens")
+        case "storing":
+            step_until(engine, engine.connector.has_pinned_blocks, "a store")
+
+
+@ALL
+@MODES
+@pytest.mark.parametrize("stage", STAGES)
+def test_abort_at_every_stage_and_the_same_name_again(
+    stage: str, shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]
+) -> None:
+    prompt = tokens(200)
+    known = stage in ("looking up", "loading")
+    if known:
+        storm(shape, num_blocks=128).generate(prompt)
+    engine = storm(
+        shape, num_blocks=128, steps_ahead=steps_ahead, options={"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    )
+    with held(SendThread) as send, held(ReceiveThread) as receive:
+        for _ in range(2):
+            request = engine.add("r", prompt, max_tokens=20)
+            other = engine.add("other", [*prompt[:96], *tokens(30, "other")], max_tokens=20)
+            bring_to(stage, engine, request)
+            abort(engine, "r")
+            for _ in range(3):
+                engine.step()
+            abort(engine, "other")
+            receive.set()  # What is loading has its blocks until the load is over.
+            for name in ("r", "other"):
+                step_until(engine, lambda name=name: is_forgotten(engine, name), f"{name} to end")  # type: ignore[misc]
+            assert other.status == RequestStatus.FINISHED_ABORTED
+            receive.clear()
+        receive.set()
+        engine.add("r", prompt, max_tokens=20)  # While what was stored under its name is on its way.
+        step_until(engine, lambda: len(engine.answers["r"]) > 2, "an answer")
+        send.set()
+        engine.run()
+    assert engine.answers["r"] == answer(prompt, 20)
+
+
+@ALL
+@pytest.mark.parametrize("budget", [17, 33, 47, 101])
+def test_chunks_of_odd_budgets(budget: int, shape: str, storm: Callable[..., ToyEngine]) -> None:
+    prompts = [tokens(count, count) for count in (15, 64, 100, 231)]
+    expected = [answer(prompt, 20) for prompt in prompts]
+    for _ in range(2):
+        options = {"max_num_batched_tokens": budget, "max_num_seqs": 8}
+        engine = storm(shape, num_blocks=128, options=options)
+        assert engine.generate(*prompts, max_tokens=20) == expected
+    assert engine.counted("loaded_blocks") > 0
+
+
+@ALL
+@MODES
+def test_requests_share_blocks_that_are_being_sent(
+    shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]
+) -> None:
+    shared = tokens(150, "shared")
+    prompts = [[*shared, *tokens(20, nth)] for nth in range(6)]
+    first = storm(shape, num_blocks=128, steps_ahead=steps_ahead)
+    with held(SendThread) as go:
+        for nth, prompt in enumerate(prompts):
+            first.add(f"r{nth}", prompt, max_tokens=20)
+            step_until(first, lambda nth=nth: first.answers[f"r{nth}"], "a token")  # type: ignore[misc]
+        abort(first, "r0", "r3")
+        for _ in range(30):
+            first.step()
+        assert first.connector.has_pinned_blocks()
+        go.set()
+        first.run()
+    for nth in (1, 2, 4, 5):
+        assert first.answers[f"r{nth}"] == answer(prompts[nth], 20)
+    second = storm(shape, num_blocks=128, steps_ahead=steps_ahead)
+    assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
+    assert second.counted("loaded_blocks") > 0
+
+
+@ALL
+@MODES
+def test_64_requests_with_overlapping_prefixes(shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]) -> None:
+    prompts = family(64)
+    expected = [answer(prompt, 12) for prompt in prompts]
+    options = {"max_num_batched_tokens": 250, "max_num_seqs": 64}
+    for num_blocks in (256, 64):
+        engine = storm(shape, num_blocks=num_blocks, steps_ahead=steps_ahead, options=options)
+        assert engine.generate(*prompts, max_tokens=12) == expected
+    assert engine.counted("loaded_blocks") > 0
+
+
+@ALL
+@MODES
+@pytest.mark.parametrize("seed", range(2))
+def test_aborts_at_random_moments_of_two_engines(
+    seed: int, shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]
+) -> None:
+    chance = random.Random(f"{seed} {shape}")
+    engines = [
+        storm(
+            shape,
+            num_blocks=2 * ROOM[shape],
+            steps_ahead=steps_ahead,
+            options={"max_num_batched_tokens": 79, "max_num_seqs": 16},
+        )
+        for _ in range(2)
+    ]
+    prompts = family(12, 90)
+    wanted: dict[tuple[ToyEngine, str], list[int]] = {}
+    for nth in range(120):
+        engine, name = chance.choice(engines), f"r{nth % 9}"
+        if is_forgotten(engine, name):
+            prompt, max_tokens = chance.choice(prompts), chance.choice([1, 10, 40])
+            engine.add(name, prompt, max_tokens)
+            wanted[engine, name] = answer(prompt, max_tokens)
+        elif name in engine.scheduler.requests and chance.random() < 0.4:
+            wanted.pop((engine, name), None)
+            abort(engine, name)
+        for _ in range(chance.randrange(6)):
+            chance.choice(engines).step()
+    for engine in engines:
+        engine.run()
+    for (engine, name), right in wanted.items():
+        assert engine.answers[name] == right
+
+
+@ALL
+@MODES
+@pytest.mark.parametrize("fault", ["killed", "corrupt", "stopped"])
+def test_pool_that_fails_in_a_storm(
+    fault: str,
+    shape: str,
+    steps_ahead: int,
+    fleet_on: Callable[[str], Fleet],
+    pool_server: StartServer,
+    shm_dir: str,
+) -> None:
+    server = pool_server()
+    fleet = fleet_on(server.endpoint)
+    prompts = family(12, 90)
+    fleet.start(specs=SHAPES[shape], num_blocks=128).generate(*prompts[:8])
+    impatient = {"lookup_timeout_ms": 200, "load_timeout_ms": 300, "store_timeout_ms": 300}
+    engine = fleet.start(specs=SHAPES[shape], num_blocks=2 * ROOM[shape], steps_ahead=steps_ahead, extra=impatient)
+    for nth, prompt in enumerate(prompts):
+        engine.add(f"r{nth}", prompt, max_tokens=20)
+    with ExitStack() as stack:
+        match fault:
+            case "corrupt":
+                flip_arena(server, shm_dir)
+            case _:
+                step_until(engine, lambda: engine.connector.held()["loads"], "a load")
+                if fault == "killed":
+                    server.kill()
+                else:
+                    stack.enter_context(stopped(server))
+        abort(engine, "r3")
+        engine.run()
+    assert all(engine.answers[f"r{nth}"] == answer(prompts[nth], 20) for nth in range(12) if nth != 3)
+    assert_nothing_is_left(engine)
