@@ -1,0 +1,404 @@
+"""Toy engines whose connector runs in turns, and everything that is promised of them.
+
+The engine is vLLM's real scheduler around a model whose KV is known (`tests.vllm_plugin.toy`); the connector is the
+real one, sessions and transfer threads included. What is checked, and when:
+
+- each forward pass: every byte of KV that attention reads.
+- each gather and scatter: the engine's block is referenced, so nobody else can have been given it.
+- each block that becomes readable in the pool: its bytes are those of the prefix that its hash names.
+- each lookup: it is not of a request whose load has failed; its answer is aligned and leaves a token to compute.
+- each load: every rank reports it once.
+- the end: every request is answered, right, and neither engine nor pool holds anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import RequestStatus
+
+from kvpool.namespace import GroupSpec
+from kvpool_server import service
+from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.observer import Observer
+from tests.simulation.network import SimClient, SimServer
+from tests.simulation.turns import Turns
+from tests.vllm_plugin.conftest import BLOCK_TOKENS
+from tests.vllm_plugin.support import full_attention, make_request
+from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
+from vllm_plugin import breaker, economy, loads, lookups, scheduler, session, transfer
+from vllm_plugin.connector import KVPoolConnector
+
+FULL = full_attention(head_size=2)
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=40)
+NARROW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=17)
+WIDE = SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=40)
+CHUNK = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, attention_chunk_size=48
+)
+STATE = MambaSpec(block_size=16, shapes=((24,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.float32, max_tp_shards=1)
+
+SHAPES: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (FULL,),
+    "window, full": (WINDOW, WINDOW, FULL),
+    "windows": (WINDOW, NARROW),
+    "chunk, full": (CHUNK, FULL),
+    "state, full": (STATE, FULL),
+    "states": (STATE,),
+    "latent": (LATENT,),
+    "block sizes": (FULL, WIDE),
+}
+EXTENT_BYTES = 8 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """An engine's configuration, as far as schedules vary it. For the units see `ConnectorConfig` and vLLM."""
+
+    tp_size: int = 1
+    steps_ahead: int = 0
+    num_blocks: int = 40
+    max_batched_tokens: int = 512
+    max_pinned_fraction: float = 0.5
+    store_decoded: bool = True
+    window_interval_tokens: int = 4096
+    decline_slow_loads: bool = False
+    on_reset: str = "leave"
+
+
+class Prefixes(Observer):
+    """What each block hash stands for, and so what the bytes under it must be; watches the pool."""
+
+    def __init__(self, turns: Turns):
+        self._turns = turns
+        self._of: dict[tuple[int, bytes], tuple[Sequences, int]] = {}
+        self._weights: dict[str, int] = {}
+        self.new_weights = itertools.count(2)
+        self._memory: Callable[[], Any] = lambda: None
+        self._engines: list[SimEngine] = []
+
+    def watch(self, memory: Callable[[], Any], engines: list[SimEngine]) -> None:
+        self._memory, self._engines = memory, engines
+
+    def learn(self, tokens: Sequence[int], weights: int) -> Sequence[bytes]:
+        """Every block that a request over these tokens can name; returns their hashes."""
+        names = make_request("learn", tokens).block_hashes
+        if names and (weights, names[-1]) not in self._of:
+            model = Sequences(tokens, weights)
+            for nth, name in enumerate(names, 1):
+                self._of.setdefault((weights, name), (model, nth * BLOCK_TOKENS))
+        return names
+
+    def note_weights(self, fingerprint: bytes, weights: int) -> None:
+        """Says with which weights the blocks of a namespace are computed; 1 if nobody does."""
+        self._weights[fingerprint.hex()] = weights
+
+    def stored(self, entry: Entry) -> None:
+        namespace, _, model = entry.group.namespace.partition("@")
+        if model == "kvpool simulation":
+            return
+        size = entry.group.spec.slot_bytes
+        name = f"block {entry.block_hash.hex()[:8]} of group {entry.group.idx}"
+        weights = self._weights.get(namespace, 1)
+        if (weights, entry.block_hash) not in self._of:
+            self._turns.broken.append(f"{name} is of other weights")
+            return
+        held = self._memory()[entry.offset : entry.offset + size].tobytes()
+        if held != self.expected(entry.group.idx, entry.group.spec, entry.block_hash, weights):
+            self._turns.broken.append(f"{name} became readable with other bytes")
+
+    def expected(self, group_idx: int, spec: GroupSpec, name: bytes, weights: int) -> bytes:
+        """A block's bytes in the pool's order: shard, layer, head, token, K and V."""
+        model, stop = self._of[weights, name]
+        hashes = model.hashes[stop - spec.block_tokens : stop]
+        engine = next(each for each in self._engines if spec.num_kv_heads or len(each.ranks) == spec.num_shards)
+        group = engine.connector._groups[group_idx]
+        names = [(member, name) for member in group.members for name in engine.layer_names[member]]
+        if spec.num_kv_heads == 0:
+            parts = [rank.cache._expected(member, name, hashes[-1:]) for rank in engine.ranks for member, name in names]
+        else:
+            heads = [self._heads(engine, member, name, hashes) for member, name in names]
+            per_shard = spec.num_kv_heads // spec.num_shards
+            parts = [layer[at : at + per_shard] for at in range(0, spec.num_kv_heads, per_shard) for layer in heads]
+        return b"".join(part.numpy().tobytes() for part in parts)
+
+    @staticmethod
+    def _heads(engine: SimEngine, member: int, name: str, hashes: Sequence[int]) -> torch.Tensor:
+        """[heads of the model, tokens, columns]."""
+        parts = [rank.cache._expected(member, name, hashes) for rank in engine.ranks]  # [tokens, heads, columns]
+        if parts[0].shape[1] == 1:
+            parts = parts[:1]
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+class WatchedCopier:
+    """A copier that looks whether the engine's blocks may be touched."""
+
+    def __init__(self, engine: SimEngine, copier: Any):
+        self._engine, self._copier = engine, copier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copier, name)
+
+    def gather(self, mark: Any, group_idx: int, block_ids: Sequence[Sequence[int]], buffers: Any) -> None:
+        self._check("stored", block_ids)
+        self._copier.gather(mark, group_idx, block_ids, buffers)
+
+    def scatter(self, mark: Any, group_idx: int, block_ids: Sequence[Sequence[int]], buffers: Any) -> None:
+        self._check("loaded", block_ids)
+        self._copier.scatter(mark, group_idx, block_ids, buffers)
+
+    def _check(self, verb: str, block_ids: Sequence[Sequence[int]]) -> None:
+        blocks = self._engine.scheduler.kv_cache_manager.block_pool.blocks
+        for block_id in itertools.chain(*block_ids):
+            if block_id == 0 or blocks[block_id].ref_cnt < 1:
+                self._engine.broke(f"block {block_id} is {verb} while it is free")
+
+
+class SimEngine(ToyEngine):
+    """See the module.
+
+    Args:
+        between: called between what two ranks do in a step.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        setup: Setup,
+        specs: Sequence[KVCacheSpec],
+        turns: Turns,
+        prefixes: Prefixes,
+        between: Callable[[], None],
+    ):
+        self.setup = setup
+        self.layer_names: list[list[str]] = []
+        self._turns, self._prefixes, self._between = turns, prefixes, between
+        super().__init__(
+            _config(config, setup),
+            num_blocks=setup.num_blocks,
+            tp_size=setup.tp_size,
+            steps_ahead=setup.steps_ahead,
+            wait=False,
+            make=_make,
+            specs=specs,
+        )
+        self.prompts: dict[str, tuple[list[int], int, int]] = {}
+        self.aborted: set[str] = set()
+        self._alignment = math.lcm(*(spec.block_size for spec in specs))  # type: ignore[attr-defined]
+        self._failed: set[str] = set()
+        self.layer_names = [list(group.layer_names) for group in self.ranks[0].worker._kv_cache_config.kv_cache_groups]
+        self._watch_scheduler()
+        for rank in self.ranks:
+            self._watch_rank(rank)
+
+    def broke(self, promise: str) -> None:
+        self._turns.broken.append(promise)
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """Adds a request, unless one of that name is still known."""
+        if request_id in self.scheduler.requests:
+            return
+        self._expect(request_id, prompt, max_tokens)
+        self.aborted.discard(request_id)
+        self.add(request_id, prompt, max_tokens)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.add(request_id)
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self) -> None:
+        """As for new weights. They come if nothing computed with the old ones is in use."""
+        has_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
+        live = [request for request in self.scheduler.requests.values() if not request.is_finished()]
+        has_begun = any(request.num_output_tokens or request.num_computed_tokens for request in live)
+        if self.setup.on_reset == "keep":
+            return
+        is_new = has_reset and not has_begun and not self._in_flight
+        if is_new:
+            self.weights = next(self._prefixes.new_weights)
+        (spec,) = self.connector._specs
+        self._prefixes.note_weights(spec.fingerprint(), self.weights)
+        for request in live if is_new else ():
+            prompt, max_tokens, _ = self.prompts[request.request_id]
+            self._sequences[request.request_id] = Sequences(prompt, self.weights)
+            self._expect(request.request_id, prompt, max_tokens)
+
+    def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        self.prompts[request_id] = prompt, max_tokens, self.weights
+        self._prefixes.learn([*prompt, *answer(*self.prompts[request_id])], self.weights)
+
+    def preempt(self) -> None:
+        """Takes the blocks of the request that came last, as the scheduler does where it has none left."""
+        running = self.scheduler.running
+        if running and not self._in_flight:
+            self.scheduler._preempt_request(running.pop(), self._turns.clock())
+            self.scheduler.prev_step_scheduled_req_ids.clear()
+
+    def check_answers(self) -> None:
+        """Of all requests; each has ended."""
+        for request_id in self.prompts:
+            self.check_answers_of(request_id)
+
+    def check_answers_of(self, request_id: str) -> None:
+        right, given = answer(*self.prompts[request_id]), self.answers[request_id]
+        if request_id in self.aborted:
+            right = right[: len(given)]
+        assert given == right, f"{request_id} was answered wrong"
+
+    def check_idle(self) -> None:
+        """Nothing is kept for anybody."""
+        held = self.connector.held()
+        assert not any(held.values()), f"the connector keeps {held}"
+        assert self.num_used_blocks() == 0, f"{self.num_used_blocks()} blocks are in use"
+        assert self.scheduler.reset_prefix_cache()
+        assert not self._failed
+
+    def _watch_scheduler(self) -> None:
+        connector = self.connector
+        send, update, finished = connector._lookups._send, connector.update, connector.request_finished
+        matched = connector.matched_tokens
+
+        def watched_send(request: Any, local: int, limit: int) -> Any:
+            if request.request_id in self._failed:
+                self.broke(f"{request.request_id} looks up again after its load has failed")
+            return send(request, local, limit)
+
+        def watched_update(output: Any) -> None:
+            self._failed |= output.failed_recving & connector._tracked.keys()
+            update(output)
+
+        def watched_finished(request: Any) -> None:
+            self._failed.discard(request.request_id)
+            finished(request)
+
+        def watched_matched(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+            count, is_async = matched(request, num_computed_tokens)
+            boundary = num_computed_tokens + (count or 0)
+            if count and (not is_async or boundary % self._alignment or boundary >= request.num_tokens):
+                self.broke(f"a hit of {request.request_id} ends at {boundary} of {request.num_tokens} tokens")
+            if count is not None and (count < 0 or is_async != (count > 0)):
+                self.broke(f"{(count, is_async)} is no answer")
+            return count, is_async
+
+        connector._lookups._send = watched_send  # type: ignore[method-assign]
+        connector.update = watched_update  # type: ignore[method-assign]
+        connector.request_finished = watched_finished  # type: ignore[method-assign]
+        connector.matched_tokens = watched_matched  # type: ignore[method-assign]
+
+    def _watch_rank(self, rank: Rank) -> None:
+        worker = rank.worker
+        start_loads, transfer_results = worker.start_loads, worker.transfer_results
+        under_way: Counter[str] = Counter()
+
+        def watched_start(metadata: Any) -> None:
+            under_way.update(job.request_id for job in metadata.loads)
+            start_loads(metadata)
+
+        def watched_results() -> Any:
+            results = transfer_results()
+            for request_id in results.finished_recving:
+                under_way[request_id] -= 1
+                if under_way[request_id] != 0:
+                    self.broke(f"the load of {request_id} is reported {1 - under_way[request_id]} times")
+            if not results.failed_recving <= results.finished_recving:
+                self.broke("a load failed that has not finished")
+            return results
+
+        worker.start_loads, worker.transfer_results = watched_start, watched_results  # type: ignore[method-assign]
+        for thread in (worker._sender, worker._receiver):
+            assert thread is not None
+            thread._copier = WatchedCopier(self, thread._copier)  # type: ignore[assignment]
+
+    def _run_rank(self, rank: Rank, *step: Any) -> Any:
+        self._between()
+        return super()._run_rank(rank, *step)
+
+
+def _make(config: VllmConfig, role: Any, cache: Any) -> KVConnectorBase_V1:
+    return KVPoolConnector(config, role, cache)
+
+
+def _config(base: VllmConfig, setup: Setup) -> VllmConfig:
+    """A copy of a configuration that one engine may change."""
+    config = copy.copy(base)
+    for part in ("cache_config", "parallel_config", "scheduler_config", "kv_transfer_config"):
+        setattr(config, part, copy.copy(getattr(base, part)))
+    config.scheduler_config.max_num_batched_tokens = setup.max_batched_tokens
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "max_pinned_fraction": setup.max_pinned_fraction,
+        "store_decoded": setup.store_decoded,
+        "window_interval_tokens": setup.window_interval_tokens,
+        "decline_slow_loads": setup.decline_slow_loads,
+        "on_reset": setup.on_reset,
+    }
+    return config
+
+
+class _Log:
+    """Of the transfer threads: what they did not foresee is a broken promise."""
+
+    def __init__(self, turns: Turns):
+        self._turns = turns
+
+    def exception(self, text: str) -> None:
+        import traceback
+
+        self._turns.broken.append(f"{text}\n{traceback.format_exc()}")
+
+    def warning(self, *_: Any) -> None:
+        """Expected here."""
+
+
+def take_over(patch: pytest.MonkeyPatch, turns: Turns, server: SimServer) -> None:
+    """Puts what the connector has of threads, time and network under a schedule's control."""
+    time, threading = turns.time(), turns.threading()
+    for module in (lookups, loads, transfer, _kvpool_client()):
+        patch.setattr(module, "time", time)
+    patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
+    patch.setattr(session, "threading", threading)
+    patch.setattr(session, "Client", functools.partial(SimClient, server))
+    patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, turns.clock))
+    patch.setattr(loads, "Economy", functools.partial(economy.Economy, clock=turns.clock))
+    ids = itertools.count(1)
+    patch.setattr(scheduler, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
+    patch.setattr(transfer, "queue", turns.queue())
+    patch.setattr(transfer, "logger", _Log(turns))
+    patch.setattr(transfer, "PUT_BYTES", 3 * 2048)
+    coroutines: dict[int, Any] = {}
+
+    def start(thread: transfer.TransferThread[Any]) -> None:
+        coroutines[id(thread)] = turns.spawn(thread.name, thread.run)
+
+    def join(thread: transfer.TransferThread[Any], timeout: float) -> None:
+        turns.join(coroutines[id(thread)], timeout)
+
+    patch.setattr(transfer.TransferThread, "start", start)
+    patch.setattr(transfer.TransferThread, "join", join)
+
+
+def _kvpool_client() -> Any:
+    from kvpool import client
+
+    return client

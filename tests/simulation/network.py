@@ -1,0 +1,337 @@
+"""A kvpool server in this process, and clients that reach it through messages whose ways the schedule decides.
+
+All but gRPC and shared memory is the real thing: `Client`, `wire`, `PoolService`, `Pool`. A message waits for its turn
+before it reaches the server; the server may be away, hang, come back as another, or lose a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.segment import Bytes
+from kvpool.transport.base import Drain, Fill, batches
+from kvpool_server.service import PoolService
+from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.observer import Observer
+from kvpool_server.storage.pool import Pool
+from tests.simulation.turns import Message, Turns
+
+LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)
+METHODS = (
+    "OpenNamespace", "Lookup", "PutStart", "PutEnd", "PutRevoke", "Get", "Release", "Verify", "Remove", "Clear", "Ping",
+)  # fmt: skip
+POISON = 0xDD
+
+
+class RpcFailed(grpc.RpcError):
+    """What gRPC raises."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = ""):
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+class _Context:
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise RpcFailed(code, details)
+
+
+class _NoMetrics:
+    def observe(self, *_: Any) -> None:
+        """Nothing."""
+
+    def add_bytes(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class SimServer:
+    """One server, through restarts.
+
+    Args:
+        observer: of every pool it will have.
+        shares_memory: clients read and write the arena themselves; else through the server, which checks.
+
+    Attributes:
+        up, hung: a server that hangs answers nobody; one that is not up refuses.
+        losses: "request" or "answer" of each of the next messages that is lost; "" for one that is not.
+        is_lossless: nobody was ever left without an answer, and nothing but the time has ended a lease.
+    """
+
+    def __init__(
+        self, turns: Turns, extent_bytes: int, num_extents: int, observer: Observer, *, shares_memory: bool = True
+    ):
+        self.turns = turns
+        self.shares_memory = shares_memory
+        self.up, self.hung = True, False
+        self.losses: list[str] = []
+        self.is_lossless = True
+        self._size = extent_bytes, num_extents
+        self._observer = observer
+        self._ids = itertools.count(1)
+        self.start()
+
+    def start(self) -> None:
+        """Comes up, empty."""
+        extent_bytes, num_extents = self._size
+        self.memory = np.full(extent_bytes * num_extents, POISON, np.uint8)
+        self.boot_token = next(self._ids)
+        self.pool = Pool(
+            Arena(extent_bytes * num_extents, extent_bytes), self.turns.clock, lambda: next(self._ids), LIMITS
+        )
+        self.pool.observer = self._observer
+        self._service = PoolService(self.pool, self.memory, None, self.boot_token, _NoMetrics(), lambda: 0)  # type: ignore[arg-type]
+        self.up = True
+
+    def reachable(self) -> bool:
+        """Whether a message gets an answer, be it a refusal."""
+        return not (self.up and self.hung)
+
+    def serve(self, method: str, request: Any) -> Any:
+        """Handles one request.
+
+        Raises:
+            RpcFailed: what gRPC would raise at the client.
+        """
+        if not self.up:
+            self.is_lossless = False
+            raise RpcFailed(grpc.StatusCode.UNAVAILABLE, "injected: away")
+        coroutine = getattr(self._service, method)(request, _Context())
+        try:
+            coroutine.send(None)
+        except StopIteration as returned:
+            return returned.value
+        raise AssertionError(f"{method} waits for something")
+
+    def pop_loss(self) -> str:
+        loss = self.losses.pop(0) if self.losses else ""
+        if loss:
+            self.is_lossless = False
+        return loss
+
+
+class _Call:
+    """A call that nobody waits for yet; grpc.Future as far as `Client` uses it."""
+
+    def __init__(self, client: SimClient, method: str, request: Any, timeout_s: float):
+        self._client, self._method, self._request = client, method, request
+        self._turns = client.server.turns
+        self._deadline = self._turns.clock.now + timeout_s
+        self._outcome: tuple[Any, RpcFailed | None] | None = None
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._loss = client.server.pop_loss()
+        self._wait(self._arrive, lambda: client.closed or (self._loss != "request" and client.server.reachable()))
+
+    def _wait(self, step: Callable[[], None], ready: Callable[[], bool]) -> None:
+        self._turns.add(Message(f"{self._method} {step.__name__}", step, ready, self._deadline))
+
+    def _arrive(self) -> None:
+        if self._has_failed():
+            return
+        try:
+            reply = self._client.server.serve(self._method, self._request)
+        except RpcFailed as error:
+            self._end(None, error)
+            return
+        server, boot = self._client.server, self._client.server.boot_token
+
+        def answer() -> None:
+            if not self._has_failed():
+                lost = server.boot_token != boot or not server.up
+                server.is_lossless &= not lost
+                self._end(reply, RpcFailed(grpc.StatusCode.UNAVAILABLE, "injected: broken off") if lost else None)
+
+        answer.__name__ = "answer"
+        self._wait(answer, lambda: self._client.closed or (self._loss != "answer" and server.reachable()))
+
+    def _has_failed(self) -> bool:
+        if self._outcome is None and self._client.closed:
+            self._end(None, RpcFailed(grpc.StatusCode.CANCELLED))
+        elif self._outcome is None and self._turns.clock.now >= self._deadline:
+            self._client.server.is_lossless = False
+            self._end(None, RpcFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "injected: no answer"))
+        return self._outcome is not None
+
+    def _end(self, reply: Any, error: RpcFailed | None) -> None:
+        self._outcome = reply, error
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self._has_failed():
+            assert timeout is not None, "nobody may wait for ever"
+            self._turns.clock.advance(timeout)
+            if not self._has_failed():
+                raise grpc.FutureTimeoutError
+        assert self._outcome is not None
+        reply, error = self._outcome
+        if error is not None:
+            raise error
+        return reply
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self._outcome is not None:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def cancel(self) -> None:
+        if self._outcome is None:
+            self._end(None, RpcFailed(grpc.StatusCode.CANCELLED))
+
+
+class _Method:
+    """One method of a stub."""
+
+    def __init__(self, client: SimClient, name: str):
+        self._client, self._name = client, name
+
+    def __call__(self, request: Any, timeout: float) -> Any:
+        client, server, turns = self._client, self._client.server, self._client.server.turns
+        client.check_open()
+        deadline = turns.clock.now + timeout
+        loss = server.pop_loss()
+
+        def way(is_lost: bool) -> None:
+            turns.wait(lambda: client.closed or (not is_lost and server.reachable()), deadline)
+            if client.closed:
+                raise RpcFailed(grpc.StatusCode.CANCELLED)
+            if turns.clock.now >= deadline:
+                server.is_lossless = False
+                raise RpcFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "injected: no answer")
+
+        way(loss == "request")
+        boot = server.boot_token
+        reply = server.serve(self._name, request)
+        if loss == "answer" or server.hung:
+            way(loss == "answer")
+            if server.boot_token != boot or not server.up:
+                server.is_lossless = False
+                raise RpcFailed(grpc.StatusCode.UNAVAILABLE, "injected: broken off")
+        return reply
+
+    def future(self, request: Any, timeout: float) -> _Call:
+        self._client.check_open()
+        return _Call(self._client, self._name, request, timeout)
+
+
+class _Stub:
+    def __init__(self, client: SimClient):
+        for name in METHODS:
+            setattr(self, name, _Method(client, name))
+
+
+class SimClient(Client):
+    """`Client` with another channel."""
+
+    def __init__(self, server: SimServer, config: ClientConfig):
+        self.config = config
+        self.server = server
+        self.closed = False
+        self._channel = self
+        self._stub = _Stub(self)
+        self._attaching = threading.Lock()
+        self._transport: Any = None
+        self._transport_boot = 0
+
+    def close(self) -> None:
+        self.closed = True
+        self.detach()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ValueError("Cannot invoke RPC on closed channel!")
+
+    def _attach(self, segment: Any, piece_bytes: int) -> SimTransport:
+        return SimTransport(self.server)
+
+
+class SimTransport:
+    """Bytes travel a region at a time, each when its turn comes."""
+
+    name = "simulated"
+    memory = None
+
+    def __init__(self, server: SimServer):
+        self._server = server
+        self._boot_token = server.boot_token
+        self._arena: Bytes = server.memory
+
+    def write(
+        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+    ) -> None:
+        def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
+            if self._server.shares_memory:
+                fill(first, [arena[offset : offset + region_bytes] for offset in offsets])
+                return
+            buffers = [np.empty(region_bytes, np.uint8) for _ in offsets]
+            fill(first, buffers)
+            for offset, buffer in zip(offsets, buffers, strict=True):
+                self._server.turns.yields()
+                self._ask(lambda offset=offset: self._server.pool.writable(ticket_id, offset, region_bytes))  # type: ignore[misc]
+                self._server.memory[offset : offset + region_bytes] = buffer
+
+        self._visit(offsets, visit, timeout_s)
+
+    def read(
+        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+    ) -> None:
+        def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
+            if self._server.shares_memory:
+                drain(first, [arena[offset : offset + region_bytes] for offset in offsets])
+                return
+            for nth, offset in enumerate(offsets, first):
+                self._ask(lambda offset=offset: self._server.pool.readable(lease_id, offset, region_bytes))  # type: ignore[misc]
+                drain(nth, [self._server.memory[offset : offset + region_bytes].copy()])
+
+        self._visit(offsets, visit, timeout_s)
+
+    def _visit(
+        self, offsets: Sequence[int], visit: Callable[[int, Sequence[int], Bytes], None], timeout_s: float
+    ) -> None:
+        arena, turns = self._arena, self._server.turns
+        if not len(arena):
+            raise TransferError("the segment was closed")
+        deadline = turns.clock.now + timeout_s
+        for start, stop in batches(len(offsets), 1, 2):
+            if self._server.shares_memory:
+                turns.yields()
+            else:
+                turns.wait(self._server.reachable, deadline)
+            if turns.clock.now > deadline:
+                raise PoolTimeoutError(f"the transfer took more than {timeout_s:.3f} s")
+            visit(start, offsets[start:stop], arena)
+        turns.yields()
+
+    def _ask(self, check: Callable[[], None]) -> None:
+        """What the server checks before each piece."""
+        if not self._server.up:
+            raise UnavailableError("injected: away")
+        if self._server.boot_token != self._boot_token:
+            raise LeaseExpiredError("injected: of another boot")
+        try:
+            check()
+        except KVPoolError:
+            self._server.is_lossless = False
+            raise
+
+    def close(self) -> None:
+        self._arena = np.empty(0, np.uint8)

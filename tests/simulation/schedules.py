@@ -1,0 +1,429 @@
+"""Schedules: what happens to two engines and their pool, event by event; how they are made, played and shortened."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.errors import OutOfSpaceError
+from kvpool.hashing import checksum
+from kvpool.types import BlockRun, ShardRange
+from kvpool_server.storage.entry import Entry
+from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
+from tests.simulation.network import LIMITS, SimServer
+from tests.simulation.turns import Turns
+from tests.support.values import block_hash, group_spec, namespace_spec
+from tests.vllm_plugin.conftest import BLOCK_TOKENS
+from tests.vllm_plugin.support import tokens
+
+Event = tuple[str | int, ...]
+"""The name of a method of `World`, and its arguments."""
+
+STEP_S, TURN_S = 1e-3, 2e-5
+DRAIN_ROUNDS = 800
+SHRINK_S = 30.0
+MAX_BLOCKS_OF_A_REQUEST = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One history; its repr makes it again.
+
+    Args:
+        shape: of the model, a key of `SHAPES`.
+        setups: of the engines.
+        num_extents: of the arena.
+        shares_memory: see `SimServer`.
+    """
+
+    shape: str
+    setups: tuple[Setup, ...]
+    num_extents: int
+    shares_memory: bool
+    events: tuple[Event, ...]
+
+
+class World:
+    """Two engines and a pool. Every public method is an event."""
+
+    def __init__(self, schedule: Schedule, config: Any, patch: pytest.MonkeyPatch):
+        self.turns = Turns()
+        self._prefixes = Prefixes(self.turns)
+        self.server = SimServer(
+            self.turns,
+            EXTENT_BYTES,
+            schedule.num_extents,
+            self._prefixes,
+            shares_memory=schedule.shares_memory,
+        )
+        take_over(patch, self.turns, self.server)
+        self._mix = random.Random(0)
+        self._num_between = 0
+        self._num_foreign = 0
+        self.engines: list[SimEngine] = []
+        self._prefixes.watch(lambda: self.server.memory, self.engines)
+        for setup in schedule.setups:
+            engine = SimEngine(config, setup, SHAPES[schedule.shape], self.turns, self._prefixes, self._between)
+            self.engines.append(engine)
+        self._foreign_spec = namespace_spec(
+            group_spec(chunk_bytes=2048), model="kvpool simulation", salt="kvpool simulation"
+        )
+        self.turns.run_all(6)
+
+    # Engines
+
+    def add(self, engine: int, prefix: int, length: int, tail: int, max_tokens: int) -> None:
+        """A request whose prompt shares `length` tokens with all others of its prefix."""
+        prompt = [*_tokens(200, f"prefix {prefix}")[:length], *_tokens(tail, f"tail {tail}")]
+        each = self._engine(engine)
+        name = f"r{len(each.prompts)}"
+        each.submit(name, prompt, max_tokens)
+
+    def again(self, engine: int, which: int) -> None:
+        """A request that has ended comes back under its name."""
+        each = self._engine(engine)
+        ended = [name for name in each.prompts if name not in each.scheduler.requests]
+        if ended and not each._in_flight:
+            name = ended[which % len(ended)]
+            each.check_answers_of(name)
+            each.submit(name, *each.prompts[name][:2])
+
+    def step(self, engine: int, mix: int = 0) -> None:
+        """A step of the engine's core; between its ranks others may have turns."""
+        self._mix, self._num_between = random.Random(mix), mix % 4
+        self._engine(engine).step()
+        self._advance(STEP_S)
+
+    def abort(self, engine: int, which: int) -> None:
+        each = self._engine(engine)
+        live = [name for name, request in each.scheduler.requests.items() if not request.is_finished()]
+        if live:
+            each.abort(live[which % len(live)])
+
+    def preempt(self, engine: int) -> None:
+        self._engine(engine).preempt()
+
+    def forget(self, engine: int) -> None:
+        """The engine's own cache is emptied, if nothing is in use."""
+        self._engine(engine).scheduler.reset_prefix_cache()
+
+    def reset(self, engine: int) -> None:
+        """As before new weights: the connector may keep nothing, either."""
+        self._engine(engine).reset()
+
+    def settle(self, rounds: int) -> None:
+        """Everybody goes on for a while."""
+        for _ in range(rounds):
+            for engine in self.engines:
+                if engine.scheduler.has_requests():
+                    engine.step()
+            self.turns.run_all(2)
+            self._advance(STEP_S)
+
+    # Threads, messages and time
+
+    def turn(self, which: int) -> None:
+        """One thread goes on to its next wait, or one message arrives."""
+        able = self.turns.able()
+        if able:
+            self.turns.run(able[which % len(able)])
+            self._advance(TURN_S)
+
+    def turn_all(self, rounds: int) -> None:
+        self.turns.run_all(rounds)
+        self._advance(TURN_S)
+
+    def advance(self, ms: int) -> None:
+        self._advance(ms / 1000)
+
+    # The server
+
+    def away(self) -> None:
+        self.server.up = False
+
+    def back(self) -> None:
+        self.server.up = True
+
+    def restart(self) -> None:
+        self.server.start()
+        self.server.is_lossless = False
+
+    def hang(self) -> None:
+        self.server.hung = True
+
+    def go_on(self) -> None:
+        self.server.hung = False
+
+    def lose(self, which: int) -> None:
+        """The next message, or its answer, is lost."""
+        self.server.losses.append(("request", "answer", "")[which % 3])
+
+    # The pool
+
+    def others_stored(self, engine: int, prefix: int, length: int, gaps: int) -> None:
+        """Another engine like this one has stored a prefix, but for some blocks."""
+        pool, dice = self.server.pool, random.Random(gaps)
+        each = self._engine(engine)
+        (spec,) = each.connector._specs
+        fingerprint = pool.open_namespace(spec)[0].fingerprint
+        names = self._prefixes.learn(_tokens(200, f"prefix {prefix}")[:length], each.weights)
+        for idx, group in enumerate(spec.groups):
+            parent = b""
+            for name in names[group.block_tokens // BLOCK_TOKENS - 1 :: group.block_tokens // BLOCK_TOKENS]:
+                if dice.random() < gaps % 4 * 0.1:
+                    continue
+                try:
+                    grant = pool.put_start(
+                        fingerprint, [BlockRun(idx, [name], parent)], ShardRange(0, group.num_shards)
+                    )
+                except OutOfSpaceError:
+                    return
+                for offset in grant.offsets:
+                    content = np.frombuffer(self._prefixes.expected(idx, group, name, each.weights), np.uint8)
+                    self.server.memory[offset : offset + len(content)] = content
+                    chunks = content.reshape(group.num_shards, -1)
+                    pool.put_end(grant.ticket_id, [checksum(chunk) for chunk in chunks])
+                parent = name
+
+    def fill(self, count: int) -> None:
+        """Somebody else stores blocks."""
+        ticket_id = self._foreign_put(count, 1_000)
+        if ticket_id:
+            self.server.pool.put_end(ticket_id, [0] * count)
+
+    def hog(self, count: int, ttl_ms: int) -> None:
+        """Somebody else is about to store blocks, and never does."""
+        self._foreign_put(count, ttl_ms)
+
+    def remove(self, which: int) -> None:
+        entry = self._entry(which)
+        if entry is not None:
+            fingerprint = bytes.fromhex(entry.group.namespace.partition("@")[0])
+            self.server.pool.remove(fingerprint, [BlockRun(entry.group.idx, [entry.block_hash])])
+
+    def clear(self) -> None:
+        self.server.pool.clear()
+
+    def flip(self, which: int) -> None:
+        """A bit changes in every third of the stored blocks."""
+        for entry in list(self._entries())[which % 3 :: 3]:
+            self.server.memory[entry.offset + which % entry.group.spec.slot_bytes] ^= 0x40
+
+    # Checks
+
+    def check(self) -> None:
+        """What holds after every event."""
+        self.turns.check()
+
+    def check_end(self) -> None:
+        """All faults have stopped: everything comes to its end, and nothing is left."""
+        self.server.up, self.server.hung = True, False
+        self.server.losses.clear()
+        for _ in range(DRAIN_ROUNDS):
+            busy = [engine for engine in self.engines if engine.scheduler.has_requests() or engine._in_flight]
+            if not busy:
+                break
+            for engine in busy:
+                engine.step()
+            self._advance(STEP_S)
+            self.turns.run_all(2)
+            if not self.turns.able():
+                self._advance(0.05)
+        else:
+            raise AssertionError(f"requests without an end: {[engine.scheduler.requests for engine in self.engines]}")
+        for engine in self.engines:
+            engine.check_answers()
+            engine.check_idle()
+        self.turns.run_all(8)
+        pool = self.server.pool
+        pool.check_integrity()
+        self.turns.check()
+        if self.server.is_lossless:
+            leases = pool.stats().num_leases
+            assert leases == 0, f"{leases} leases were never released"
+        for engine in self.engines:
+            engine.shutdown()
+        pool.clear()
+        self._advance((LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000 + 1)
+        pool.expire()
+        pool.check_integrity()
+        assert pool.stats().free_bytes == pool.stats().arena_bytes
+        self.turns.check()
+
+    def counted(self) -> Counter[str]:
+        """What the connectors have counted, and what else tells how far a schedule has come."""
+        total: Counter[str] = Counter()
+        for engine in self.engines:
+            total.update({name: count for name, count in engine.stats.data.items() if isinstance(count, int | float)})
+            total["answered"] += len(engine.prompts) - len(engine.aborted)
+            total["aborted"] += len(engine.aborted)
+        total.update({name: self.server.pool.counters[name] for name in ("evicted_blocks", "out_of_space")})
+        return total
+
+    # Helpers
+
+    def _engine(self, which: int) -> SimEngine:
+        return self.engines[which % len(self.engines)]
+
+    def _between(self) -> None:
+        for _ in range(self._num_between):
+            self.turn(self._mix.randrange(1 << 16))
+
+    def _advance(self, seconds: float) -> None:
+        self.turns.clock.advance(seconds)
+
+    def _entries(self) -> Iterator[Entry]:
+        for namespace, _, _ in self.server.pool.namespaces():
+            if namespace.spec.model != self._foreign_spec.model:
+                yield from (entry for entry in namespace.entries() if entry.complete)
+
+    def _entry(self, which: int) -> Entry | None:
+        entries = list(self._entries())
+        return entries[which % len(entries)] if entries else None
+
+    def _foreign_put(self, count: int, ttl_ms: int) -> int:
+        pool = self.server.pool
+        fingerprint = pool.open_namespace(self._foreign_spec)[0].fingerprint
+        names = [block_hash(f"foreign {self._num_foreign + nth}") for nth in range(count)]
+        self._num_foreign += count
+        try:
+            return pool.put_start(fingerprint, [BlockRun(0, names)], ShardRange(0, 1), ttl_ms).ticket_id
+        except OutOfSpaceError:
+            return 0
+
+
+def play(schedule: Schedule, config: Any, broken: Callable[[pytest.MonkeyPatch], None] | None = None) -> Counter[str]:
+    """Plays a schedule to its end; a broken promise is an AssertionError.
+
+    Args:
+        broken: breaks the code under test first.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if broken is not None:
+            broken(patch)
+        world = None
+        try:
+            world = World(schedule, config, patch)
+            for name, *arguments in schedule.events:
+                getattr(world, str(name))(*arguments)
+                world.check()
+            world.check_end()
+            return world.counted()
+        finally:
+            if world is not None:
+                world.turns.end()
+
+
+# How schedules are made
+
+
+def make_schedule(seed: int) -> Schedule:
+    """A schedule by its seed. Each has a mood of its own: which events it knows, and how often they come."""
+    dice = random.Random(seed)
+    shape = dice.choice(list(SHAPES))
+    # One request of the longest kind must fit, or it would wait for ever: vLLM refuses to start then.
+    num_blocks = 2 + len(SHAPES[shape]) * MAX_BLOCKS_OF_A_REQUEST + dice.choice([0, 8, 30])
+    setups = tuple(_make_setup(dice, num_blocks) for _ in range(dice.choice([1, 2, 2])))
+    weights = {"add": 12, "step": 40, "turn": 40, "turn_all": 10, "settle": 2, "others_stored": 2}
+    for name, weight in _RARE.items():
+        if dice.random() < 0.4:
+            weights[name] = weight
+    if dice.random() < 0.4:
+        for name in _FAULTS:
+            weights.pop(name, None)
+    names, chances = list(weights), list(weights.values())
+    # Hits want a pool with something in it; loads that get in each other's way want requests that come together.
+    kinds = ["others_stored"] * dice.randrange(4) + ["add"] * dice.randrange(5)
+    kinds += dice.choices(names, chances, k=dice.choice([20, 40, 60]))
+    events = tuple(_make_event(dice, name) for name in kinds)
+    return Schedule(
+        shape=shape,
+        setups=setups,
+        num_extents=dice.choice([4, 8, 24, 60]),
+        shares_memory=dice.random() < 0.6,
+        events=events,
+    )
+
+
+_RARE = {"abort": 6, "again": 3, "preempt": 4, "forget": 8, "reset": 2, "advance": 5, "fill": 4, "hog": 2, "remove": 3,
+         "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4, "lose": 4}  # fmt: skip
+_FAULTS = ("flip", "away", "back", "restart", "hang", "go_on", "lose", "remove", "clear", "reset")
+
+
+def _make_setup(dice: random.Random, num_blocks: int) -> Setup:
+    return Setup(
+        tp_size=dice.choice([1, 1, 2]),
+        steps_ahead=dice.choice([0, 1]),
+        num_blocks=num_blocks,
+        max_batched_tokens=dice.choice([48, 100, 512]),
+        max_pinned_fraction=dice.choice([0.05, 0.5, 1.0]),
+        store_decoded=dice.random() < 0.7,
+        window_interval_tokens=dice.choice([1, 64, 4096]),
+        decline_slow_loads=dice.random() < 0.2,
+        on_reset=dice.choice(["leave", "keep"]),
+    )
+
+
+def _make_event(dice: random.Random, name: str) -> Event:
+    number = functools.partial(dice.randrange, 1000)
+    engine = dice.randrange(2)
+    match name:
+        case "add":
+            length = dice.choice([16, 17, 32, 47, 48, 49, 64, 80, 96, 100, 128, 150])
+            return name, engine, dice.randrange(2), length, dice.choice([0, 1, 20, 39]), dice.choice([1, 2, 8, 20])
+        case "others_stored":
+            return name, engine, dice.randrange(2), dice.choice([48, 96, 150]), number()
+        case "settle":
+            return name, dice.choice([1, 3, 10])
+        case "step":
+            return name, engine, number()
+        case "abort" | "again":
+            return name, engine, number()
+        case "preempt" | "forget" | "reset":
+            return name, engine
+        case "turn" | "remove" | "flip" | "lose":
+            return name, number()
+        case "turn_all":
+            return name, dice.choice([1, 1, 3])
+        case "advance":
+            return name, dice.choice([1, 100, 300, 1_500, 5_100, 10_100])
+        case "fill":
+            return name, dice.choice([1, 4, 16, 40])
+        case "hog":
+            return name, dice.choice([4, 16]), dice.choice([500, 5_000])
+        case _:
+            return (name,)
+
+
+# How schedules are shortened
+
+
+def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """A shorter schedule that still fails: events are left out, the largest stretches first."""
+    ends_at = time.monotonic() + SHRINK_S
+    size = max(1, len(schedule.events) // 2)
+    while time.monotonic() < ends_at:
+        start, shorter = 0, False
+        while start < len(schedule.events) and time.monotonic() < ends_at:
+            without = replace(schedule, events=schedule.events[:start] + schedule.events[start + size :])
+            if fails(without):
+                schedule, shorter = without, True
+            else:
+                start += size
+        if size == 1 and not shorter:
+            break
+        size = max(1, size // 2)
+    return schedule
+
+
+@functools.lru_cache(maxsize=1024)
+def _tokens(count: int, seed: str) -> list[int]:
+    return tokens(count, seed)

@@ -1,0 +1,108 @@
+"""Both sides of the connector under random schedules: whatever happens, in whatever order, no request is answered wrong
+or waits for ever, and nothing is left behind.
+
+`KVPOOL_SIM_SCHEDULES` says how many schedules are played (`make soak-sim`: many). One that fails is shortened and
+printed with its seed, ready to be added to `COUNTEREXAMPLES` under a name that says what it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.simulation.broken import BROKEN, Break
+from tests.simulation.schedules import Schedule, Setup, make_schedule, play, shrink
+
+NUM_SCHEDULES = int(os.environ.get("KVPOOL_SIM_SCHEDULES", "2000"))
+NUM_PARTS = 8
+MAX_TO_FIND = 400
+"""Schedules in which every broken connector must be found: a fraction of what is played."""
+
+pytestmark = [pytest.mark.usefixtures("quiet_engine"), pytest.mark.timeout(3_600)]
+
+COUNTEREXAMPLES: dict[str, Schedule] = {
+    # Both ranks die of a lost connection with a block half stored, and nobody calls the pool until all has expired.
+    "the pool freed a slot twice": Schedule(
+        shape="state, full",
+        setups=(Setup(tp_size=2, num_blocks=38, max_batched_tokens=100),),
+        num_extents=4,
+        shares_memory=False,
+        events=(
+            ("add", 0, 0, 48, 21, 1), ("step", 0, 798), ("step", 0, 744), ("turn", 433), ("step", 0, 805),
+            ("turn", 522), ("turn", 383), ("advance", 10_100),
+        ),
+    ),
+    # Loads of two requests fail; the first needs more blocks to be computed than the second leaves it.
+    "requests whose loads failed waited for each other": Schedule(
+        shape="chunk, full",
+        setups=(Setup(num_blocks=30, max_batched_tokens=100, window_interval_tokens=1),),
+        num_extents=60,
+        shares_memory=True,
+        events=(
+            ("others_stored", 0, 1, 150, 0), ("others_stored", 0, 0, 150, 0), ("add", 0, 1, 150, 39, 2),
+            ("add", 0, 0, 150, 39, 20), ("step", 0), ("turn_all", 3), ("step", 0), ("restart",),
+        ),
+    ),
+}  # fmt: skip
+
+
+def complaint(error: Exception) -> str:
+    """What is wrong, without what differs from one schedule to another like it."""
+    return type(error).__name__ + re.sub(r"\d+|object at \S+|\[.*|\{.*|(?<=block )\w+", "", str(error))[:80]
+
+
+def failure(schedule: Schedule, config: Any, broken: Break | None = None) -> Exception | None:
+    """How a schedule fails, if it does."""
+    try:
+        play(schedule, config, broken)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_whatever_happens_answers_are_right_and_nothing_is_left(part: int, tiny_config: Any) -> None:
+    for seed in range(part, NUM_SCHEDULES, NUM_PARTS):
+        schedule = make_schedule(seed)
+        error = failure(schedule, tiny_config)
+        if error is None:
+            continue
+
+        def fails_alike(other: Schedule, like: str = complaint(error)) -> bool:
+            found = failure(other, tiny_config)
+            return found is not None and complaint(found) == like
+
+        shortest = shrink(schedule, fails_alike)
+        raise AssertionError(f"seed {seed}: {error}\nShortest: {shortest}") from error
+
+
+def test_schedules_reach_what_they_are_meant_to_reach(tiny_config: Any) -> None:
+    total: Counter[str] = Counter()
+    for seed in range(200):
+        total += play(make_schedule(seed), tiny_config)
+    for name in (
+        "loaded_blocks", "stored_blocks", "store_skipped_blocks", "store_deferred", "evicted_blocks", "out_of_space",
+        "load_failures", "store_failures", "lookup_failures", "breaker_opened", "answered", "aborted",
+    ):  # fmt: skip
+        assert total[name] >= 10, f"{name}: {total}"
+
+
+def test_a_schedule_has_one_outcome(tiny_config: Any) -> None:
+    for seed in range(20):
+        assert play(make_schedule(seed), tiny_config) == play(make_schedule(seed), tiny_config)
+
+
+@pytest.mark.parametrize("name", COUNTEREXAMPLES)
+def test_counterexample(name: str, tiny_config: Any) -> None:
+    play(COUNTEREXAMPLES[name], tiny_config)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_simulation_finds_a_broken_connector(broken: Break, tiny_config: Any) -> None:
+    assert any(failure(make_schedule(seed), tiny_config, broken) for seed in range(MAX_TO_FIND)), (
+        f"{MAX_TO_FIND} schedules did not find it"
+    )
