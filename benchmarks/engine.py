@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,23 @@ def kvpool_transfer_config(endpoint: str, role: str = "kv_both", **extra: Any) -
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with something besides its token ids.
+
+    Args:
+        lora: directory of an adapter; the engine wants `enable_lora`.
+        cache_salt: prompts share blocks only if it is equal.
+        embeds_seed: of random embeddings that stand in the place of the tokens, one each; wants
+            `enable_prompt_embeds`.
+    """
+
+    tokens: Sequence[int]
+    lora: str = ""
+    cache_salt: str = ""
+    embeds_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +74,14 @@ class EngineSpec:
         transfer: `kv_transfer_config`; None for no connector.
         options: further arguments of `vllm.LLM`.
         environment: further variables.
+        in_process: scheduler and worker in the driving process: starts sooner; one rank.
     """
 
     model: Path
     transfer: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    in_process: bool = False
 
 
 class EngineError(RuntimeError):
@@ -73,14 +93,15 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, log_path: Path):
         self._log_path = log_path
-        tp_size = spec.options.get("tensor_parallel_size", 1)
+        num_ranks = spec.options.get("tensor_parallel_size", 1) * spec.options.get("pipeline_parallel_size", 1)
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # "auto" leaves a core idle in some set-ups and not in others: a comparison would compare that.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if tp_size > 1 else f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if num_ranks > 1 else f"0-{(os.cpu_count() or 1) - 1}",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not spec.in_process)),
             **spec.environment,
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,19 +127,27 @@ class Engine:
         self.stop()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, timeout_s: float = 120.0, **options: Any
+        self, prompts: Sequence[Sequence[int] | Prompt], max_tokens: int = 8, timeout_s: float = 120.0, **options: Any
     ) -> list[Answer]:
-        """Greedy answers to prompts given as token ids, all submitted at once.
+        """Greedy answers to prompts, all submitted at once.
 
         Args:
             options: further arguments of `SamplingParams`.
         """
-        command = {"generate": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "options": options}
+        given = [asdict(each if isinstance(each, Prompt) else Prompt(list(each))) for each in prompts]
+        command = {"generate": given, "max_tokens": max_tokens, "options": options}
         return [Answer(**answer) for answer in self._ask(command, timeout_s)]
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        """Empties the engine's own prefix cache, and the pool's namespace with `external`."""
+        """Empties the engine's own prefix cache; with `external` its connector is reset, too."""
         return bool(self._ask({"reset": external}, 60.0))
+
+    def sleep(self, level: int = 1) -> None:
+        """Lets the engine sleep; in a process of its own, whatever its connector is doing."""
+        self._ask({"sleep": level}, 60.0)
+
+    def wake_up(self) -> None:
+        self._ask({"wake_up": True}, 60.0)
 
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges, summed over their labels, as of the last answer."""
@@ -196,7 +225,13 @@ def serve() -> None:
         command = json.loads(line)
         answer: Any
         if "reset" in command:
+            _end_stores(llm)
             answer = llm.reset_prefix_cache(reset_connector=command["reset"])
+        elif "sleep" in command:
+            _end_stores(llm)
+            answer = llm.sleep(level=command["sleep"])
+        elif "wake_up" in command:
+            answer = llm.wake_up()
         elif "metrics" in command:
             answer = {}
             for metric in llm.get_metrics():
@@ -207,9 +242,37 @@ def serve() -> None:
                 max_tokens=command["max_tokens"],
                 **{"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True, **command["options"]},
             )
-            prompts = [{"prompt_token_ids": prompt} for prompt in command["generate"]]
-            answer = [asdict(_answer(output)) for output in llm.generate(prompts, sampling, use_tqdm=False)]
+            given = [Prompt(**each) for each in command["generate"]]
+            prompts = [_vllm_prompt(each, llm.model_config.get_hidden_size()) for each in given]
+            adapters = [_adapter(each.lora) for each in given]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
+            answer = [asdict(_answer(output)) for output in outputs]
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _end_stores(llm: Any) -> None:
+    """In its own process vLLM steps by itself while blocks are being stored; in this one, only while it generates."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    while core is not None and core.scheduler.has_requests():
+        llm.llm_engine.engine_core.get_output()
+
+
+def _vllm_prompt(prompt: Prompt, hidden_size: int) -> dict[str, Any]:
+    salt = {"cache_salt": prompt.cache_salt} if prompt.cache_salt else {}
+    if prompt.embeds_seed is None:
+        return {"prompt_token_ids": prompt.tokens, **salt}
+    import torch
+
+    generator = torch.Generator().manual_seed(prompt.embeds_seed)
+    return {"prompt_embeds": torch.randn(len(prompt.tokens), hidden_size, generator=generator) * 0.08, **salt}
+
+
+def _adapter(directory: str) -> Any:
+    if not directory:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(Path(directory).name, 1 + zlib.crc32(directory.encode()), directory)
 
 
 def _answer(output: Any) -> Answer:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
 from benchmarks.tiny_model import Shape, write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
@@ -25,7 +25,12 @@ from tests.support.processes import ServerProcess, wait_for
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
 FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096}
 DRAIN_DEADLINE_S = 20.0
-PATIENT: dict[str, Any] = {"lookup_timeout_ms": 10_000, "load_timeout_ms": 20_000, "store_timeout_ms": 20_000}
+PATIENT: dict[str, Any] = {
+    "lookup_timeout_ms": 10_000,
+    "load_timeout_ms": 20_000,
+    "store_timeout_ms": 20_000,
+    "decline_slow_loads": False,
+}
 """For tests that assert hits: two busy cores are no reason for a miss."""
 
 StartEngines = Callable[..., list[Engine]]
@@ -40,6 +45,11 @@ def prompt(tokens: int, seed: object = 0) -> list[int]:
 def hit_tokens(num_tokens: int) -> int:
     """Tokens of a prompt that a full hit covers: whole blocks, and never the last token."""
     return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def one_by_one(engine: Engine, prompts: Sequence[Sequence[int] | Prompt], max_tokens: int = 8) -> list[Answer]:
+    """Alone in its batch, each prompt meets the same kernels whatever was cached."""
+    return [engine.generate([each], max_tokens)[0] for each in prompts]
 
 
 def drain(engine: Engine) -> None:
@@ -67,6 +77,25 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], tolerance
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     for answer, other in zip(answers, expected, strict=True):
         assert answer.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+
+
+@contextmanager
+def running(log_dir: Path, *specs: EngineSpec) -> Iterator[list[Engine]]:
+    """Engines, started at the same time and stopped at the same time."""
+    with ThreadPoolExecutor(len(specs)) as threads:
+        starts = [threads.submit(Engine, spec, log_dir / f"{idx}.log") for idx, spec in enumerate(specs)]
+    try:
+        yield [start.result() for start in starts]
+    finally:
+        started = [start.result() for start in starts if start.exception() is None]
+        with ThreadPoolExecutor(len(specs)) as threads:
+            list(threads.map(Engine.stop, started))
+
+
+@pytest.fixture(scope="session")
+def shapes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `benchmarks.tiny_models.write` puts the models of this run."""
+    return tmp_path_factory.getbasetemp() / "shapes"
 
 
 @pytest.fixture(scope="session")

@@ -2,67 +2,86 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
+from benchmarks.tiny_models import write
 from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 
-GEMMA = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "sliding_window": 64,
-    "sliding_window_pattern": 6,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    "torch_dtype": "bfloat16",
+SHORT_STEPS = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "unknown key": (
+        "llama",
+        {"transprt": "shm"},
+        {},
+        r"kv_connector_extra_config: unknown key 'transprt'; did you mean 'transport'\?",
+    ),
+    "hash algorithm": (
+        "llama",
+        {},
+        {"prefix_caching_hash_algo": "sha256"},
+        r"prefix_caching_hash_algo = 'sha256' may name .* start vLLM with --prefix-caching-hash-algo sha256_cbor",
+    ),
+    "neither prefix caching nor chunked prefill": (
+        "deepseek_v2",
+        {},
+        {},
+        r"cannot go on from a loaded prefix with \S*deepseek_v2 here: neither prefix caching nor chunked prefill is "
+        r"enabled; enable one, or, where the platform cannot, serve without kvpool",
+    ),
+    "states that are not kept": (
+        "granite_hybrid",
+        {},
+        {**SHORT_STEPS, "enable_prefix_caching": False},
+        r"does not serve \S*granite_hybrid: its KV-cache group 0 \(MambaSpec, \d layers\) keeps states with "
+        r"mamba_cache_mode = 'none'; start vLLM with --enable-prefix-caching --mamba-cache-mode align",
+    ),
+    "shards that do not divide": (
+        "llama",
+        {"num_shards": 3},
+        {},
+        r"num_shards = 3 does not divide the 2 KV heads of a KV-cache group",
+    ),
+    "stage without a layer of a group": (
+        "gemma3",
+        {},
+        {"pipeline_parallel_size": 2},
+        r"a pipeline stage has no layer of KV-cache group \(5,\) \(full_attention\); KVPoolConnector needs at least "
+        r"one in each: use fewer stages, or set VLLM_PP_LAYER_PARTITION",
+    ),
 }
-REFUSED = {
-    "hybrid model": r"serves models with one full-attention KV-cache group; \S*hybrid has group 0: .*SlidingWindowSpec",
-    "unknown key": r"kv_connector_extra_config: unknown key 'transprt'; did you mean 'transport'\?",
-    "hash algorithm": r"prefix_caching_hash_algo = 'sha256' may name .* start vLLM with "
-    r"--prefix-caching-hash-algo sha256_cbor",
-}
+"""What -> shape, settings of the connector, options of vLLM, and what is said."""
 
 
 @pytest.fixture(scope="module")
-def logs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the engines logged before they gave up; all of them start at once."""
+def logs(tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path) -> dict[str, str]:
+    """What the engines logged before they gave up; two at a time."""
     directory = tmp_path_factory.mktemp("refusals")
-    hybrid = directory / "hybrid"
-    hybrid.mkdir()
-    (hybrid / "config.json").write_text(json.dumps(GEMMA))
-    transfer = kvpool_transfer_config(free_endpoint())
-    options = {"max_model_len": 1024}
-    specs = {
-        "hybrid model": EngineSpec(hybrid, transfer, {**options, "load_format": "dummy"}),
-        "unknown key": EngineSpec(model, kvpool_transfer_config(free_endpoint(), transprt="shm"), options),
-        "hash algorithm": EngineSpec(model, transfer, {**options, "prefix_caching_hash_algo": "sha256"}),
-    }
+    for shape, *_ in REFUSED.values():
+        write(shape, shapes_dir)
 
     def refused(name: str) -> str:
+        shape, extra, options, _ = REFUSED[name]
+        transfer = kvpool_transfer_config(free_endpoint(), **extra)
+        options = {"dtype": "float32", "max_model_len": 1024, **options}
         log_path = directory / f"{name}.log"
+        spec = EngineSpec(shapes_dir / shape, transfer, options, in_process="pipeline_parallel_size" not in options)
         with pytest.raises(EngineError):
-            Engine(specs[name], log_path).stop()
+            Engine(spec, log_path).stop()
         return log_path.read_text(errors="replace")
 
-    with ThreadPoolExecutor(len(specs)) as threads:
-        return dict(zip(specs, threads.map(refused, specs), strict=True))
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(REFUSED, threads.map(refused, REFUSED), strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_log_says_why(name: str, logs: dict[str, str]) -> None:
-    assert re.search(f"kvpool.errors.ConfigError: .*{REFUSED[name]}", logs[name]), logs[name][-4_000:]
+    sentence = REFUSED[name][3]
+    assert re.search(f"kvpool.errors.ConfigError: .*{sentence}", logs[name]), logs[name][-4_000:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
-from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, hit_tokens, prompt
+from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, hit_tokens, one_by_one, prompt
 from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.vllm
@@ -44,11 +44,6 @@ def runs(engine: Engine, plain_engine: Engine) -> dict[str, list[Answer]]:
     }
     drain(engine)
     return answers
-
-
-def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Answer]:
-    """Alone in its batch, each prompt meets the same kernels whatever was cached."""
-    return [engine.generate([each], max_tokens)[0] for each in prompts]
 
 
 def test_a_cold_engine_answers_as_one_without_kvpool(runs: dict[str, list[Answer]]) -> None:
@@ -120,13 +115,4 @@ def test_decoded_blocks_are_not_stored_where_that_is_switched_off(
     answer = shm_reader.generate([second])[0]
     assert answer.cached_tokens == 96
     assert_same([answer], plain_engine.generate([second]))
-    drain(shm_reader)
-
-
-def test_resetting_the_connector_empties_the_pools_namespace(engine: Engine, shm_reader: Engine) -> None:
-    text = prompt(300, "to be cleared")
-    engine.generate([text])
-    drain(engine)
-    assert engine.reset_prefix_cache(external=True)
-    assert shm_reader.generate([text])[0].cached_tokens == 0
     drain(shm_reader)

@@ -1,5 +1,7 @@
 """The CUDA copier moves the same bytes as the CPU copier, whatever the layout, and no others."""
 
+import itertools
+import math
 import time
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from vllm_plugin.copy.cpu import CpuCopier
-from vllm_plugin.layout import canonical_view
+from vllm_plugin.layout import Layout, make_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -25,43 +27,82 @@ def _caches(order: str, dtype: torch.dtype, device: str) -> dict[str, torch.Tens
     return {name: logical[idx].view(dtype) for idx, name in enumerate(NAMES)}
 
 
+def _layout(caches: dict[str, torch.Tensor], num_shards: int, layers: tuple[list[str], ...] = (NAMES,)) -> Layout:
+    return make_layout(caches, layers, BLOCKS, num_shards)
+
+
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_same_bytes_as_on_the_cpu(order: str, num_shards: int):
     from vllm_plugin.copy.cuda import CudaCopier
 
-    on_cpu = canonical_view(_caches(order, torch.bfloat16, "cpu"), NAMES, BLOCKS, num_shards)
+    members = (NAMES[:3], NAMES[3:])  # Two of the engine's groups, with a block table each.
+    on_cpu = _layout(_caches(order, torch.bfloat16, "cpu"), num_shards, members)
     caches = _caches(order, torch.bfloat16, "cuda")
-    on_gpu = canonical_view(caches, NAMES, BLOCKS, num_shards)
-    ids = [7, 3, 39, 12]
-    nbytes = sum(view[0].numel() for view in on_cpu)
-    expected = [np.empty(nbytes, np.uint8) for _ in ids]
-    CpuCopier(on_cpu).gather(None, ids, expected)
-    copier = CudaCopier(on_gpu)
-    taken = [np.empty(nbytes, np.uint8) for _ in ids]
-    copier.gather(copier.mark(), ids, taken)
+    ids = [[7, 3, 39, 12], [1, 30, 2, 12]]
+    expected = [np.empty(on_cpu.region_bytes, np.uint8) for _ in ids[0]]
+    CpuCopier([on_cpu]).gather(None, 0, ids, expected)
+    copier = CudaCopier([_layout(caches, num_shards, members)])
+    taken = [np.empty(on_cpu.region_bytes, np.uint8) for _ in ids[0]]
+    copier.gather(copier.mark(), 0, ids, taken)
     assert all(np.array_equal(a, b) for a, b in zip(taken, expected, strict=True))
 
     before = {name: cache.clone() for name, cache in caches.items()}
-    targets = [20, 21, 0, 38]
-    copier.scatter(copier.mark(), targets, taken)
+    targets = [[20, 21, 0, 38], [0, 5, 39, 6]]
+    copier.scatter(copier.mark(), 0, targets, taken)
     copier.settle()
-    for name, cache in caches.items():
-        for block in range(BLOCKS):
-            source = ids[targets.index(block)] if block in targets else block
-            assert torch.equal(cache[block].view(torch.int8), before[name][source].view(torch.int8)), (name, block)
+    for member, names in enumerate(members):
+        moved = dict(zip(targets[member], ids[member], strict=True))
+        for name, block in itertools.product(names, range(BLOCKS)):
+            wanted = before[name][moved.get(block, block)]
+            assert torch.equal(caches[name][block].view(torch.int8), wanted.view(torch.int8)), (name, block)
+
+
+def test_groups_of_other_shapes_and_odd_sizes():
+    from vllm_plugin.copy.cuda import CudaCopier
+
+    # Layers of other head counts in one group, and a state whose bytes are no whole words.
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"wide": (BLOCKS, 4, TOKENS, 64), "narrow": (BLOCKS, 2, TOKENS, 32), "state": (BLOCKS, 1, 1, 77)}
+    rooms = {
+        name: torch.randint(-128, 127, (BLOCKS, math.prod(shape[1:]) + 19), dtype=torch.int8, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+    def views(device: str) -> dict[str, torch.Tensor]:
+        return {
+            name: room.to(device)[:, : math.prod(shapes[name][1:])].unflatten(1, shapes[name][1:])
+            for name, room in rooms.items()
+        }
+
+    on_cpu, on_gpu = views("cpu"), views("cuda")
+    layouts = [
+        [_layout(caches, 2, (["wide", "narrow"],)), _layout(caches, 1, (["state"],))] for caches in (on_cpu, on_gpu)
+    ]
+    reference, copier = CpuCopier(layouts[0]), CudaCopier(layouts[1])
+    for group_idx, layout in enumerate(layouts[0]):
+        ids, targets = [[4, 39, 0]], [[9, 8, 20]]
+        expected, taken = ([np.empty(layout.region_bytes, np.uint8) for _ in range(3)] for _ in range(2))
+        reference.gather(None, group_idx, ids, expected)
+        copier.gather(copier.mark(), group_idx, ids, taken)
+        assert all(np.array_equal(a, b) for a, b in zip(taken, expected, strict=True))
+        reference.scatter(None, group_idx, targets, expected)
+        copier.scatter(copier.mark(), group_idx, targets, expected)
+        copier.settle()
+    for name, cache in on_gpu.items():
+        assert torch.equal(cache.cpu(), on_cpu[name]), name
 
 
 def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
     from vllm_plugin.copy.cuda import CudaCopier
 
-    views = canonical_view(_caches("LBNHC", torch.bfloat16, "cuda"), NAMES, BLOCKS, 2)
-    nbytes = sum(view[0].numel() for view in views)
-    copier = CudaCopier(views)
+    layout = _layout(_caches("LBNHC", torch.bfloat16, "cuda"), 2)
+    nbytes = layout.region_bytes
+    copier = CudaCopier([layout])
     arenas = [np.zeros(64 * nbytes, np.uint8) for _ in range(2)]
     ids = list(range(5, 25))
     expected = [np.empty(nbytes, np.uint8) for _ in ids]
-    copier.gather(copier.mark(), ids, expected)
+    copier.gather(copier.mark(), 0, [ids], expected)
     for arena in arenas:  # The second takes the first one's place.
         copier.adopt(arena)
         copier.adopt(arena)
@@ -71,15 +112,15 @@ def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
             assert time.monotonic() < deadline, "the memory was never pinned"
             time.sleep(0.01)
         copier._pinned.give_back()
-        copier.gather(copier.mark(), ids, buffers)
+        copier.gather(copier.mark(), 0, [ids], buffers)
         assert all(np.array_equal(a, b) for a, b in zip(buffers, expected, strict=True))
         targets = [block + 10 for block in ids]
-        copier.scatter(copier.mark(), targets, buffers)
+        copier.scatter(copier.mark(), 0, [targets], buffers)
         copier.settle()
         taken = [np.empty(nbytes, np.uint8) for _ in targets]
-        copier.gather(copier.mark(), targets, taken)
+        copier.gather(copier.mark(), 0, [targets], taken)
         assert all(np.array_equal(a, b) for a, b in zip(taken, expected, strict=True))
-        copier.scatter(copier.mark(), ids, expected)  # For the second round.
+        copier.scatter(copier.mark(), 0, [ids], expected)  # For the second round.
         copier.settle()
     first = torch.cuda.cudart().cudaHostRegister(arenas[0].ctypes.data, arenas[0].nbytes, 0)
     assert int(first) == 0, "the first arena was not given back"

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tiny_model
-from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 
 pytestmark = pytest.mark.gpu
 
 BLOCK_TOKENS = 16
-OPTIONS = {"block_size": BLOCK_TOKENS, "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 2048}
+OPTIONS = {
+    "block_size": BLOCK_TOKENS,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 4 << 30,  # Others may be using the GPU: nothing is inferred from what is free.
+    "max_num_batched_tokens": 2048,
+}
 
 
 def _prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -26,6 +31,16 @@ def _reset(engine: Engine) -> None:
     while not engine.reset_prefix_cache():
         assert time.monotonic() < deadline, "blocks stay in use"
         time.sleep(0.05)
+
+
+def _part(want: Answer, got: Answer) -> bool:
+    """Whether two answers part, which they may only where two tokens are equally likely: batches round differently."""
+    same = next((nth for nth, pair in enumerate(zip(want.tokens, got.tokens, strict=True)) if len(set(pair)) > 1), None)
+    seen = len(want.tokens) if same is None else same + 1
+    if same is not None:
+        print("parted at", same, "with", want.logprobs[same], "and", got.logprobs[same])
+    assert got.logprobs[:seen] == pytest.approx(want.logprobs[:seen], abs=1e-2)
+    return same is not None
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +75,6 @@ def test_preemption_and_concurrency_change_nothing(pool_server, model: Path, tmp
     with Engine(EngineSpec(model, kvpool_transfer_config(server.endpoint), options), tmp_path / "pooled.log") as pooled:
         for _ in range(3):
             answers = pooled.generate(prompts, max_tokens=32)
-            for want, got in zip(expected, answers, strict=True):
-                assert got.tokens == want.tokens
-                assert got.logprobs == pytest.approx(want.logprobs, abs=1e-2)
+            parted = [_part(want, got) for want, got in zip(expected, answers, strict=True)]
+            assert sum(parted) <= 3, "ties are rare"
             _reset(pooled)

@@ -1,0 +1,81 @@
+"""Every shape of model that vLLM's CPU build runs with a prefix cache: what one engine has computed another loads, and
+answers as if it had computed it, also when some of it has gone bad."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import EngineSpec, kvpool_transfer_config
+from benchmarks.tiny_models import write
+from tests.conftest import StartServer
+from tests.e2e.conftest import PATIENT, assert_same, drain, one_by_one, prompt, running
+from tests.vllm_plugin.faults import flip_arena
+
+pytestmark = pytest.mark.vllm
+
+BFLOAT16 = {"dtype": "bfloat16"}
+SHORT_STEPS = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
+"""Without them vLLM's Mamba2 kernel for CPUs fails: a step must not be longer than a block."""
+
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gemma3": (32, {}),
+    "gpt_oss": (32, {}),
+    "gemma4": (64, {}),
+    "mistral": (32, {}),
+    "llama4": (32, {}),
+    "qwen3_next": (96, BFLOAT16),
+    "granite_hybrid": (96, SHORT_STEPS),
+    "falcon_h1": (96, SHORT_STEPS),
+    "mamba2": (32, {**SHORT_STEPS, "max_num_batched_tokens": 32}),
+    "llama": (32, {"kv_cache_dtype": "fp8"}),
+}
+"""Shape -> what a hit is a multiple of, and engine options."""
+
+OFTEN_ENOUGH = ("gpt_oss", "mistral", "falcon_h1", "mamba2")
+"""Their kinds of KV cache are in others, too; `make test-all` runs them."""
+MORE = pytest.mark.more
+
+LENGTHS = (31, 97, 400, 1000)
+
+
+@pytest.mark.parametrize("shape", [pytest.param(name, marks=MORE if name in OFTEN_ENOUGH else ()) for name in SHAPES])
+def test_what_one_engine_computed_another_loads(
+    shape: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, pool_server: StartServer, shm_dir: str
+) -> None:
+    alignment, options = SHAPES[shape]
+    server = pool_server("--memory", "256MiB", "--grace-ms", "100")
+    model = write(shape, shapes_dir)
+    arguments = {"dtype": "float32", "max_model_len": 4096, "enable_prefix_caching": True, **options}
+    specs = [
+        EngineSpec(
+            model, kvpool_transfer_config(server.endpoint, transport=each, **PATIENT), arguments, in_process=True
+        )
+        for each in ("shm", "stream")
+    ]
+    prompts = [prompt(length, f"{shape} {length}") for length in LENGTHS]
+    full = [(length - 1) // alignment * alignment for length in LENGTHS]
+    with running(tmp_path_factory.mktemp(shape), *specs) as (writer, reader):
+        cold = one_by_one(writer, prompts)
+        assert [answer.cached_tokens for answer in cold] == [0] * len(LENGTHS)
+        own = one_by_one(writer, prompts)
+        drain(writer)
+        warm = one_by_one(reader, prompts)
+        assert [answer.cached_tokens for answer in warm] == full
+        assert_same(warm, cold, tolerance=1e-3)
+        if [answer.cached_tokens for answer in own] == full:  # The same kernels over the same bytes.
+            assert [answer.logprobs for answer in warm] == [answer.logprobs for answer in own]
+        # A prompt that goes on after the end of another, and one that parts from it in the middle.
+        longer = [prompts[3] + prompt(150, "more"), prompts[3][:700] + prompt(150, "other")]
+        expected = one_by_one(writer, longer)
+        drain(writer)
+        drain(reader)
+        loaded = one_by_one(reader, longer)
+        assert_same(loaded, expected, tolerance=1e-3)
+        assert loaded[0].cached_tokens >= 1000 // alignment * alignment
+        flip_arena(server, shm_dir)
+        drain(reader)
+        assert_same(one_by_one(reader, prompts), cold, tolerance=1e-3)
+        drain(reader)

@@ -1,0 +1,70 @@
+"""Copies see what the device had been given by their mark, though it is far behind the host."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_plugin.layout import make_layout
+
+pytestmark = pytest.mark.gpu
+
+NAMES, BLOCKS, IDS = ("a", "b"), 32, [3, 17, 5]
+BEHIND_CYCLES = 500_000_000
+"""A few tenths of a second."""
+
+
+def _behind(cache: dict[str, torch.Tensor], value: int) -> None:
+    """What a forward pass does: it is launched, and writes later."""
+    torch.cuda._sleep(BEHIND_CYCLES)
+    for kv in cache.values():
+        kv.fill_(value)
+
+
+@pytest.fixture
+def cache() -> dict[str, torch.Tensor]:
+    """Layers uint8 [blocks, heads, tokens, columns] of zeros, and kernels that are loaded: loading them would wait."""
+    made = {name: torch.zeros(BLOCKS, 4, 16, 64, dtype=torch.uint8, device="cuda") for name in NAMES}
+    torch.cuda._sleep(1)
+    for kv in made.values():
+        kv.fill_(0)
+    torch.cuda.synchronize()
+    return made
+
+
+@pytest.mark.parametrize(("marked", "seen"), [("after", 7), ("before", 0)])
+def test_bug_11_kv_is_read_when_it_has_been_computed(marked: str, seen: int, cache: dict[str, torch.Tensor]) -> None:
+    from vllm_plugin.copy.cuda import CudaCopier
+
+    layout = make_layout(cache, [NAMES], BLOCKS, 2)
+    copier = CudaCopier([layout])
+    buffers = [np.full(layout.region_bytes, 255, np.uint8) for _ in IDS]
+    copier.gather(copier.mark(), 0, [IDS], buffers)  # Kernels are loaded; the next copy takes no time.
+    torch.cuda.synchronize()
+    mark = copier.mark()
+    _behind(cache, 7)
+    if marked == "after":
+        mark = copier.mark()
+    copier.gather(mark, 0, [IDS], buffers)
+    assert all((buffer == seen).all() for buffer in buffers)
+
+
+@pytest.mark.parametrize(("marked", "left"), [("after", 9), ("before", 0)])
+def test_bug_10_loads_come_after_zeroing(marked: str, left: int, cache: dict[str, torch.Tensor]) -> None:
+    from vllm_plugin.copy.cuda import CudaCopier
+
+    layout = make_layout(cache, [NAMES], BLOCKS, 2)
+    copier = CudaCopier([layout])
+    buffers = [np.full(layout.region_bytes, 9, np.uint8) for _ in IDS]
+    copier.scatter(copier.mark(), 0, [IDS], buffers)
+    copier.settle()
+    torch.cuda.synchronize()
+    mark = copier.mark()
+    _behind(cache, 0)
+    if marked == "after":
+        mark = copier.mark()
+    copier.scatter(mark, 0, [IDS], buffers)
+    copier.settle()
+    torch.cuda.synchronize()
+    others = [block for block in range(BLOCKS) if block not in IDS]
+    for kv in cache.values():
+        assert (kv[IDS] == left).all() and (kv[others] == 0).all()

@@ -1,0 +1,49 @@
+"""Sleep mode: the engine's memory is given back and comes back empty; the pool's blocks are there all the time."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.tiny_models import write
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = {
+    "block_size": 16,
+    "max_model_len": 4096,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 2 << 30,
+    "enable_sleep_mode": True,
+}
+
+
+@pytest.mark.parametrize(("on_reset", "hit"), [("leave", 0), ("keep", 1488)])
+def test_an_engine_that_wakes_reads_what_it_may(pool_server, tmp_path: Path, on_reset: str, hit: int):
+    server = pool_server("--memory", "1GiB")
+    transfer = kvpool_transfer_config(
+        server.endpoint, on_reset=on_reset, lookup_timeout_ms=5_000, decline_slow_loads=False
+    )
+    picks = random.Random(on_reset)
+    prompt = [picks.randrange(10, 2000) for _ in range(1500)]
+    with Engine(EngineSpec(write("gemma2", tmp_path), transfer, OPTIONS), tmp_path / "engine.log") as engine:
+        deadline = time.monotonic() + 20
+        while engine.log().count("kvpool at") < 2:
+            assert time.monotonic() < deadline, "the engine did not reach the pool"
+            time.sleep(0.05)
+        cold = engine.generate([prompt])[0]
+        own = engine.generate([prompt])[0]
+        while not engine.reset_prefix_cache():
+            assert time.monotonic() < deadline + 20, "blocks stay in use"
+            time.sleep(0.05)
+        for _ in range(2):
+            engine.sleep()
+            engine.wake_up()
+            time.sleep(1.0)  # An engine that has left its namespace opens the next one in the background.
+            again = engine.generate([prompt])[0]
+            assert again.cached_tokens == hit
+            assert again.tokens == cold.tokens
+            if hit:
+                assert again.logprobs == own.logprobs
