@@ -3,13 +3,14 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+COVERAGE := --cov=kvpool --cov=kvpool_server --cov=vllm_plugin
 STAMP := $(VENV)/.ready
 PROTO := kvpool/v1/pool.proto
 # An older generator than the library in use: generated code runs with its own and with later versions only.
 PROTOC := uv run --no-project --isolated --python 3.11 --with grpcio-tools==1.71.2 --with 'setuptools<80' \
 	python -m grpc_tools.protoc -Iproto
 
-.PHONY: demo test test-fast test-gpu check bench proto lock clean help
+.PHONY: demo test test-all test-fast soak-sim test-gpu check bench proto lock clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,10 +19,17 @@ demo: $(STAMP)  ## A pool and two real vLLM engines on the CPU; the second loads
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP) check  ## Every check and every test, those with real vLLM among them.
-	$(BIN)/pytest -m "not gpu" --cov=kvpool --cov=kvpool_server --cov=vllm_plugin --cov-report=term:skip-covered
+	$(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not gpu" $(COVERAGE)
+	$(BIN)/pytest -n 2 --dist loadfile -m "vllm and not gpu and not more" $(COVERAGE) --cov-append --cov-report=term:skip-covered
 
 test-fast: $(STAMP)  ## The tests without a vLLM engine.
-	$(BIN)/pytest -m "not vllm and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not gpu"
+
+test-all: $(STAMP) test  ## The same, and what is left out of it for time.
+	$(BIN)/pytest -n 2 --dist loadfile -m more
+
+soak-sim: $(STAMP)  ## Many random schedules against the connector (KVPOOL_SIM_SCHEDULES=100000).
+	KVPOOL_SIM_SCHEDULES=$(or $(KVPOOL_SIM_SCHEDULES),100000) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
 
 test-gpu:  ## The tests that need a CUDA device, with whatever Python and vLLM are there.
 	python3 -m pytest -m gpu
