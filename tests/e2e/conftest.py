@@ -23,12 +23,14 @@ from kvpool.types import PoolStats
 from tests.support.processes import ServerProcess, wait_for
 
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
-FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096}
-DRAIN_DEADLINE_S = 20.0
+FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20}
+SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""Engines that share two cores must not spin on both, nor compile for seconds what runs once."""
+DRAIN_DEADLINE_S = 60.0
 PATIENT: dict[str, Any] = {
-    "lookup_timeout_ms": 10_000,
-    "load_timeout_ms": 20_000,
-    "store_timeout_ms": 20_000,
+    "lookup_timeout_ms": 60_000,
+    "load_timeout_ms": 60_000,
+    "store_timeout_ms": 60_000,
     "decline_slow_loads": False,
 }
 """For tests that assert hits: two busy cores are no reason for a miss."""
@@ -58,11 +60,11 @@ def drain(engine: Engine) -> None:
 
 
 def pool_stats(server: ServerProcess) -> PoolStats:
-    with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
+    with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
         return client.stats()
 
 
-def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 15.0) -> None:
+def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 60.0) -> None:
     """Every lease and ticket has ended, and no slot is kept for a late writer."""
 
     def held() -> tuple[int, int, int, int]:
@@ -92,6 +94,14 @@ def running(log_dir: Path, *specs: EngineSpec) -> Iterator[list[Engine]]:
             list(threads.map(Engine.stop, started))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _small_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL_PROCESSES.items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shapes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `benchmarks.tiny_models.write` puts the models of this run."""
@@ -119,7 +129,8 @@ def _starter(log_dir: Path, model: Path) -> Iterator[StartEngines]:
         """Starts engines at the same time, one a transfer config; `options` of `vllm.LLM` in the same order."""
 
         def one(idx: int) -> Engine:
-            spec = EngineSpec(model, transfers[idx], {**FLOAT32, **(options[idx] if options else {})})
+            chosen = {**FLOAT32, **(options[idx] if options else {})}
+            spec = EngineSpec(model, transfers[idx], chosen, in_process="tensor_parallel_size" not in chosen)
             log_path = log_dir / f"engine-{len(list(log_dir.glob('*.log')))}-{idx}.log"
             engine = Engine(spec, log_path)
             started.append(engine)

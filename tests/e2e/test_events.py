@@ -117,7 +117,7 @@ def test_what_is_stored_and_what_is_found_missing(
         windows = {event["group_idx"] for event in stored if event.get("kv_cache_spec_sliding_window") == 100}
         assert len(windows) == 5 and whole[0]["group_idx"] not in windows
 
-    with Client(ClientConfig(process.endpoint, timeout_ms=5_000)) as client:
+    with Client(ClientConfig(process.endpoint, timeout_ms=60_000)) as client:
         client.clear()
     announced = set(names(events.heard, "BlockStored"))
     events.heard.clear()

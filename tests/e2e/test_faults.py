@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import Engine, kvpool_transfer_config
+from benchmarks.engine import Answer, Engine, kvpool_transfer_config
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     StartEngines,
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.vllm
 
 TTL_MS = 3_000
 LENGTHS = (100, 700, 33, 1500)
-SLACK_S = 3.0
+SLACK_S = 15.0
 """How much longer than a recomputation an answer may take: deadlines of the pool, and a busy machine."""
 
 
@@ -69,7 +69,7 @@ def wait_until_found(engine: Engine, server: ServerProcess) -> None:
         engine.generate([prompt(40, f"is it there? {time.monotonic()}")], max_tokens=1)
         return pool_stats(server).num_entries
 
-    wait_for(stored, "the engine to find the pool", 30)
+    wait_for(stored, "the engine to find the pool", 60)
     drain(engine)
 
 
@@ -80,8 +80,23 @@ def prompts_of(test: str) -> list[list[int]]:
 HITS = [hit_tokens(length) for length in LENGTHS]
 
 
-def cached(answers: list) -> list[int]:  # type: ignore[type-arg]
+def cached(answers: list[Answer]) -> list[int]:
     return [answer.cached_tokens for answer in answers]
+
+
+def wait_until_all_hit(engine: Engine, prompts: list[list[int]], expected: list[Answer]) -> None:
+    """What was computed instead is in the pool, once both sides have found each other; every answer is right.
+
+    On a busy machine a lookup may be late, and is a miss then; the next one need not be.
+    """
+
+    def all_hit() -> bool:
+        answers = engine.generate(prompts)
+        assert_same(answers, expected)
+        drain(engine)
+        return cached(answers) == HITS
+
+    wait_for(all_hit, "every prompt to hit", 60)
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +121,7 @@ def test_a_pool_that_comes_later_is_found(faulty: Engine, server: ServerProcess,
     prompts = prompts_of("later")
     expected = plain_engine.generate(prompts)
     assert_same(faulty.generate(prompts), expected)
-    drain(faulty)
-    answers = faulty.generate(prompts)
-    assert cached(answers) == HITS
-    assert_same(answers, expected)
+    wait_until_all_hit(faulty, prompts, expected)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
@@ -143,12 +155,7 @@ def test_a_pool_that_restarts_empty(
     assert_same(answers, expected)
     assert cached(answers) == [0] * len(LENGTHS)
     wait_until_found(faulty, again)
-    assert_same(faulty.generate(prompts), expected)
-    drain(faulty)
-    answers = faulty.generate(prompts)
-    assert_same(answers, expected)
-    assert cached(answers) == HITS
-    drain(faulty)
+    wait_until_all_hit(faulty, prompts, expected)
     wait_until_nothing_is_held(again)
 
 
@@ -167,11 +174,7 @@ def test_a_pool_that_stops_answering(
             assert_same(answers, right)
         drain(faulty)
     wait_until_found(faulty, server)
-    assert_same(faulty.generate(kept), expected[0])
-    drain(faulty)
-    answers = faulty.generate(kept)
-    assert cached(answers) == HITS
-    assert_same(answers, expected[0])
+    wait_until_all_hit(faulty, kept, expected[0])
 
 
 def test_a_pool_stopped_in_the_middle_of_a_batch(
@@ -217,12 +220,4 @@ def test_memory_that_changes_is_not_believed(
     assert_same(faulty.generate(prompts), expected)
     assert pool_stats(server).counters["corrupt_blocks_dropped"] == sum(HITS[:3]) // 32  # Then the breaker opens.
     drain(faulty)
-    # Once both sides have found the pool again, what is computed instead is there, and right.
-
-    def all_hit() -> bool:
-        answers = faulty.generate(prompts)
-        assert_same(answers, expected)
-        drain(faulty)
-        return cached(answers) == HITS
-
-    wait_for(all_hit, "every prompt to hit again", 60)
+    wait_until_all_hit(faulty, prompts, expected)

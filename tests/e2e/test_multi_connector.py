@@ -51,7 +51,7 @@ def loaded_blocks(server: ServerProcess) -> int:
 
 
 def clear(server: ServerProcess) -> None:
-    with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
+    with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
         assert client.clear() > 0
 
 

@@ -30,7 +30,7 @@ LENGTHS = (33, 500, 1024)
 FULL = [hit_tokens(length) for length in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.more), "gemma3"])
 def pair(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -70,7 +70,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path) -> dict[str
     def refused(name: str) -> str:
         shape, extra, options, _ = REFUSED[name]
         transfer = kvpool_transfer_config(free_endpoint(), **extra)
-        options = {"dtype": "float32", "max_model_len": 1024, **options}
+        options = {**FLOAT32, "max_model_len": 1024, **options}
         log_path = directory / f"{name}.log"
         spec = EngineSpec(shapes_dir / shape, transfer, options, in_process="pipeline_parallel_size" not in options)
         with pytest.raises(EngineError):

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.engine import EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.conftest import PATIENT, assert_same, drain, one_by_one, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, drain, one_by_one, prompt, running
 from tests.vllm_plugin.faults import flip_arena
 
 pytestmark = pytest.mark.vllm
@@ -48,7 +48,7 @@ def test_what_one_engine_computed_another_loads(
     alignment, options = SHAPES[shape]
     server = pool_server("--memory", "256MiB", "--grace-ms", "100")
     model = write(shape, shapes_dir)
-    arguments = {"dtype": "float32", "max_model_len": 4096, "enable_prefix_caching": True, **options}
+    arguments = {**FLOAT32, "enable_prefix_caching": True, **options}
     specs = [
         EngineSpec(
             model, kvpool_transfer_config(server.endpoint, transport=each, **PATIENT), arguments, in_process=True

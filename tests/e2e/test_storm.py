@@ -13,7 +13,7 @@ import pytest
 from benchmarks.engine import EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.conftest import PATIENT, assert_same, drain, prompt, running, wait_until_nothing_is_held
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, drain, prompt, running, wait_until_nothing_is_held
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,7 @@ STORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", STORMS)
 def test_storm(shape: str, pool_server: StartServer, tmp_path: Path, shapes_dir: Path) -> None:
-    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    options = {**FLOAT32, "max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     options |= {"enable_prefix_caching": True, **STORMS[shape]}
     # A pool that cannot hold all of it, either.
     server = pool_server("--memory", "8MiB", "--grace-ms", "100")

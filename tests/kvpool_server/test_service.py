@@ -167,7 +167,7 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
     run = _store(client, namespace, "a")
     for _ in range(50):
         client.release_quietly(client.lookup(namespace, [run]).lease_id)
-    wait_for(lambda: client.stats().num_leases == 0, "the end of every lease", 5)
+    wait_for(lambda: client.stats().num_leases == 0, "the end of every lease")
 
     def fill(indices: Sequence[int], buffers: Buffers) -> None:
         raise ZeroDivisionError
@@ -175,7 +175,7 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
     for name in range(50):
         with pytest.raises(ZeroDivisionError):
             client.put(namespace, [run_of(name)], fill)
-    wait_for(lambda: client.stats().num_tickets == 0, "the end of every ticket", 5)
+    wait_for(lambda: client.stats().num_tickets == 0, "the end of every ticket")
     assert client.stats().counters.get("tickets_expired", 0) == 0 == client.stats().counters.get("leases_expired", 0)
 
 
@@ -588,7 +588,7 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
     with pytest.raises((UnavailableError, PoolTimeoutError)):
         client.lookup(old, [run])
     server = pool_server("--memory", "1MiB", "--listen", server.endpoint)
-    wait_for(lambda: _answers(client), "the client's reconnection", 20)
+    wait_for(lambda: _answers(client), "the client's reconnection")
 
     def used_as_before() -> list[Callable[[], object]]:
         return [

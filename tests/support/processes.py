@@ -16,14 +16,14 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import PoolTimeoutError, UnavailableError
 
-START_DEADLINE_S = 20.0
-STOP_DEADLINE_S = 10.0
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 30.0
 _WELCOME = re.compile(r" on (\S+); metrics and health: (\S+)")
 
 Found = TypeVar("Found")
 
 
-def wait_for(ask: Callable[[], Found], what: str, deadline_s: float = 10.0) -> Found:
+def wait_for(ask: Callable[[], Found], what: str, deadline_s: float = 30.0) -> Found:
     """The first truthy answer; AssertionError naming `what` if there is none in time."""
     ends_at = time.monotonic() + deadline_s
     while not (found := ask()):

@@ -523,7 +523,7 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
     assert one.step((request, 50)).stores == []
     assert not one.side.has_pinned_blocks()
     pool_server("--listen", endpoint)
-    wait_for(lambda: one.side._sessions[0].namespace, "the session to be open", 15)
+    wait_for(lambda: one.side._sessions[0].namespace, "the session to be open")
     (job,) = one.step((request, 50)).stores
     assert list(run_in(job).block_hashes) == request.block_hashes[:6]
 

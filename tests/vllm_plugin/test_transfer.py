@@ -271,7 +271,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadlines(
     with stopped(server):
         assert not rank.load(lease_id, "a", [5], within_s=1.0)
         assert not rank.store("b", [1], within_s=1.0)
-    wait_for(lambda: rank.session.namespace, "the session to be open", 15)
+    wait_for(lambda: rank.session.namespace, "the session to be open")
     assert rank.store("b", [1])
 
 
