@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from kvpool.types import BlockRun
 from vllm_plugin.groups import Group
-from vllm_plugin.metadata import LoadJob
+from vllm_plugin.metadata import StoreJob
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,63 +41,36 @@ class Events:
     def __init__(self, groups: Sequence[Group], enabled: bool):
         self._groups = groups
         self._enabled = enabled
-        self._pending: dict[int, list[BlockStored]] = {}
         self._events: list[KVCacheEvent] = []
         # Blocks that were announced and not taken back, the oldest first: (group, hash).
         self._announced: dict[tuple[int, bytes], None] = {}
-        self._jobs: dict[int, list[tuple[int, bytes]]] = {}
 
-    def storing(self, job_id: int, request: Request, runs: Iterable[tuple[BlockRun, int]]) -> None:
-        """A job is under way.
-
-        Args:
-            runs: each with the index of its first block.
-        """
+    def stored(self, request: Request, job: StoreJob) -> None:
+        """Every rank has stored a job of a request."""
         if not self._enabled:
             return
-        self._pending[job_id] = [event for run, first in runs for event in self._stored(request, run, first)]
-        self._jobs[job_id] = [(run.group_idx, name) for run, _ in runs for name in run.block_hashes]
-
-    def ended(self, job_id: int, stored: bool) -> None:
-        """Every rank has reported a job."""
-        events, blocks = self._pending.pop(job_id, []), self._jobs.pop(job_id, [])
-        if not stored:
-            return
-        self._events += events
-        self._announced |= dict.fromkeys(blocks)
-        while len(self._announced) > MAX_ANNOUNCED:
-            oldest = next(iter(self._announced))
-            self.missing(*oldest)
-
-    def missing(self, group_idx: int, block_hash: bytes) -> None:
-        """A block is not in the pool; if it was announced, that is taken back."""
-        if self._announced.pop((group_idx, block_hash), False) is None:
-            name = maybe_convert_block_hash(BlockHash(block_hash))
-            for member in self._groups[group_idx].members:
-                self._events.append(BlockRemoved([name], MEDIUM_CPU, member, LOCALITY))
-
-    def all_missing_of(self, job: LoadJob) -> None:
-        """Blocks that could not be loaded."""
         for part in job.groups:
-            for run in part.runs:
-                for name in run.block_hashes:
-                    self.missing(part.group_idx, name)
+            for run, first in zip(part.runs, part.firsts, strict=True):
+                self._events += self._stored(request, run, first)
+                self._announced |= dict.fromkeys((run.group_idx, name) for name in run.block_hashes)
+        while len(self._announced) > MAX_ANNOUNCED:
+            group_idx, oldest = next(iter(self._announced))
+            self.missing(group_idx, [oldest])
 
-    def looked_up(self, run: BlockRun, complete: int) -> None:
-        """A lookup has found some blocks of a run (a bitmap), and not the others."""
+    def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
+        """Blocks are not in the pool; those that were announced are taken back."""
         if not self._announced:
             return
-        found = reversed(f"{complete:0{len(run)}b}" if len(run) else "")
-        for bit, name in zip(found, run.block_hashes, strict=True):
-            if bit == "0":
-                self.missing(run.group_idx, name)
+        for block_hash in block_hashes:
+            if self._announced.pop((group_idx, block_hash), False) is None:
+                name = maybe_convert_block_hash(BlockHash(block_hash))
+                for member in self._groups[group_idx].members:
+                    self._events.append(BlockRemoved([name], MEDIUM_CPU, member, LOCALITY))
 
     def all_missing(self) -> None:
-        """Nothing that was announced is reachable any more, nor will be what is under way."""
-        self._pending.clear()
-        self._jobs.clear()
+        """Nothing that was announced is reachable any more."""
         for group_idx, block_hash in list(self._announced):
-            self.missing(group_idx, block_hash)
+            self.missing(group_idx, [block_hash])
 
     def take(self) -> list[KVCacheEvent]:
         """What has happened since the last call."""

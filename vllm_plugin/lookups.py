@@ -67,7 +67,7 @@ class Lookups:
         rules: one a group.
         alignment, hash_tokens: of boundaries and of block hashes, in tokens.
         sessions: one a stage; empty until the stages are known.
-        listeners: told of each run that was looked up, and which of its blocks are there (a bitmap).
+        missing: told which blocks of a group a lookup has not found.
         verdict: of a hit between two boundaries.
     """
 
@@ -79,7 +79,7 @@ class Lookups:
         sessions: Sequence[Session],
         config: ConnectorConfig,
         recorder: Recorder,
-        listeners: Sequence[Callable[[BlockRun, int], None]],
+        missing: Callable[[int, Sequence[bytes]], None],
         verdict: Callable[[int, int], Verdict],
     ):
         self._rules = rules
@@ -88,7 +88,7 @@ class Lookups:
         self._sessions = sessions
         self._config = config
         self._recorder = recorder
-        self._listeners = listeners
+        self._missing = missing
         self._verdict = verdict
         self._prefix_only = all(rule.reach is Reach.ALL for rule in rules)
         self._sought: dict[str, Sought] = {}
@@ -109,10 +109,12 @@ class Lookups:
             return local
         sought = self._sought.get(request.request_id)
         if sought is None or sought.local > local or (not sought.pending and time.monotonic() > sought.good_until):
+            verdict = None if sought is None else sought.verdict  # A hit is judged once.
             self.forget(request.request_id)
             sought = self._send(request, local, limit)
             if sought is None:
                 return local
+            sought.verdict = verdict
         if sought.pending and not self._receive(sought):
             return None
         sought.asked = local
@@ -191,7 +193,6 @@ class Lookups:
 
     def _receive(self, sought: Sought) -> bool:
         """Takes the answers if they are there, or come within what this step may still wait."""
-        started = time.monotonic()
         answers: list[Lookup] = []
         for session, pending in zip(self._sessions, sought.pending, strict=True):
             budget_s = max(0.0, MAX_LOOKUP_WAIT_MS / 1000 - self._waited_s)
@@ -219,17 +220,21 @@ class Lookups:
         ttl_ms = min(answer.lease_ttl_ms for answer in answers) or self._config.load_timeout_ms
         sought.good_until = sought.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
         self._recorder.add("lookups")
-        self._recorder.observe("lookup_seconds", started - sought.sent_at + time.monotonic() - started)
+        self._recorder.observe("lookup_seconds", time.monotonic() - sought.sent_at)
         return True
 
     def _found(self, sought: Sought, idx: int, answers: Sequence[Lookup]) -> Found:
-        length = len(sought.runs[idx])
+        run = sought.runs[idx]
+        length = len(run)
         complete = (1 << length) - 1
         for answer in answers:
             hits = answer.hits[idx]
             complete &= (1 << hits.num_leading) - 1 if self._prefix_only else hits.complete
-        for listener in self._listeners:
-            listener(sought.runs[idx], complete)
+        if not complete:
+            self._missing(idx, run.block_hashes)
+        elif complete != (1 << length) - 1:
+            bits = reversed(f"{complete:0{length}b}")
+            self._missing(idx, [name for bit, name in zip(bits, run.block_hashes, strict=True) if bit == "0"])
         return Found(sought.firsts[idx], complete, length)
 
 

@@ -89,7 +89,7 @@ class KVPoolScheduler:
             self._sessions,
             self._config,
             self._recorder,
-            (self._events.looked_up, self._known.looked_up),
+            self._missing,
             self._loads.verdict,
         )
         if self._num_stages == 1:
@@ -99,6 +99,7 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._stale = False  # Blocks of the engine are from before a reset.
+        self._storing: dict[int, tuple[Request, StoreJob]] = {}
         self._failed_stores: set[int] = set()  # Of jobs that some rank has yet to report.
         self._job_ids = itertools.count(1)
 
@@ -270,9 +271,7 @@ class KVPoolScheduler:
         if not groups:
             return None
         job = StoreJob(next(self._job_ids), groups, self._weights_epoch)
-        named = [each for part in groups for each in zip(part.runs, part.firsts, strict=True)]
-        self._events.storing(job.job_id, request, named)
-        self._known.storing(job)
+        self._storing[job.job_id] = (request, job)
         self._pins.pin(job.job_id, [block_id for part in groups for row in part.block_ids for block_id in row])
         return job
 
@@ -373,10 +372,7 @@ class KVPoolScheduler:
             for job_id, ranks in metadata.ended_stores.items():
                 self._failed_stores |= metadata.failed_stores & {job_id}
                 if self._pins.report(job_id, ranks):
-                    stored = job_id not in self._failed_stores
-                    self._events.ended(job_id, stored)
-                    self._known.ended(job_id, stored)
-                    self._failed_stores.discard(job_id)
+                    self._store_ended(*self._storing.pop(job_id))
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.
             self._failed.add(request_id)
@@ -387,11 +383,22 @@ class KVPoolScheduler:
             job = self._loads.ended(request_id, succeeded)
             if job is not None:
                 self._lookups.release(job.lease_ids)
-                if not succeeded:
-                    self._events.all_missing_of(job)
-                    self._known.lost(job)
+                for part in () if succeeded else job.groups:
+                    for run in part.runs:
+                        self._missing(part.group_idx, run.block_hashes)
             if request_id not in self._tracked:
                 self._failed.discard(request_id)
+
+    def _store_ended(self, request: Request, job: StoreJob) -> None:
+        if job.job_id in self._failed_stores:
+            self._failed_stores.remove(job.job_id)
+        elif job.weights_epoch == self._weights_epoch:  # Else it is in a namespace that the engine has left.
+            self._events.stored(request, job)
+            self._known.stored(job)
+
+    def _missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+        self._events.missing(group_idx, block_hashes)
+        self._known.missing(group_idx, block_hashes)
 
     def request_finished(self, request: Request) -> None:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
+from tests.e2e.conftest import FLOAT32
 from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm

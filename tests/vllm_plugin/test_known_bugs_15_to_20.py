@@ -230,6 +230,7 @@ def test_bug_19_slot_of_the_last_sampled_token_is_stored(steps_ahead: int, fresh
             part = side._blocks(side._tracked[request.request_id], 0, block_ids, request.num_tokens, 64)
             if part is not None:
                 late.append(StoreJob(next(side._job_ids), [part]))
+                side._storing[late[-1].job_id] = (request, late[-1])
                 side._pins.pin(late[-1].job_id, [each for row in part.block_ids for each in row])
             return finished(self, request, block_ids)
 
