@@ -99,6 +99,9 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": _cores(num_ranks),
+            # vLLM's processes wait for each other in a loop of sched_yield, which Linux 6.18 answers by letting nobody
+            # else run, for 20 s and more; this waits in another way.
+            "VLLM_USE_SPINLOOP_EXT": "1",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not spec.in_process)),
             **spec.environment,

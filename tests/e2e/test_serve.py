@@ -41,7 +41,7 @@ class VllmServe:
             "--max-model-len", "2048", "--prefix-caching-hash-algo", "sha256_cbor",
             "--kv-transfer-config", json.dumps(transfer),
         ]  # fmt: skip
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_SPINLOOP_EXT": "1"}
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
