@@ -64,7 +64,7 @@ def servers(pool_server: StartServer) -> Iterator[tuple[ServerProcess, ServerPro
         wait_until_nothing_is_held(server)
 
 
-@pytest.mark.parametrize("shape", ["gemma3", "llama"])
+@pytest.mark.parametrize("shape", ["gemma3", pytest.param("llama", marks=pytest.mark.more)])
 def test_two_pools(shape: str, servers: tuple[ServerProcess, ServerProcess], tmp_path: Path, shapes_dir: Path) -> None:
     first, second = servers
     transfer = multi(*(kvpool_transfer_config(server.endpoint, **PATIENT) for server in servers))

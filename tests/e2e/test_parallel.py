@@ -1,5 +1,8 @@
-"""Engines of several ranks share blocks whatever their number: each rank reads and writes its own shards, and each
-pipeline stage its own layers."""
+"""Engines of several ranks share blocks whatever their number: each rank reads and writes its own shards.
+
+Pipeline stages are tested on GPUs (`tests/gpu/test_parallel.py`) and on the toy engine: with two stages vLLM's CPU
+build dies in its first step, with a pool or without.
+"""
 
 from __future__ import annotations
 
@@ -58,24 +61,12 @@ def test_what_one_size_stores_the_other_loads(writer: str, pair: tuple[Engine, E
 
 
 def test_two_ranks_load_bit_for_bit_what_they_stored(pair: tuple[Engine, Engine]) -> None:
-    assert_loads_what_it_stored(pair[1])
-
-
-def test_two_stages_load_bit_for_bit_what_they_stored(
-    tmp_path: Path, shapes_dir: Path, e2e_server: ServerProcess
-) -> None:
-    transfer = kvpool_transfer_config(e2e_server.endpoint, salt="stages", **PATIENT)
-    spec = EngineSpec(write("llama", shapes_dir), transfer, {**FLOAT32, "pipeline_parallel_size": 2})
-    with running(tmp_path, spec) as (staged,):
-        assert_loads_what_it_stored(staged)
-
-
-def assert_loads_what_it_stored(engine: Engine) -> None:
-    text = prompt(700, "stored and loaded")
-    engine.generate([text])
-    own_cache = engine.generate([text])[0]
-    drain(engine)
-    loaded = engine.generate([text])[0]
+    _, parallel = pair
+    text = prompt(700, "two ranks, twice")
+    parallel.generate([text])
+    own_cache = parallel.generate([text])[0]
+    drain(parallel)
+    loaded = parallel.generate([text])[0]
     assert own_cache.cached_tokens == loaded.cached_tokens == hit_tokens(700)
     assert (loaded.tokens, loaded.logprobs) == (own_cache.tokens, own_cache.logprobs)
-    drain(engine)
+    drain(parallel)

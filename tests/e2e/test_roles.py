@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 LENGTHS = (33, 320, 900)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.more), "gemma3"])
 def engines(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

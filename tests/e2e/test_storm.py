@@ -27,7 +27,7 @@ STORMS: dict[str, dict[str, Any]] = {
 """Shape -> options; the blocks are a third of what the requests want together."""
 
 
-@pytest.mark.parametrize("shape", STORMS)
+@pytest.mark.parametrize("shape", [pytest.param("llama", marks=pytest.mark.more), "gemma3"])
 def test_storm(shape: str, pool_server: StartServer, tmp_path: Path, shapes_dir: Path) -> None:
     options = {**FLOAT32, "max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     options |= {"enable_prefix_caching": True, **STORMS[shape]}
