@@ -61,11 +61,20 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+Checksums = Callable[[], Sequence[int]]
+"""Gives the checksum of each chunk of some buffers, in order, once their bytes have all been moved."""
+
+
 class VisitBlocks(Protocol):
     """What a caller of `put` or `get` does with the blocks' bytes."""
 
-    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> None:
-        """Fills or drains blocks `indices`, one buffer each."""
+    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | None:
+        """Fills or drains blocks `indices`, one buffer each.
+
+        Returns:
+            How to come by the checksums of what was moved, for callers that compute them on the way; asked for once all
+            batches have begun. None: the bytes have been moved, and their checksums are computed from the buffers.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,20 +287,22 @@ class Client:
             return PutResult(grant.statuses, PutReceipt(0, 0), 0)
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
         region_bytes = shards.count * group.chunk_bytes
-        checksums: list[int] = []
+        sums: list[Checksums] = []
 
         def fill_and_sum(first: int, buffers: Buffers) -> None:
-            fill(granted[first : first + len(buffers)], buffers)
-            for buffer in buffers:
-                checksums.extend(_chunk_checksums(buffer, group.chunk_bytes))
+            later = fill(granted[first : first + len(buffers)], buffers)
+            sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
         try:
             namespace.transport.write(
                 grant.ticket_id, grant.offsets, region_bytes, fill_and_sum, batch_bytes, timeout_s
             )
-            receipt = self.put_end(grant.ticket_id, checksums)
+            receipt = self.put_end(grant.ticket_id, [each for later in sums for each in later()])
         except BaseException:
+            for later in sums:
+                with contextlib.suppress(Exception):
+                    later()  # The regions are another's once the ticket is given back: nothing may be on its way there.
             self._revoke_quietly(grant.ticket_id)
             raise
         return PutResult(grant.statuses, receipt, len(granted) * region_bytes)
@@ -384,23 +395,22 @@ class Client:
         located = self.locate(namespace, lease_id, runs, shards)
         lease_ends_at = asked_at + located.lease_remaining_ms / 1000
         there = [idx for idx, present in enumerate(located.present) if present]
-        corrupt: list[int] = []
+        sums: list[Checksums] = []
 
-        def drain_and_check(first: int, buffers: Buffers) -> None:
-            indices = there[first : first + len(buffers)]
-            drain(indices, buffers)
-            for nth, (idx, buffer) in enumerate(zip(indices, buffers, strict=True), first):
-                expected = located.checksums[nth * shards.count : (nth + 1) * shards.count]
-                if tuple(_chunk_checksums(buffer, group.chunk_bytes)) != expected:
-                    corrupt.append(idx)
+        def drain_and_sum(first: int, buffers: Buffers) -> None:
+            later = drain(there[first : first + len(buffers)], buffers)
+            sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
         timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
         if there:
             region_bytes = shards.count * group.chunk_bytes
-            namespace.transport.read(lease_id, located.offsets, region_bytes, drain_and_check, batch_bytes, timeout_s)
+            namespace.transport.read(lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s)
+        found = [each for later in sums for each in later()]
         if time.monotonic() > lease_ends_at:
             raise LeaseExpiredError(f"lease {lease_id:#x} ran out while its blocks were read; raise lease_ttl_ms")
-        if corrupt:
+        if found != list(located.checksums):
+            differs = [one != other for one, other in zip(found, located.checksums, strict=True)]
+            corrupt = [idx for nth, idx in enumerate(there) if any(differs[nth * shards.count :][: shards.count])]
             hashes = [block_hash for run in runs for block_hash in run.block_hashes]
             bad = [hashes[idx] for idx in corrupt]
             self._verify_quietly(namespace, BlockRun(runs[0].group_idx, bad))
@@ -552,5 +562,6 @@ class Client:
         return namespace.group(runs[0].group_idx)
 
 
-def _chunk_checksums(region: Any, chunk_bytes: int) -> list[int]:
-    return [checksum(region[at : at + chunk_bytes]) for at in range(0, len(region), chunk_bytes)]
+def _sum_now(regions: Buffers, chunk_bytes: int) -> Checksums:
+    sums = [checksum(region[at : at + chunk_bytes]) for region in regions for at in range(0, len(region), chunk_bytes)]
+    return lambda: sums

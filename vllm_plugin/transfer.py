@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.client import Namespace
+from kvpool.client import Checksums, Namespace
 from kvpool.errors import (
     InvalidRequestError,
     KVPoolError,
@@ -131,9 +131,9 @@ class SendThread(TransferThread[StoreJob]):
         max_blocks = max(1, min(PUT_BYTES // (shards.count * chunk_bytes), namespace.max_batch_blocks))
         for start, runs in part.pieces(max_blocks):
 
-            def fill(indices: Sequence[int], buffers: Buffers, start: int = start) -> None:
+            def fill(indices: Sequence[int], buffers: Buffers, start: int = start) -> Checksums | None:
                 rows = [[row[start + idx] for idx in indices] for row in part.block_ids]
-                self._copier.gather(mark, part.group_idx, rows, buffers)
+                return self._copier.gather(mark, part.group_idx, rows, buffers)
 
             result = self._session.client.put(
                 namespace, runs, fill, shards=shards, batch_bytes=self._copier.batch_bytes
@@ -176,11 +176,9 @@ class ReceiveThread(TransferThread[LoadJob]):
         """Loads one group's blocks; returns how many were gone."""
         shards = self._mine[part.group_idx].shards
 
-        def drain(indices: Sequence[int], buffers: Buffers) -> None:
+        def drain(indices: Sequence[int], buffers: Buffers) -> Checksums | None:
             rows = [[row[idx] for idx in indices] for row in part.block_ids]
-            self._copier.scatter(mark, part.group_idx, rows, buffers)
-            if indices[-1] == len(part) - 1:
-                self._copier.settle()  # Before `get` looks whether the lease has lasted.
+            return self._copier.scatter(mark, part.group_idx, rows, buffers)
 
         located = self._session.client.get(
             namespace, lease_id, part.runs, drain, shards=shards, batch_bytes=self._copier.batch_bytes

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvpool.hashing import checksum
 from vllm_plugin.copy.cpu import CpuCopier
 from vllm_plugin.layout import Layout, make_layout
 
@@ -31,6 +32,26 @@ def _layout(caches: dict[str, torch.Tensor], num_shards: int, layers: tuple[list
     return make_layout(caches, layers, BLOCKS, num_shards)
 
 
+def _gather(copier, layout: Layout, group_idx: int, ids, buffers) -> None:
+    """Returns when the blocks have been gathered; the device's checksums must be the library's."""
+    sums = copier.gather(copier.mark(), group_idx, ids, buffers)
+    assert (sums is None) == (layout.chunk_bytes % 8 > 0 or layout.chunk_bytes < 241)
+    if sums is not None:
+        assert sums() == _checksums(layout, buffers)
+
+
+def _scatter(copier, layout: Layout, group_idx: int, ids, buffers) -> None:
+    """The same for scattering."""
+    sums = copier.scatter(copier.mark(), group_idx, ids, buffers)
+    if sums is not None:
+        assert sums() == _checksums(layout, buffers)
+    copier.settle()
+
+
+def _checksums(layout: Layout, buffers) -> list[int]:
+    return [checksum(chunk) for buffer in buffers for chunk in np.split(buffer, layout.num_shards)]
+
+
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_same_bytes_as_on_the_cpu(order: str, num_shards: int):
@@ -44,13 +65,12 @@ def test_same_bytes_as_on_the_cpu(order: str, num_shards: int):
     CpuCopier([on_cpu]).gather(None, 0, ids, expected)
     copier = CudaCopier([_layout(caches, num_shards, members)])
     taken = [np.empty(on_cpu.region_bytes, np.uint8) for _ in ids[0]]
-    copier.gather(copier.mark(), 0, ids, taken)
+    _gather(copier, on_cpu, 0, ids, taken)
     assert all(np.array_equal(a, b) for a, b in zip(taken, expected, strict=True))
 
     before = {name: cache.clone() for name, cache in caches.items()}
     targets = [[20, 21, 0, 38], [0, 5, 39, 6]]
-    copier.scatter(copier.mark(), 0, targets, taken)
-    copier.settle()
+    _scatter(copier, on_cpu, 0, targets, taken)
     for member, names in enumerate(members):
         moved = dict(zip(targets[member], ids[member], strict=True))
         for name, block in itertools.product(names, range(BLOCKS)):
@@ -84,11 +104,10 @@ def test_groups_of_other_shapes_and_odd_sizes():
         ids, targets = [[4, 39, 0]], [[9, 8, 20]]
         expected, taken = ([np.empty(layout.region_bytes, np.uint8) for _ in range(3)] for _ in range(2))
         reference.gather(None, group_idx, ids, expected)
-        copier.gather(copier.mark(), group_idx, ids, taken)
+        _gather(copier, layout, group_idx, ids, taken)
         assert all(np.array_equal(a, b) for a, b in zip(taken, expected, strict=True))
         reference.scatter(None, group_idx, targets, expected)
-        copier.scatter(copier.mark(), group_idx, targets, expected)
-        copier.settle()
+        _scatter(copier, layout, group_idx, targets, expected)
     for name, cache in on_gpu.items():
         assert torch.equal(cache.cpu(), on_cpu[name]), name
 
@@ -102,7 +121,7 @@ def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
     arenas = [np.zeros(64 * nbytes, np.uint8) for _ in range(2)]
     ids = list(range(5, 25))
     expected = [np.empty(nbytes, np.uint8) for _ in ids]
-    copier.gather(copier.mark(), 0, [ids], expected)
+    _gather(copier, layout, 0, [ids], expected)
     for arena in arenas:  # The second takes the first one's place.
         copier.adopt(arena)
         copier.adopt(arena)
@@ -112,16 +131,31 @@ def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
             assert time.monotonic() < deadline, "the memory was never pinned"
             time.sleep(0.01)
         copier._pinned.give_back()
-        copier.gather(copier.mark(), 0, [ids], buffers)
+        _gather(copier, layout, 0, [ids], buffers)
         assert all(np.array_equal(a, b) for a, b in zip(buffers, expected, strict=True))
         targets = [block + 10 for block in ids]
-        copier.scatter(copier.mark(), 0, [targets], buffers)
-        copier.settle()
+        scattered = [buffers[nth] for nth in (0, 1, 2, 7, 5, 6, 19)]  # Some are neighbours, some are not.
+        spread = [targets[nth] for nth in (0, 1, 2, 7, 5, 6, 19)]
+        _scatter(copier, layout, 0, [spread], scattered)
+        _scatter(copier, layout, 0, [targets], buffers)
         taken = [np.empty(nbytes, np.uint8) for _ in targets]
-        copier.gather(copier.mark(), 0, [targets], taken)
+        _gather(copier, layout, 0, [targets], taken)
         assert all(np.array_equal(a, b) for a, b in zip(taken, expected, strict=True))
-        copier.scatter(copier.mark(), 0, [ids], expected)  # For the second round.
-        copier.settle()
+        _scatter(copier, layout, 0, [ids], expected)  # For the second round.
     first = torch.cuda.cudart().cudaHostRegister(arenas[0].ctypes.data, arenas[0].nbytes, 0)
     assert int(first) == 0, "the first arena was not given back"
     torch.cuda.cudart().cudaHostUnregister(arenas[0].ctypes.data)
+
+
+def test_what_arrives_is_hashed_not_what_was_sent():
+    from vllm_plugin.copy.cuda import CudaCopier
+
+    layout = _layout(_caches("LBNHC", torch.bfloat16, "cuda"), 4)
+    copier = CudaCopier([layout])
+    ids = list(range(6))
+    buffers = [np.empty(layout.region_bytes, np.uint8) for _ in ids]
+    right = copier.gather(copier.mark(), 0, [ids], buffers)()
+    buffers[3][layout.chunk_bytes + 5] ^= 16
+    found = copier.scatter(copier.mark(), 0, [ids], buffers)()
+    copier.settle()
+    assert [idx for idx, (one, other) in enumerate(zip(found, right, strict=True)) if one != other] == [3 * 4 + 1]

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client import Client, Namespace
+from kvpool.client import Checksums, Client, Namespace, VisitBlocks
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -158,6 +158,66 @@ def test_a_failing_fill_gives_the_space_back_and_reaches_the_caller(client: Clie
     with pytest.raises(ZeroDivisionError, match="no bytes today"):
         client.put(namespace, [run_of("a")], fill)
     wait_for(lambda: client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the space")
+
+
+def test_bytes_may_be_on_their_way_until_their_checksums_are_asked_for(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
+    client = connect(shared_server)
+    namespace = client.open_namespace(spec)
+    run = run_of("a", "b", "c")
+    blocks = [payload(name, CHUNK) for name in "abc"]
+
+    def fill(indices: Sequence[int], buffers: Buffers) -> Checksums:
+        def later() -> list[int]:
+            for idx, buffer in zip(indices, buffers, strict=True):
+                buffer[:] = blocks[idx]
+            return [checksum(blocks[idx]) for idx in indices]
+
+        return later
+
+    client.put(namespace, [run], fill, batch_bytes=2 * CHUNK)
+    assert _load(client, namespace, run) == [block.tobytes() for block in blocks]
+
+    asked: list[int] = []
+
+    def drain_with(sums: dict[int, int]) -> VisitBlocks:
+        def drain(indices: Sequence[int], buffers: Buffers) -> Checksums:
+            asked.extend(indices)
+            return lambda: [sums[idx] for idx in indices]
+
+        return drain
+
+    right = {idx: checksum(block) for idx, block in enumerate(blocks)}
+    lease_id = client.lookup(namespace, [run]).lease_id
+    assert client.get(namespace, lease_id, [run], drain_with(right), batch_bytes=2 * CHUNK).present == (True,) * 3
+    assert asked == [0, 1, 2]
+    with pytest.raises(ChecksumError, match=f"1 blocks differ.*{run.block_hashes[1].hex()}"):
+        client.get(namespace, lease_id, [run], drain_with({**right, 1: right[1] ^ 1}), batch_bytes=2 * CHUNK)
+    client.release([lease_id])
+
+
+def test_no_byte_is_on_its_way_when_a_failed_put_gives_its_regions_back(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
+    client = connect(shared_server)
+    namespace = client.open_namespace(spec)
+    waited: list[int] = []
+
+    def fill(indices: Sequence[int], buffers: Buffers) -> Checksums:
+        if 2 in indices:
+            raise ZeroDivisionError("no more bytes")
+
+        def later() -> list[int]:
+            waited.extend(indices)
+            raise RuntimeError("the device is lost")
+
+        return later
+
+    with pytest.raises(ZeroDivisionError, match="no more bytes"):
+        client.put(namespace, [run_of("d", "e", "f")], fill, batch_bytes=CHUNK)
+    assert waited == [0, 1]
+    wait_for(lambda: client.put_start(namespace, [run_of("d")], WHOLE).statuses == (GRANTED,), "the space")
 
 
 def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServer, connect: Connect) -> None:

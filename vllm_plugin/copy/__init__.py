@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.client import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.layout import Layout
 
@@ -27,17 +28,20 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Remembers what the device has been given to do so far; for `gather` and `scatter` to wait for."""
 
-    def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
-        """Copies blocks of the engine into buffers, uint8 [region bytes] each, once `mark` is reached."""
+    def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
+        """Copies blocks of the engine into buffers, uint8 [region bytes] each, once `mark` is reached.
 
-    def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
-        """Begins to copy buffers into blocks of the engine, once `mark` is reached.
+        With checksums, those in adopted memory are full when the checksums are there; without, and all others, now.
+        """
 
-        Buffers in adopted memory must stay as they are until `settle`; others are free when this returns.
+    def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
+        """Copies buffers into blocks of the engine, once `mark` is reached.
+
+        With checksums, those in adopted memory must stay as they are until the checksums are there; others need not.
         """
 
     def settle(self) -> None:
-        """Returns when all that was scattered is there."""
+        """Returns when all that was scattered is there, whatever became of its checksums."""
 
 
 def make_copier(layouts: Sequence[Layout]) -> Copier:
