@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -140,6 +141,17 @@ class Engine:
         command = {"generate": given, "max_tokens": max_tokens, "options": options}
         return [Answer(**answer) for answer in self._ask(command, timeout_s)]
 
+    def decode(
+        self, background: Sequence[Sequence[int]], arrivals: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[float]:
+        """Seconds between tokens of `background` prompts, while others arrive one after the other.
+
+        Args:
+            arrivals: prompts of which one token each is wanted; the next arrives when the one before is answered.
+        """
+        command = {"decode": [list(each) for each in background], "arrivals": [list(each) for each in arrivals]}
+        return list(self._ask({**command, "max_tokens": max_tokens}, 120.0))
+
     def reset_prefix_cache(self, external: bool = False) -> bool:
         """Empties the engine's own prefix cache; with `external` its connector is reset, too."""
         return bool(self._ask({"reset": external}, 60.0))
@@ -239,6 +251,8 @@ def serve() -> None:
             answer = llm.sleep(level=command["sleep"])
         elif "wake_up" in command:
             answer = llm.wake_up()
+        elif "decode" in command:
+            answer = _decode(llm, command["decode"], command["arrivals"], command["max_tokens"])
         elif "metrics" in command:
             answer = {}
             for metric in llm.get_metrics():
@@ -257,6 +271,37 @@ def serve() -> None:
         print(json.dumps(answer), file=answers, flush=True)
     llm.llm_engine.engine_core.shutdown()
     os._exit(0)  # Taking a large interpreter apart takes seconds more.
+
+
+def _decode(llm: Any, background: list[list[int]], arrivals: list[list[int]], max_tokens: int) -> list[float]:
+    from vllm import SamplingParams
+
+    def add(name: str, tokens: list[int], count: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+        engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+    engine = llm.llm_engine
+    for nth, tokens in enumerate(background):
+        add(f"background {nth}", tokens, max_tokens)
+    waiting = list(enumerate(arrivals))
+    last: dict[str, float] = {}
+    between: list[float] = []
+    arrived = ""
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.request_id.startswith("background"):
+                if output.request_id in last:
+                    between.append(now - last[output.request_id])
+                last[output.request_id] = now
+            elif output.finished:
+                arrived = ""
+        if waiting and not arrived and len(last) == len(background):
+            nth, tokens = waiting.pop(0)
+            arrived = f"arrival {nth}"
+            add(arrived, tokens, 1)
+    return between
 
 
 def _end_stores(llm: Any) -> None:

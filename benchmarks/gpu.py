@@ -1,7 +1,10 @@
 """What kvpool does to an engine on a real GPU, beside no pool and beside vLLM's own in-process CPU offloading.
 
-Llama-3.1-8B's shape with random weights; the engines share one GPU and take turns. Needs CUDA and about 80 GiB of its
-memory.
+Llama-3.1-8B's shape with random weights; the engines share one GPU and take turns. Questions: what does a prompt cost
+that is stored, and one that another engine has stored; what do loads do to those who decode; and how long does a batch
+of questions about long documents take on two engines that cannot keep the documents themselves?
+
+Needs CUDA, 130 GiB of its memory, and 80 GiB of the host's.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +24,7 @@ import typer
 
 from benchmarks import harness
 from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.harness import Row
+from benchmarks.harness import Row, at_most
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,69 +44,164 @@ LLAMA_8B = {
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "block_size": 16,
-    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 6 << 30,  # 49,152 tokens: two documents of the eight.
     "max_model_len": 24_000,
     "max_num_batched_tokens": 8192,
+    "max_num_seqs": 12,
 }
-OFFLOAD_GIB = 16
+POOL_GIB = 24
+WARM_REACH_S = 0.083
+COLD_REACH = 1.02
+NUM_DOCUMENTS, QUESTION_TOKENS, ANSWER_TOKENS, IN_FLIGHT = 8, 128, 64, 4
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 7,
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 20_000,
-    memory: Annotated[str, typer.Option(help="Size of the pool.")] = "16GiB",
+    questions: Annotated[int, typer.Option(help="Questions about each document.")] = 20,
     logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
 ) -> None:
-    """Time cold and warm prompts in engines that take turns on one GPU."""
+    """Time prompts, decoding and batches of questions in engines that take turns on one GPU."""
     logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-gpu-"))
     model = logs / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    offload = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": OFFLOAD_GIB << 30, "block_size": 16},
-    }
     with contextlib.ExitStack() as stack:
-        endpoint = stack.enter_context(harness.kvpool_server(memory))
+        endpoint = stack.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))
+        pooled = EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS)
+        offload = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_GIB << 30, "block_size": 16},
+        }
         specs = {
             "alone": EngineSpec(model, None, OPTIONS),
-            "kvpool": EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS),
+            "kvpool": pooled,
+            "second kvpool": pooled,
             "vLLM offloading": EngineSpec(model, offload, OPTIONS),
+            "second vLLM offloading": EngineSpec(model, offload, OPTIONS),
         }
-        engines = {}
-        for name, spec in specs.items():
-            started = time.monotonic()
-            engines[name] = stack.enter_context(Engine(spec, logs / f"{name.replace(' ', '-')}.log"))
-            print(f"{name}: started in {time.monotonic() - started:.0f} s", flush=True)
-        cold, warm = _measure(engines, rounds, tokens)
+        started = time.monotonic()
+        with ThreadPoolExecutor(len(specs)) as threads:
+            starts = {
+                name: threads.submit(Engine, spec, logs / f"{name.replace(' ', '-')}.log")
+                for name, spec in specs.items()
+            }
+        engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
+        print(f"{len(engines)} engines started in {time.monotonic() - started:.0f} s", flush=True)
+        prompts, rows, samples = _measure_prompts(engines, rounds, tokens)
+        rows += _measure_decoding(engines, prompts)
+        rows += _measure_questions(engines, tokens, questions)
+    harness.report("gpu", rows, rounds=rounds, tokens=tokens, questions=questions, samples=samples)
+
+
+def _prompt(tokens: int, name: str) -> list[int]:
+    picks = random.Random(name)
+    return [picks.randrange(10, 100_000) for _ in range(tokens)]
+
+
+def _empty_own_cache(engine: Engine) -> None:
+    harness.until_true(engine.reset_prefix_cache, "the engine's blocks stay in use")
+
+
+def _measure_prompts(
+    engines: Mapping[str, Engine], rounds: int, tokens: int
+) -> tuple[list[list[int]], list[Row], dict[str, dict[str, list[float]]]]:
+    """Cold: computed, and stored. Warm: in kvpool, by the engine that has not computed it."""
+    loaders = {"kvpool": "second kvpool", "vLLM offloading": "vLLM offloading"}
+    cold: dict[str, list[float]] = {name: [] for name in ("alone", *loaders)}
+    warm: dict[str, list[float]] = {name: [] for name in loaders}
+    prompts = [_prompt(tokens, f"round {nth}") for nth in range(rounds + 1)]
+    for nth, prompt in enumerate(prompts):
+        for name, taken in cold.items():
+            taken.append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
+        for name, loader in loaders.items():
+            _empty_own_cache(engines[name])  # Succeeds once all is stored.
+            _empty_own_cache(engines[loader])
+            answer = engines[loader].generate([prompt], max_tokens=1)[0]
+            print(f"round {nth}: {name} hit {answer.cached_tokens} tokens, {answer.ttft_s:.4f} s", flush=True)
+            warm[name].append(answer.ttft_s)
+    for taken in (*cold.values(), *warm.values()):
+        del taken[0]
     rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
-    rows += [Row(f"warm TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in warm.items()]
-    for name in warm:
-        rows.append(Row(f"cold, {name} over alone", 1 / harness.speed_ratio(cold[name], cold["alone"]), "ratio"))
-        rows.append(Row(f"{name}: cold alone over warm", harness.speed_ratio(warm[name], cold["alone"]), "ratio"))
-    harness.report("gpu", rows, rounds=rounds, tokens=tokens, samples={"cold": cold, "warm": warm})
+    offloading = Row("warm TTFT, vLLM offloading", statistics.median(warm["vLLM offloading"]) * 1e3, "ms")
+    rows += [
+        offloading,
+        at_most("warm TTFT, kvpool, another process", statistics.median(warm["kvpool"]) * 1e3, "ms", 83),
+        at_most("cold, kvpool over alone", _ratio(cold["kvpool"], cold["alone"]), "ratio", COLD_REACH),
+        Row("cold, vLLM offloading over alone", _ratio(cold["vLLM offloading"], cold["alone"]), "ratio"),
+        at_most("warm, kvpool over vLLM offloading", _ratio(warm["kvpool"], warm["vLLM offloading"]), "ratio", 1.0),
+        Row("cold alone over warm kvpool", harness.speed_ratio(warm["kvpool"], cold["alone"]), "ratio"),
+    ]
+    return prompts, rows, {"cold": cold, "warm": warm}
 
 
-def _measure(
-    engines: dict[str, Engine], rounds: int, tokens: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return 1 / harness.speed_ratio(ours, theirs)
+
+
+def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) -> list[Row]:
+    """Time between tokens of eight requests while long prompts are loaded, and while they are computed and stored."""
+    rows = []
+    for name in ("alone", "kvpool", "vLLM offloading"):
+        engine = engines[name]
+        for what, arrivals in (
+            ("loads", prompts[-6:]),
+            ("stores", [_prompt(len(prompts[0]), f"{name} {nth}") for nth in range(3)]),
+        ):
+            if name == "alone" and what == "loads":
+                arrivals = []  # Decoding that nothing disturbs.
+            _empty_own_cache(engine)
+            background = [_prompt(200, f"background {what} {nth}") for nth in range(8)]
+            between = engine.decode(background, arrivals, max_tokens=400 if what == "loads" else 200)
+            label = f"{name}, {'undisturbed' if not arrivals else 'beside ' + what}"
+            rows += [
+                Row(f"between tokens, {label}, p{percent}", harness.percentile(between, percent) * 1e3, "ms")
+                for percent in (50, 99)
+            ]
+            print(rows[-2], rows[-1], flush=True)
+    return rows
+
+
+def _measure_questions(engines: Mapping[str, Engine], tokens: int, questions: int) -> list[Row]:
+    """Seconds that two engines take for all questions about all documents; `alone` is one engine for a part of them."""
     picks = random.Random(0)
-    cold: dict[str, list[float]] = {name: [] for name in engines}
-    warm: dict[str, list[float]] = {name: [] for name in engines if name != "alone"}
-    for nth in range(-1, rounds):
-        prompt = [picks.randrange(10, 100_000) for _ in range(tokens)]
-        for name, engine in engines.items():
-            ttft_s = engine.generate([prompt])[0].ttft_s
-            if nth >= 0:
-                cold[name].append(ttft_s)
-        for name in warm:
-            harness.until_true(engines[name].reset_prefix_cache, "the engine's blocks stay in use")
-            answer = engines[name].generate([prompt])[0]
-            print(f"round {nth + 1}: {name} hit {answer.cached_tokens} tokens, {answer.ttft_s:.3f} s", flush=True)
-            if nth >= 0:
-                warm[name].append(answer.ttft_s)
-    return cold, warm
+    asked = [
+        _prompt(tokens, f"document {document}") + _prompt(QUESTION_TOKENS, f"question {document} {nth}")
+        for document in range(NUM_DOCUMENTS)
+        for nth in range(questions)
+    ]
+    picks.shuffle(asked)
+    rows = []
+    for name in ("kvpool", "vLLM offloading"):
+        pair = [engines[name], engines[f"second {name}"]]
+        for engine in pair:
+            _empty_own_cache(engine)
+        started = time.perf_counter()
+        with ThreadPoolExecutor(2) as threads:
+            halves = [threads.submit(_ask, engine, asked[nth::2]) for nth, engine in enumerate(pair)]
+        seconds = time.perf_counter() - started
+        hits = sum(half.result() for half in halves) / sum(map(len, asked))
+        rows.append(Row(f"{len(asked)} questions, {name}", len(asked) / seconds, "questions/s"))
+        rows.append(Row(f"{len(asked)} questions, {name}: tokens not computed", hits, "ratio"))
+        print(rows[-2], rows[-1], flush=True)
+    _empty_own_cache(engines["alone"])
+    few = asked[: max(4, len(asked) // 10)]
+    started = time.perf_counter()
+    _ask(engines["alone"], few)
+    rows.append(
+        Row(f"{len(few)} questions, one engine alone", len(few) / (time.perf_counter() - started), "questions/s")
+    )
+    return rows
+
+
+def _ask(engine: Engine, prompts: Sequence[Sequence[int]]) -> int:
+    """Returns how many tokens were not computed."""
+    cached = 0
+    for first in range(0, len(prompts), IN_FLIGHT):
+        answers = engine.generate(prompts[first : first + IN_FLIGHT], max_tokens=ANSWER_TOKENS)
+        cached += sum(answer.cached_tokens for answer in answers)
+    return cached
 
 
 if __name__ == "__main__":
