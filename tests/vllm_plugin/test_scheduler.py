@@ -1026,8 +1026,8 @@ def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(core: Ma
 def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(core: MakeCore) -> None:
     """It has no lease, and an answer all the same."""
     one = core().connected()
-    taken_back: list[tuple[list[bytes], int]] = []
-    one.side._lookups._listeners = [lambda run, complete: taken_back.append((list(run.block_hashes), complete))]
+    taken_back: list[tuple[int, list[bytes]]] = []
+    one.side._lookups._missing = lambda group_idx, names: taken_back.append((group_idx, list(names)))
     request = make_request("gone", tokens(3 * BLOCK_TOKENS + 1, "gone"))
     assert one.ask(request) == 0
-    assert taken_back == [(request.block_hashes[:3], 0)]
+    assert taken_back == [(0, request.block_hashes[:3])]
