@@ -11,6 +11,7 @@ one lookup's budget at most, and once `FAILURES_TO_OPEN` of them have, nobody pa
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from vllm.logger import init_logger
 
@@ -46,6 +47,7 @@ class Session:
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
         self._namespace: Namespace | None = None
+        self._tell: Callable[[Namespace], None] = _nobody
         self._said = ""  # The same trouble is worth one line of log.
         self._explained = ""
         self._lock = threading.Lock()
@@ -65,6 +67,14 @@ class Session:
     def state(self) -> State:
         """The breaker's."""
         return self._breaker.state
+
+    def when_open(self, tell: Callable[[Namespace], None]) -> None:
+        """Tells of the namespace each time that it is opened, on the session's thread; at once if it is open now."""
+        with self._lock:
+            self._tell = tell
+            namespace = self._namespace
+        if namespace is not None:
+            tell(namespace)
 
     def report(self, error: KVPoolError | None, call: str = "") -> None:
         """Says how a call ended; decides whether the pool is still worth calling.
@@ -153,6 +163,8 @@ class Session:
             self._namespace = namespace
             self._recorder.set("breaker_open", 0)
             self._wanted.clear()
+            tell = self._tell
+        tell(namespace)
         self._said = ""
         logger.info(
             "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block of all groups",
@@ -194,3 +206,7 @@ def _in_words(difference: Difference) -> str:
     text = str(difference)
     is_said = difference.field not in ("tenant", "salt") and len(text) <= MAX_WORDS
     return text if is_said else f"{difference.field} differs"
+
+
+def _nobody(_: Namespace) -> None:
+    """Who wants to know, until somebody does."""

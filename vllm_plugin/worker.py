@@ -81,6 +81,8 @@ class KVPoolWorker:
                 )
             layouts.append(layout)
         copier = make_copier(layouts)
+        # Pinning the pool's memory takes a second for tens of gigabytes: not the first request's.
+        self._session.when_open(lambda namespace: copier.adopt(namespace.transport.memory))
         threads = (self._session, copier, self._mine, self._stage, self._recorder)
         self._sender = SendThread(f"kvpool-send-{self._name}", *threads)
         self._receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
+from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -244,6 +244,24 @@ def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_ser
     wait_until_open(session)
     last = recorder.take()
     assert last is not None and last.data == {"breaker_open": 0}
+
+
+def test_who_wants_to_know_is_told_of_every_opening(open_session: Open, pool_server: StartServer) -> None:
+    endpoint = free_endpoint()
+    session = open_session(endpoint)
+    told: list[Namespace] = []
+    session.when_open(told.append)
+    assert told == []
+    server = pool_server("--listen", endpoint)
+    wait_for(lambda: told, "the first opening")
+    server.kill()
+    pool_server("--listen", endpoint)
+    wait_for(lambda: len(told) == 2, "the second opening")
+    assert told[0].boot_token != told[1].boot_token
+    wait_for(lambda: is_open(session), "the session to be open")
+    late: list[Namespace] = []
+    session.when_open(late.append)
+    assert late == [told[1]]
 
 
 def test_an_idle_session_opens_by_pings_alone(open_session: Open, pool_server: StartServer) -> None:
