@@ -29,8 +29,10 @@ for us; what is missing is the latency of the two or three calls around a batch.
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "memory": "Server memory beyond the arena.",
-    "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory. A
-load is faster than computing, and far from bus speed: checksums and copies still take turns.""",
+    "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
+Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
+where it says less, time on the machine was short.""",
+    "gpu_copy": """Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.""",
 }
 
 
