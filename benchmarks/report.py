@@ -32,7 +32,7 @@ keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncak
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",
-    "gpu_copy": """Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.""",
+    "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
 }
 
 
