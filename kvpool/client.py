@@ -30,6 +30,7 @@ from kvpool.errors import (
     UnavailableError,
 )
 from kvpool.hashing import checksum
+from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.segment import Segment
 from kvpool.transport.base import BATCH_BYTES, Buffers, Transport
@@ -128,9 +129,6 @@ class PendingLookup:
         """Calls back from another thread when the answer is there."""
         self._call.add_done_callback(lambda _: callback(self))
 
-    def cancel(self) -> None:
-        self._call.cancel()
-
 
 class Client:
     """A connection to one server.
@@ -145,6 +143,7 @@ class Client:
         self.config = config or ClientConfig()
         self._channel = grpc.insecure_channel(self.config.endpoint, options=_CHANNEL_OPTIONS)
         self._stub = PoolStub(self._channel)  # type: ignore[no-untyped-call]
+        self._lookups = LookupStream(self._stub.LookupStream)
         # One transport serves every namespace of one boot of the server.
         self._attaching = threading.Lock()
         self._transport: Transport | None = None
@@ -161,6 +160,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the connection; calls under way fail. Idempotent."""
+        self._lookups.close()
         self._channel.close()
         self.detach()
 
@@ -222,8 +222,7 @@ class Client:
         self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
     ) -> Lookup:
         """Which blocks are complete, with a lease on them unless `lease` is False."""
-        # Not `lookup_async`: an answer that comes through a callback's thread comes later.
-        reply = self._call(self._stub.Lookup, self._lookup_request(namespace, runs, prefix_only, lease))
+        reply = self._call(self._lookups, self._lookup_request(namespace, runs, prefix_only, lease))
         self._check_boot(namespace, reply.boot_token)
         return wire.decode_lookup(reply)
 
@@ -243,7 +242,7 @@ class Client:
             self._check_boot(namespace, reply.boot_token)
             return wire.decode_lookup(reply)
 
-        call = self._send(self._stub.Lookup, request, timeout_ms)
+        call = self._send(self._lookups, request, timeout_ms)
         return PendingLookup(call, decode, self.config.endpoint)
 
     def _lookup_request(

@@ -182,6 +182,10 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
     )
 
 
+def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
+    return pb.LookupReply(error=pb.CallError(code=status_of(error).value[0], message=str(error)))
+
+
 def decode_lookup(message: pb.LookupResponse) -> Lookup:
     hits = tuple(RunHits(hit.num_leading, int.from_bytes(hit.complete, "little")) for hit in message.hits)
     return Lookup(hits, message.lease_id, message.lease_ttl_ms)

@@ -129,7 +129,7 @@ class Server:
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ]
         )
-        service = PoolService(
+        self._service = PoolService(
             self.pool,
             self._segment.bytes,
             self._segment.info(),
@@ -137,7 +137,7 @@ class Server:
             RpcMetrics(registry),
             lambda: self._prefaulted_bytes,
         )
-        add_service(service, self._grpc)
+        add_service(self._service, self._grpc)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
@@ -181,6 +181,7 @@ class Server:
         self._draining = True
         log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
         await self._set_serving(False)
+        self._service.end_streams()
         await self._grpc.stop(self.config.drain_ms / 1000)
         self._expire_task.cancel()
         self._prefault_stop.set()

@@ -60,6 +60,8 @@ class PoolService(PoolServicer):
         self._metrics = metrics
         self._prefaulted_bytes = prefaulted_bytes
         self._started = time.monotonic()
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._ending = False
         for name in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "PutRevoke", "Get", "Release", "Write",
                      "PutChunks", "Verify", "Remove", "Clear", "Ping", "Stats", "ListNamespaces"):  # fmt: skip
             setattr(self, name, self._guarded(name, getattr(self, name)))
@@ -113,6 +115,9 @@ class PoolService(PoolServicer):
     # Lookup
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        return self._lookup(request)
+
+    def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
         runs = self._runs(request.runs)
         found = self._pool.lookup(
             wire.decode_namespace(request.namespace),
@@ -121,6 +126,33 @@ class PoolService(PoolServicer):
             lease_ttl_ms=request.lease_ttl_ms,
         )
         return wire.encode_lookup(found, runs, self._boot_token)
+
+    async def LookupStream(
+        self, requests: AsyncIterator[pb.LookupRequest], context: Any
+    ) -> AsyncIterator[pb.LookupReply]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            async for request in requests:
+                started = time.perf_counter()
+                try:
+                    reply, status = pb.LookupReply(found=self._lookup(request)), "OK"
+                except KVPoolError as error:
+                    reply, status = wire.encode_lookup_error(error), wire.status_of(error).name
+                self._metrics.observe("Lookup", status, time.perf_counter() - started)
+                yield reply
+        except asyncio.CancelledError:
+            if not self._ending:
+                raise  # The client has gone.
+        finally:
+            self._streams.discard(task)
+
+    def end_streams(self) -> None:
+        """Ends the calls that would last as long as their clients."""
+        self._ending = True
+        for task in list(self._streams):
+            task.cancel()
 
     # Put
 

@@ -174,6 +174,22 @@ class LookupResponse(_message.Message):
     lease_ttl_ms: int
     def __init__(self, boot_token: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[RunHits, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
 
+class LookupReply(_message.Message):
+    __slots__ = ("found", "error")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    found: LookupResponse
+    error: CallError
+    def __init__(self, found: _Optional[_Union[LookupResponse, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
+
+class CallError(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
 class RunHits(_message.Message):
     __slots__ = ("num_leading", "complete")
     NUM_LEADING_FIELD_NUMBER: _ClassVar[int]

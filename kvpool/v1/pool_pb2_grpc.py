@@ -44,6 +44,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.LookupStream = channel.stream_stream(
+                '/kvpool.v1.Pool/LookupStream',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.LookupReply.FromString,
+                _registered_method=True)
         self.PutStart = channel.unary_unary(
                 '/kvpool.v1.Pool/PutStart',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.PutStartRequest.SerializeToString,
@@ -133,6 +138,13 @@ class PoolServicer(object):
 
     def Lookup(self, request, context):
         """Which of the given blocks are complete and readable now; optionally leases them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookupStream(self, request_iterator, context):
+        """The same, many over one call, which takes half the time of a call each; answered in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,6 +267,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.LookupRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.LookupResponse.SerializeToString,
+            ),
+            'LookupStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.LookupStream,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.LookupRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.LookupReply.SerializeToString,
             ),
             'PutStart': grpc.unary_unary_rpc_method_handler(
                     servicer.PutStart,
@@ -386,6 +403,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Lookup',
             kvpool_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookupStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvpool.v1.Pool/LookupStream',
+            kvpool_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.LookupReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client import Checksums, Client, Namespace, VisitBlocks
+from kvpool.client import Checksums, Client, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -131,6 +132,104 @@ def test_a_lookup_answers_later_without_being_waited_for(client: Client, namespa
     found = pending.result(timeout_s=10)
     assert found is not None and found.hits[0].num_leading == 1 and pending.done()
     client.release([found.lease_id])
+
+
+def test_lookups_of_many_threads_get_their_own_answers(client: Client, namespace: Namespace) -> None:
+    names = "abcdefgh"
+    _store(client, namespace, *names)
+    wrong: list[int] = []
+
+    def ask(count: int) -> None:
+        run = run_of(*names[:count], "nobody's")
+        for _ in range(50):
+            if client.lookup(namespace, [run], lease=False).hits[0].num_leading != count:
+                wrong.append(count)
+
+    threads = [threading.Thread(target=ask, args=(count,)) for count in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert wrong == []
+
+
+def test_a_lookup_that_fails_ends_no_other(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a")
+    unknown = dataclasses.replace(namespace, fingerprint=bytes(32))
+    bad = client.lookup_async(unknown, [run])
+    good = client.lookup_async(namespace, [run], lease=False)
+    with pytest.raises(UnknownNamespaceError):
+        bad.result(timeout_s=10)
+    found = good.result(timeout_s=10)
+    assert found is not None and found.hits[0].num_leading == 1
+
+
+def test_a_server_that_stops_answering_holds_a_lookup_to_its_deadline_and_its_late_answer_is_heard(
+    pool_server: StartServer, connect: Connect
+) -> None:
+    server = pool_server("--memory", "1MiB")
+    client = connect(server, timeout_ms=300)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    run = _store(client, namespace, "a")
+    late: list[int] = []
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        pending = client.lookup_async(namespace, [run])
+        assert pending.result(timeout_s=0.01) is None and not pending.done()
+        started = time.monotonic()
+        with pytest.raises(PoolTimeoutError):
+            pending.result()
+        assert time.monotonic() - started < 5 and pending.done()
+        with pytest.raises(PoolTimeoutError):
+            client.lookup(namespace, [run])
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+    def release(answered: PendingLookup) -> None:
+        found = answered.result(0)
+        assert found is not None
+        late.append(found.lease_id)
+
+    pending.on_done(release)
+    wait_for(lambda: late, "the late answer")
+    client.release(late)
+
+
+def test_lookups_under_way_fail_when_the_server_dies_and_the_next_ones_find_its_successor(
+    pool_server: StartServer, connect: Connect
+) -> None:
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
+    server = pool_server()
+    endpoint = server.endpoint
+    client = connect(server, timeout_ms=20_000)
+    namespace = client.open_namespace(spec)
+    run = _store(client, namespace, "a")
+    os.kill(server.pid, signal.SIGSTOP)
+    pending = [client.lookup_async(namespace, [run]) for _ in range(3)]
+    server.kill()
+    for each in pending:
+        with pytest.raises(UnavailableError):
+            each.result(timeout_s=10)
+    again = pool_server("--listen", endpoint)
+    wait_for(lambda: _answers(client), "the client's reconnection")
+    with pytest.raises(UnknownNamespaceError):
+        client.lookup(namespace, [run])
+    assert client.lookup(client.open_namespace(spec), [run]).hits[0].num_leading == 0
+    started = time.monotonic()
+    again.stop()
+    assert time.monotonic() - started < 5, "an idle stream of lookups must not hold up the end"
+
+
+def test_a_closed_client_leaves_no_thread(pool_server: StartServer) -> None:
+    server = pool_server("--memory", "1MiB")
+    before = set(threading.enumerate())
+    client = Client(ClientConfig(server.endpoint))
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    client.lookup(namespace, [run_of("a")])
+    client.close()
+    wait_for(lambda: not set(threading.enumerate()) - before, "the client's threads to end")
+    with pytest.raises(UnavailableError, match="closed"):
+        client.lookup(namespace, [run_of("a")])
 
 
 def test_a_block_of_two_shards_becomes_visible_with_its_second_put_end(client: Client, namespace: Namespace) -> None:
@@ -271,7 +370,9 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.Stats(pb.StatsRequest(), timeout=10),
         stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
     ]
-    methods = pb.DESCRIPTOR.services_by_name["Pool"].methods
+    streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
+    assert [reply.found.boot_token for reply in streamed] == [namespace.boot_token]
+    methods = [method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods if method.name != "LookupStream"]
     assert {type(reply).DESCRIPTOR.name for reply in replies} == {method.output_type.name for method in methods}
     assert {reply.boot_token for reply in replies} == {namespace.boot_token} and namespace.boot_token
 

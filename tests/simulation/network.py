@@ -248,6 +248,7 @@ class SimClient(Client):
         self.closed = False
         self._channel = self
         self._stub = _Stub(self)
+        self._lookups = self._stub.Lookup
         self._attaching = threading.Lock()
         self._transport: Any = None
         self._transport_boot = 0
