@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -76,10 +77,24 @@ def of_rank(config: KVCacheConfig, tp_size: int) -> KVCacheConfig:
     return replace(config, kv_cache_groups=[KVCacheGroupSpec(group.layer_names, mine)])
 
 
-def make_request(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:
-    """A request as EngineCore makes it; greedy, without an end-of-sequence token."""
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    images: Mapping[str, tuple[int, int]] | None = None,
+    **options: Any,
+) -> Request:
+    """A request as EngineCore makes it; greedy, without an end-of-sequence token.
+
+    Args:
+        images: hash of an image -> first token of its place in the prompt, and how many tokens it has.
+    """
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **options)
-    return Request(request_id, list(prompt), sampling, None, block_hasher=_hasher)
+    features = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=first, length=count))
+        for name, (first, count) in (images or {}).items()
+    ]
+    return Request(request_id, list(prompt), sampling, None, block_hasher=_hasher, mm_features=features)
 
 
 def tokens(count: int, seed: object = 0) -> list[int]:

@@ -430,6 +430,26 @@ def test_a_request_aborted_while_it_loads_leaves_nothing_behind(alone: Core) -> 
     assert not any(one.side.held().values())
 
 
+def test_prompts_share_what_lies_before_images_that_differ_and_all_of_it_where_they_agree(alone: Core) -> None:
+    prompt, place = tokens(100), (20, 40)
+    fill(alone, make_request("stored", prompt, images={"a cat": place}).block_hashes)
+    asked = {
+        name: alone.ask(make_request(name, prompt, images=images))
+        for name, images in {
+            "the same image": {"a cat": place},
+            "another image": {"a dog": place},
+            "no image": None,
+            "the same image elsewhere": {"a cat": (36, 40)},
+        }.items()
+    }
+    assert asked == {
+        "the same image": blocks(6),
+        "another image": blocks(1),
+        "no image": blocks(1),
+        "the same image elsewhere": blocks(1),
+    }
+
+
 def test_a_request_aborted_while_it_is_looked_up_gives_its_lease_back(alone: Core) -> None:
     one = alone
     requests = [make_request(f"r{nth}", tokens(100)) for nth in range(10)]
