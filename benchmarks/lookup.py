@@ -42,7 +42,8 @@ BESIDE_ROUNDS = {64: 400, 512: 200, 8192: 50, 65_536: 10}
 PING = "a call that does nothing (Ping)"
 HASH_BYTES = 32
 TP_SIZES = (1, 8)
-CHUNK_BYTES = 64
+CHUNK_BYTES = 128
+"""Not less: an extent has a bounded number of slots, and smaller ones would leave a part of it empty."""
 ROOM_MIB = 256
 MOONCAKE_BYTES = 1 << 30
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -74,6 +75,10 @@ class Pool:
         assert answers[0].hits[0].num_leading == len(hashes), "not every block was a hit"
         self._client.release([answers[0].lease_id])
         return seconds
+
+    def num_entries(self) -> int:
+        """In the whole pool."""
+        return self._client.stats().num_entries
 
     def ping(self) -> float:
         """Seconds of a call that does nothing."""
@@ -181,7 +186,9 @@ def main(entries: Annotated[int, typer.Option(help="Entries in the pool.", min=2
     hashes = random_hashes(max(REACH_MS), seed=0)
     with kvpool_server(f"{(entries * CHUNK_BYTES >> 20) + ROOM_MIB}MiB") as endpoint:
         ours = {f"kvpool, TP {tp_size}": Pool(endpoint, hashes, tp_size) for tp_size in TP_SIZES}
-        ours[f"kvpool, TP {TP_SIZES[0]}"].put(random_hashes(entries - len(ours) * len(hashes), seed=1))
+        filled = ours[f"kvpool, TP {TP_SIZES[0]}"]
+        filled.put(random_hashes(entries - len(ours) * len(hashes), seed=1))
+        assert filled.num_entries() == entries, "the pool did not keep every entry"
         alone = measure(ours, hashes, ROUNDS)
         with mooncake_store(MOONCAKE_BYTES) as store:
             theirs = {f"mooncake, TP {tp_size}": MooncakePool(store, hashes, tp_size) for tp_size in TP_SIZES}

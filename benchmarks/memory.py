@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.harness import at_most, progress, report
 from kvpool import BlockRun, GroupSpec, NamespaceSpec, ShardRange
-from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.arena import EXTENTS_PER_ARENA, Arena
 from kvpool_server.storage.pool import Pool
 
 CHAIN_BLOCKS = 256
@@ -50,7 +50,8 @@ def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
 
 def measure(num_shards: int, entries: int) -> float:
     """Resident bytes an entry of a pool built here."""
-    pool = Pool(Arena(entries * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
+    slots = -(-entries // EXTENTS_PER_ARENA) * EXTENTS_PER_ARENA
+    pool = Pool(Arena(slots * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
     group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, SLOT_BYTES // num_shards)
     namespace, _ = pool.open_namespace(NamespaceSpec("benchmark", (group,)))
     before = resident_bytes()
