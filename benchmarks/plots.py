@@ -167,7 +167,9 @@ def many_clients(result: Result) -> Figure | None:
     works = list(dict.fromkeys(match[2] for match, _ in found))
     for work, colour in zip(works, (BLUE, ORANGE), strict=True):
         for measured, axes, line in (("per second", rates, "-"), ("p50", times, "-"), ("p99", times, "--")):
-            points = [(int(match[1]), row["figure"]) for match, row in found if match[2:4] == (work, measured)]
+            points = [
+                (int(match[1]), row["figure"]) for match, row in found if (match[2], match[3]) == (work, measured)
+            ]
             label = work if measured == "per second" else f"{work}, {measured}"
             axes.plot(*zip(*points, strict=True), line, color=colour, marker="o", markersize=4, label=label)
     for axes, unit in ((rates, "all clients together, per second"), (times, "time of each, ms")):
