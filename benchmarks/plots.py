@@ -178,7 +178,7 @@ def many_clients(result: Result) -> Figure | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.0f}"))
         axes.set_xlabel("clients at once")
         axes.set_ylabel(unit)
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     rates.set_ylim(bottom=0)
     _log_ticks(times)
     return figure
