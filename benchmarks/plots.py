@@ -47,7 +47,7 @@ RATES = {
     "kvpool shm": (BLUE, "-", "o"),
     "kvpool stream": (LIGHT_BLUE, "-", "s"),
     "Mooncake Store, TCP": (ORANGE, "-", "^"),
-    "Valkey, MSET and MGET": (RED, "-", "v"),
+    "Valkey or Redis": (RED, "-", "v"),
 }
 """Colour, line and marker of each series of benchmarks.sweep. Limits have no marker."""
 LOOKUP = re.compile(r"(\d+) blocks, TP (\d+): (kvpool|mooncake) (p50|p99)")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from benchmarks import valkey
 from benchmarks.bare_socket import BareSocket, bare_socket
 from benchmarks.bare_stream import bare_stream
 from benchmarks.harness import Series, alternate, gb_per_s, timed
 from benchmarks.mooncake_store import Store, addresses
 from benchmarks.traffic import Bytes, Traffic, copy_and_sum
+from benchmarks.valkey import Valkey
 
 CHUNK_KIB = (16, 64, 256, 1024, 4096)
 ROUNDS = 9
@@ -32,10 +34,14 @@ def sweep(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Serie
         source, sink: uint8 [batch_bytes], warm.
     """
     rates: dict[tuple[str, str], list[float]] = {}
-    with bare_socket(max(CHUNK_KIB) << 10) as bare:
+    with contextlib.ExitStack() as stack:
+        bare = stack.enter_context(bare_socket(max(CHUNK_KIB) << 10))
+        if without := valkey.missing():
+            print(f"Valkey is left out: {without}", flush=True)
+        plain = None if without else stack.enter_context(valkey.valkey())
         for chunk_kib in CHUNK_KIB:
             froms, intos = source.reshape(-1, chunk_kib << 10), sink.reshape(-1, chunk_kib << 10)
-            for key, taken in _measure(endpoint, store, bare, froms, intos).items():
+            for key, taken in _measure(endpoint, store, bare, plain, froms, intos).items():
                 rates.setdefault(key, []).append(gb_per_s(source.nbytes, taken))
     return [
         Series(direction, name, "KiB", CHUNK_KIB, "GB/s", rate, limit=name in LIMITS)
@@ -44,7 +50,7 @@ def sweep(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Serie
 
 
 def _measure(
-    endpoint: str, store: Store, bare: BareSocket, source: Bytes, sink: Bytes
+    endpoint: str, store: Store, bare: BareSocket, plain: Valkey | None, source: Bytes, sink: Bytes
 ) -> dict[tuple[str, str], list[float]]:
     """Seconds of each round of moving uint8 [num_blocks, chunk_bytes]."""
     num_blocks, chunk_bytes = source.shape
@@ -58,6 +64,7 @@ def _measure(
             ("bare gRPC stream", PUT): lambda: timed(lambda: stream.put(num_blocks)),
             ("bare gRPC stream", GET): lambda: timed(lambda: stream.get(num_blocks)),
             **_mooncake(store, source, sink),
+            **(_valkey(plain, source, sink) if plain else {}),
         }
         for transport in ("shm", "stream"):
             traffic = Traffic(endpoint, transport, source, sink, num_shards=1)
@@ -82,6 +89,17 @@ def _mooncake(store: Store, source: Bytes, sink: Bytes) -> Measures:
     return {
         ("Mooncake Store, TCP", PUT): put,
         ("Mooncake Store, TCP", GET): lambda: timed(lambda: store.get(keys, intos, nbytes)),
+    }
+
+
+def _valkey(plain: Valkey, source: Bytes, sink: Bytes) -> Measures:
+    def put() -> float:
+        plain.clear()
+        return timed(lambda: plain.put(source))
+
+    return {
+        ("Valkey or Redis", PUT): put,
+        ("Valkey or Redis", GET): lambda: timed(lambda: plain.get(sink)),
     }
 
 

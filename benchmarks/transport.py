@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks import valkey
 from benchmarks.bare_stream import bare_stream
 from benchmarks.harness import Row, alternate, at_least, gb_per_s, kvpool_server, report, speed_ratio, timed
 from benchmarks.mooncake_store import Store, addresses, mooncake_store
@@ -122,6 +123,7 @@ def main() -> None:
         shm_block_bytes=SHM_BLOCK_BYTES,
         stream_chunk_bytes=STREAM_CHUNK_BYTES,
         mooncake="segment in another process, loopback TCP, registered buffers, no checksums",
+        valkey=valkey.missing() or f"{valkey.version()}; one client, Unix socket, nothing persisted",
         sweep_rounds=SWEEP_ROUNDS,
         bare="asyncio server and synchronous client, generic handlers, raw bytes, nothing copied or summed",
     )
