@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
@@ -122,19 +122,13 @@ def _process(
     endpoint: str, work: str, numbers: Sequence[int], seconds: float, together: Barrier, tallies: Queue[list[Tally]]
 ) -> None:
     """A process of several clients, a thread each."""
-    done = [Tally() for _ in numbers]
-    threads = [
-        threading.Thread(target=_client, args=(endpoint, work, number, seconds, together, tally))
-        for number, tally in zip(numbers, done, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    tallies.put(done)
+    with ThreadPoolExecutor(len(numbers)) as threads:
+        working = [threads.submit(_client, endpoint, work, number, seconds, together) for number in numbers]
+    tallies.put([each.result() for each in working])
 
 
-def _client(endpoint: str, work: str, number: int, seconds: float, together: Barrier, tally: Tally) -> None:
+def _client(endpoint: str, work: str, number: int, seconds: float, together: Barrier) -> Tally:
+    tally = Tally()
     caller = Caller(endpoint, number)
     act = WORKS[work]
     until_true(caller.ready, "the server is too busy to begin", START_S)
@@ -148,6 +142,7 @@ def _client(endpoint: str, work: str, number: int, seconds: float, together: Bar
         else:
             tally.seconds.append(time.perf_counter() - began_at)
     caller.close()
+    return tally
 
 
 def rows_of(work: str, tallies: Sequence[Tally], seconds: float) -> list[Row]:

@@ -63,12 +63,21 @@ def _section(name: str, question: str, result: dict[str, Any]) -> str:
         f"`{result['command']}`, {result['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, "
         f"load {machine.get('load_average_1_min', '?')}, commit {_short(result['commit'])}; {versions}.",
         "",
+        *_facts(result),
         *([f"![{name}]({plot.relative_to(DOCUMENT.parent)})", ""] if plot else []),
         *_misses(result),
         *_table(result),
         *_sweep(result),
     ]
     return "\n".join([*lines, ""])
+
+
+def _facts(result: dict[str, Any]) -> list[str]:
+    """What a reader must know of how it was measured."""
+    told = [(name.replace("_", " "), value) for name, value in result["facts"].items()]
+    lines = [f"- {name}: {value:,}" for name, value in told if isinstance(value, int | float)]
+    lines += [f"- {name}: {value}" for name, value in told if isinstance(value, str)]
+    return [*lines, ""] if lines else []
 
 
 def _misses(result: dict[str, Any]) -> list[str]:

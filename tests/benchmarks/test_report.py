@@ -86,6 +86,7 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     (tmp_path / "vllm.json").write_text(json.dumps(RESULT))
     report.main()
     page = (tmp_path / "docs" / "page.md").read_text()
+    assert "- batch bytes: 67,108,864\n- tokens: 4,096\n" in page
     assert "![vllm](plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
     assert "**Not reached:** warm TTFT, kvpool, another process." in page
     assert "| warm TTFT, kvpool, another process | 10 ms | <= 5 | **no** | -50 % |" in page
