@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import process, wait_until
 from benchmarks.traffic import Bytes
@@ -33,7 +34,8 @@ class Valkey:
 
     def get(self, sink: Bytes) -> None:
         """Brings the blocks of the last put into uint8 [num_blocks, block_bytes]."""
-        for into, value in zip(sink, self._redis.mget([f"block@{idx}" for idx in range(len(sink))]), strict=True):
+        values: list[Any] = self._redis.mget([f"block@{idx}" for idx in range(len(sink))])
+        for into, value in zip(sink, values, strict=True):
             memoryview(into)[:] = value
 
     def clear(self) -> None:
