@@ -10,7 +10,7 @@ PROTO := kvpool/v1/pool.proto
 PROTOC := uv run --no-project --isolated --python 3.11 --with grpcio-tools==1.71.2 --with 'setuptools<80' \
 	python -m grpc_tools.protoc -Iproto
 
-.PHONY: demo test test-all test-fast soak-sim test-gpu check bench proto lock clean help
+.PHONY: demo test test-all test-fast soak-sim test-gpu check bench bench-gpu proto lock clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,8 +40,12 @@ check: $(STAMP)  ## Style, types, import contracts.
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMP)  ## Every benchmark, side by side with its peer; writes benchmarks/results.
-	for name in memory lookup transport vllm; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+bench: $(STAMP)  ## Every benchmark that needs no GPU, beside its peers; writes results, tables and plots.
+	for name in memory lookup transport clients "vllm --rounds 7"; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	$(BIN)/python -m benchmarks.report
+
+bench-gpu:  ## The benchmark that needs a CUDA device, with whatever Python and vLLM are there.
+	python3 -m benchmarks.gpu
 
 proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
 	PATH="$(abspath $(BIN)):$$PATH" $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)

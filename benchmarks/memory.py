@@ -1,7 +1,7 @@
-"""What does the server's bookkeeping weigh? Resident bytes an entry, beyond the arena, at a million entries.
+"""What does the server's bookkeeping weigh? Resident bytes an entry, beyond the arena, at a million entries or more.
 
 The pool is built in a process of its own, over an arena of offsets only (2 MiB slots, no memory behind them), and
-filled in prefix chains of 256 blocks, every one complete. `--measure NUM_SHARDS` is that process.
+filled in prefix chains of 256 blocks, every one complete. `--shards NUM_SHARDS` is that process.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from typing import Annotated
 
-from benchmarks.harness import at_most, report
+import typer
+
+from benchmarks.harness import at_most, progress, report
 from kvpool import BlockRun, GroupSpec, NamespaceSpec, ShardRange
-from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.arena import EXTENTS_PER_ARENA, Arena
 from kvpool_server.storage.pool import Pool
 
-NUM_ENTRIES = 1_000_000
 CHAIN_BLOCKS = 256
 SLOT_BYTES = 2 << 20
 SHARD_COUNTS = (1, 8)
 REACH_BYTES = 1024
-DEADLINE_S = 600
+DEADLINE_S = 600.0
 
 
 def resident_bytes() -> int:
@@ -35,11 +36,11 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(pool: Pool, fingerprint: bytes, num_shards: int) -> None:
-    """Puts `NUM_ENTRIES` blocks, chain by chain."""
+def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
+    """Puts `entries` blocks, chain by chain."""
     shards = ShardRange(0, num_shards)
-    for start in range(0, NUM_ENTRIES, CHAIN_BLOCKS):
-        stop = min(start + CHAIN_BLOCKS, NUM_ENTRIES)
+    for start in range(0, entries, CHAIN_BLOCKS):
+        stop = min(start + CHAIN_BLOCKS, entries)
         hashes = [hashlib.sha256(idx.to_bytes(8, "big")).digest() for idx in range(start, stop)]
         grant = pool.put_start(fingerprint, [BlockRun(0, hashes)], shards)
         # Checksums as large as real ones, so that nothing is a cached small integer.
@@ -47,30 +48,36 @@ def fill(pool: Pool, fingerprint: bytes, num_shards: int) -> None:
         pool.put_end(grant.ticket_id, sums)
 
 
-def measure(num_shards: int) -> float:
+def measure(num_shards: int, entries: int) -> float:
     """Resident bytes an entry of a pool built here."""
-    pool = Pool(Arena(NUM_ENTRIES * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
+    slots = -(-entries // EXTENTS_PER_ARENA) * EXTENTS_PER_ARENA
+    pool = Pool(Arena(slots * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
     group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, SLOT_BYTES // num_shards)
     namespace, _ = pool.open_namespace(NamespaceSpec("benchmark", (group,)))
     before = resident_bytes()
-    fill(pool, namespace.fingerprint, num_shards)
+    fill(pool, namespace.fingerprint, num_shards, entries)
     grown = resident_bytes() - before
-    assert pool.stats().num_entries == NUM_ENTRIES
-    return grown / NUM_ENTRIES
+    assert pool.stats().num_entries == entries
+    return grown / entries
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(
+    entries: Annotated[int, typer.Option(help="Entries in the pool.")] = 1_000_000,
+    shards: Annotated[int, typer.Option(help="Only measure a pool of so many shards, and print it.")] = 0,
+) -> None:
     """Measures in one child a shard count, and reports."""
-    if arguments:
-        print(measure(int(arguments[1])))
+    if shards:
+        print(measure(shards, entries))
         return
     rows = []
-    for num_shards in SHARD_COUNTS:
-        command = [sys.executable, "-m", "benchmarks.memory", "--measure", str(num_shards)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
-        rows.append(at_most(f"server memory an entry, {num_shards} shards", float(done.stdout), "B", REACH_BYTES))
-    report("memory", rows, num_entries=NUM_ENTRIES, chain_blocks=CHAIN_BLOCKS, slot_bytes=SLOT_BYTES)
+    with progress("pools", len(SHARD_COUNTS)) as advance:
+        for num_shards in SHARD_COUNTS:
+            command = [sys.executable, "-m", "benchmarks.memory", f"--entries={entries}", f"--shards={num_shards}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+            rows.append(at_most(f"server memory an entry, {num_shards} shards", float(done.stdout), "B", REACH_BYTES))
+            advance()
+    report("memory", rows, num_entries=entries, chain_blocks=CHAIN_BLOCKS, slot_bytes=SLOT_BYTES)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    typer.run(main)

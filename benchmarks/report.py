@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from benchmarks/results: no figure in it is typed by hand.
+"""Writes docs/benchmarks.md and docs/plots from benchmarks/results: no figure in them is typed by hand.
 
 python -m benchmarks.report
 """
@@ -9,16 +9,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, change
+from benchmarks.plots import draw
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+PLOTS = DOCUMENT.parent / "plots"
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` runs them all; each is one module that prints a table and writes `benchmarks/results/<name>.json` with
-machine, versions, commit and command. Sides are measured in alternation in one run; figures are medians, ratios are
-medians of the rounds' ratios. Absolute times on shared machines drift: look at the ratios, and at the load.
-`python -m benchmarks.report` writes this page.
+`make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` the one that does, with whatever
+python3, vLLM and kvpool are installed. Each is one module that prints a table, beside the result before, and writes
+`benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
+are measured in alternation in one run; figures are medians, ratios are medians of the rounds' ratios. Absolute times on
+shared machines drift: look at the ratios, and at the load. `python -m benchmarks.report` writes this page and plots.
 """
 
 QUESTIONS = {
@@ -28,6 +31,9 @@ stream. A plain memcpy + xxh3 is itself only 6 to 7 times Mooncake here, so 5 ti
 for us; what is missing is the latency of the two or three calls around a batch.""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
+    "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
+puts and gets. Fairness is the slowest client's share of the calls over the mean share; no call may
+run into its deadline.""",
     "memory": "Server memory beyond the arena.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
@@ -49,6 +55,7 @@ def main() -> None:
 
 def _section(name: str, question: str, result: dict[str, Any]) -> str:
     machine = result["machine"]
+    plot = draw(name, result, PLOTS)
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     lines = [
         f"## {name}",
@@ -56,15 +63,63 @@ def _section(name: str, question: str, result: dict[str, Any]) -> str:
         question,
         "",
         f"`{result['command']}`, {result['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, "
-        f"load {machine.get('load_average_1_min', '?')}; {versions}.",
+        f"load {machine.get('load_average_1_min', '?')}, commit {_short(result['commit'])}; {versions}.",
         "",
-        "| what | figure | reach | met |",
-        "|---|---|---|---|",
+        *_facts(result),
+        *([f"![{name}]({plot.relative_to(DOCUMENT.parent)})", ""] if plot else []),
+        *_misses(result),
+        *_table(result),
+        *_sweep(result),
     ]
+    return "\n".join([*lines, ""])
+
+
+def _facts(result: dict[str, Any]) -> list[str]:
+    """What a reader must know of how it was measured."""
+    told = [(name.replace("_", " "), value) for name, value in result["facts"].items()]
+    lines = [f"- {name}: {value:,}" for name, value in told if isinstance(value, int | float)]
+    lines += [f"- {name}: {value}" for name, value in told if isinstance(value, str)]
+    return [*lines, ""] if lines else []
+
+
+def _misses(result: dict[str, Any]) -> list[str]:
+    missed = [row["what"] for row in result["rows"] if row["met"] is False]
+    return [f"**Not reached:** {'; '.join(missed)}.", ""] if missed else []
+
+
+def _table(result: dict[str, Any]) -> list[str]:
+    """The rows, and how they have changed since the result before."""
+    before = result.get("before")
+    lines = []
+    if before:
+        same = "the same kind of machine" if _kind(before["machine"]) == _kind(result["machine"]) else "another machine"
+        lines = [f"Changes are against {before['date'][:10]}, commit {_short(before['commit'])}, on {same}.", ""]
+    lines += ["| what | figure | reach | met | change |", "|---|---|---|---|---|"]
     for row in result["rows"]:
         met = {None: "", True: "yes", False: "**no**"}[row["met"]]
-        lines.append(f"| {row['what']} | {row['figure']:.4g} {row['unit']} | {row['reach']} | {met} |")
-    return "\n".join([*lines, ""])
+        changed = change(row["figure"], row.get("before"))
+        lines.append(f"| {row['what']} | {row['figure']:.4g} {row['unit']} | {row['reach']} | {met} | {changed} |")
+    return lines
+
+
+def _sweep(result: dict[str, Any]) -> list[str]:
+    """The plot's lines, one a row."""
+    lines = []
+    for series in result.get("series", ()):
+        sizes = [f"{x:,} {series['x_unit']}" for x in series["x"]]
+        heading = f"| {series['plot']}, {series['y_unit']} | {' | '.join(sizes)} |"
+        if heading not in lines:
+            lines += ["", heading, "|---" * (len(sizes) + 1) + "|"]
+        lines.append(f"| {series['name']} | {' | '.join(f'{y:.3g}' for y in series['y'])} |")
+    return lines
+
+
+def _short(commit: str) -> str:
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
+
+
+def _kind(machine: dict[str, Any]) -> tuple[Any, ...]:
+    return machine["cpu"], machine["cores"], machine["memory_gib"]
 
 
 if __name__ == "__main__":

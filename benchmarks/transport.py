@@ -6,17 +6,15 @@ removed, outside the timing, before the next round. Checksums are on for kvpool 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
+from benchmarks import valkey
 from benchmarks.bare_stream import bare_stream
 from benchmarks.harness import Row, alternate, at_least, gb_per_s, kvpool_server, report, speed_ratio, timed
 from benchmarks.mooncake_store import Store, addresses, mooncake_store
-from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.transport.base import Buffers
+from benchmarks.sweep import ROUNDS as SWEEP_ROUNDS
+from benchmarks.sweep import sweep
+from benchmarks.traffic import Bytes, Traffic, copy_and_sum, pair
 
 MIB = 1 << 20
 BATCH_BYTES = 64 * MIB
@@ -28,81 +26,14 @@ COPY_SHARE = 0.6
 TIMES_MOONCAKE = 5.0
 STREAM_PUT_GB_S, STREAM_GET_GB_S, BARE_SHARE = 1.0, 1.5, 0.8
 
-Bytes = npt.NDArray[np.uint8]
 
-
-class Traffic:
-    """One batch of blocks that goes to the pool and back.
+def shm_rows(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Row]:
+    """Questions 1 and 2: shm beside memcpy + xxh3, and beside Mooncake Store.
 
     Args:
-        source, sink: uint8 [num_blocks, block_bytes], warm.
-        num_shards: chunks in a block.
-        transport: "shm" or "stream".
+        store: has both buffers registered.
+        source, sink: uint8 [num_blocks, SHM_BLOCK_BYTES], warm.
     """
-
-    def __init__(self, endpoint: str, transport: str, source: Bytes, sink: Bytes, num_shards: int):
-        num_blocks, block_bytes = source.shape
-        group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, block_bytes // num_shards)
-        spec = NamespaceSpec(f"benchmark-{transport}-{num_shards}", (group,))
-        self._client = Client(ClientConfig(endpoint, transport=transport))
-        self._namespace = self._client.open_namespace(spec)
-        self._run = BlockRun(0, [idx.to_bytes(32, "big") for idx in range(num_blocks)])
-        self._source, self._sink = source, sink
-        self.last_get_s = 0.0
-
-    def put(self) -> float:
-        """Seconds of one put into an empty pool."""
-        self._client.remove(self._namespace, [self._run])
-        return timed(lambda: self._client.put(self._namespace, [self._run], self._fill))
-
-    def get(self) -> float:
-        """Seconds of lookup, get and release; `last_get_s` is the get's part."""
-        started = time.perf_counter()
-        found = self._client.lookup(self._namespace, [self._run])
-        looked_up = time.perf_counter()
-        self._client.get(self._namespace, found.lease_id, [self._run], self._drain)
-        self.last_get_s = time.perf_counter() - looked_up
-        self._client.release([found.lease_id])
-        return time.perf_counter() - started
-
-    def check(self) -> None:
-        """Asserts that what was put is what comes back."""
-        self._sink[:] = 0
-        self.put()
-        self.get()
-        assert np.array_equal(self._source, self._sink), "the pool returned other bytes"
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _fill(self, indices: Sequence[int], buffers: Buffers) -> None:
-        for idx, buffer in zip(indices, buffers, strict=True):
-            buffer[:] = self._source[idx]
-
-    def _drain(self, indices: Sequence[int], buffers: Buffers) -> None:
-        for idx, buffer in zip(indices, buffers, strict=True):
-            self._sink[idx] = buffer
-
-
-def copy_and_sum(source: Bytes, sink: Bytes, chunk_bytes: int) -> None:
-    """The least that a verified copy costs: memcpy of each block, then xxh3 of each of its chunks."""
-    for there, here in zip(source, sink, strict=True):
-        here[:] = there
-        for at in range(0, len(here), chunk_bytes):
-            checksum(here[at : at + chunk_bytes])
-
-
-def pair(num_blocks: int, block_bytes: int) -> tuple[Bytes, Bytes]:
-    """A random source and a touched sink."""
-    source = np.random.default_rng(0).integers(0, 256, (num_blocks, block_bytes), np.uint8)
-    return source, np.ones_like(source)
-
-
-def shm_rows(endpoint: str, store: Store) -> list[Row]:
-    """Questions 1 and 2: shm beside memcpy + xxh3, and beside Mooncake Store."""
-    source, sink = pair(BATCH_BYTES // SHM_BLOCK_BYTES, SHM_BLOCK_BYTES)
-    for buffer in (source, sink):
-        store.register(buffer)
     keys = [f"benchmark@{idx}" for idx in range(len(source))]
     froms, intos = addresses(source, SHM_BLOCK_BYTES), addresses(sink, SHM_BLOCK_BYTES)
 
@@ -122,7 +53,7 @@ def shm_rows(endpoint: str, store: Store) -> list[Row]:
         measures[f"put {num_shards}"] = traffic.put
         measures[f"lookup + get + release {num_shards}"] = traffic.get
         measures[f"get {num_shards}"] = lambda traffic=traffic: traffic.last_get_s  # type: ignore[misc]
-    taken = alternate(measures, ROUNDS)
+    taken = alternate(measures, ROUNDS, what="shm")
     for traffic in traffics:
         traffic.close()
 
@@ -140,9 +71,12 @@ def shm_rows(endpoint: str, store: Store) -> list[Row]:
     return rows
 
 
-def stream_rows(endpoint: str) -> list[Row]:
-    """Question 3: stream beside a bare gRPC stream of the same messages."""
-    source, sink = pair(BATCH_BYTES // STREAM_CHUNK_BYTES, STREAM_CHUNK_BYTES)
+def stream_rows(endpoint: str, source: Bytes, sink: Bytes) -> list[Row]:
+    """Question 3: stream beside a bare gRPC stream of the same messages.
+
+    Args:
+        source, sink: uint8 [num_chunks, STREAM_CHUNK_BYTES], warm.
+    """
     traffic = Traffic(endpoint, "stream", source, sink, num_shards=1)
     traffic.check()
     with bare_stream(STREAM_CHUNK_BYTES) as bare:
@@ -155,6 +89,7 @@ def stream_rows(endpoint: str) -> list[Row]:
                 "get": lambda: traffic.last_get_s,
             },
             ROUNDS,
+            what="stream",
         )
     traffic.close()
     rows = []
@@ -170,18 +105,26 @@ def stream_rows(endpoint: str) -> list[Row]:
 
 def main() -> None:
     """Measures and reports."""
+    source, sink = pair(BATCH_BYTES)
     with kvpool_server("512MiB") as endpoint:
         with mooncake_store(512 * MIB) as store:
-            rows = shm_rows(endpoint, store)
-        rows += stream_rows(endpoint)
+            for buffer in (source, sink):
+                store.register(buffer)
+            rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))
+            series = sweep(endpoint, store, source, sink)
+        chunks = (source.reshape(-1, STREAM_CHUNK_BYTES), sink.reshape(-1, STREAM_CHUNK_BYTES))
+        rows += stream_rows(endpoint, *chunks)
     report(
         "transport",
         rows,
+        series,
         rounds=ROUNDS,
         batch_bytes=BATCH_BYTES,
         shm_block_bytes=SHM_BLOCK_BYTES,
         stream_chunk_bytes=STREAM_CHUNK_BYTES,
         mooncake="segment in another process, loopback TCP, registered buffers, no checksums",
+        valkey=valkey.missing() or f"{valkey.version()}; one client, Unix socket, nothing persisted",
+        sweep_rounds=SWEEP_ROUNDS,
         bare="asyncio server and synchronous client, generic handlers, raw bytes, nothing copied or summed",
     )
 

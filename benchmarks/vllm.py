@@ -14,18 +14,20 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks import harness, mooncake_store, tiny_model
-from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 from benchmarks.harness import Row, at_least, at_most
 
 SHAPE = tiny_model.Shape(hidden=1024, intermediate=2048)
 MEMORY = "2GiB"
 MOONCAKE_SEGMENT_BYTES = 2 << 30
+WARMUPS = 2
 SETTLE_S = 0.6
 """An engine's OpenMP threads spin for 0.2 s after their last work, on the cores that the next engine is to use."""
 
@@ -54,37 +56,47 @@ def main(
             started = time.monotonic()
             engines[name] = stack.enter_context(Engine(spec, logs / f"{name.replace(' ', '-')}.log"))
             print(f"{name}: started in {time.monotonic() - started:.0f} s", flush=True)
-        cold, warm = _measure(engines, rounds, tokens)
-    _report(cold, warm, rounds=rounds, tokens=tokens)
+        taken = _measure(engines, rounds, tokens)
+    _report(*taken, rounds=rounds, tokens=tokens)
 
 
 def _measure(
     engines: dict[str, Engine], rounds: int, tokens: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds to first token, by engine: prompts nobody has stored, and the same ones again."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
+    """Seconds to first token: prompts nobody has stored, the same again by engine, and from an engine's own cache."""
     picks = random.Random(0)
     cold: dict[str, list[float]] = {name: [] for name in engines}
     warm: dict[str, list[float]] = {name: [] for name in ("kvpool", "Mooncake")}
-    for nth in range(-2, rounds):
-        prompt = [picks.randrange(10, SHAPE.vocab) for _ in range(tokens)]
-        order = list(engines)
-        picks.shuffle(order)
-        for name in order:
-            time.sleep(SETTLE_S)
-            ttft_s = engines[name].generate([prompt])[0].ttft_s
-            if nth >= 0:
-                cold[name].append(ttft_s)
-        for name in (name for name in order if name in warm):
-            # Blocks that are still being stored are in use.
-            harness.until_true(engines[name].reset_prefix_cache, "the engine's blocks stay in use")
-            time.sleep(SETTLE_S)
-            answer = engines[name].generate([prompt])[0]
-            if answer.cached_tokens < tokens * 0.9:
-                raise RuntimeError(f"{name} hit only {answer.cached_tokens} of {tokens} tokens")
-            if nth >= 0:
-                warm[name].append(answer.ttft_s)
-        print(f"round {nth + 1}/{rounds}", flush=True)
-    return cold, warm
+    own: list[float] = []
+    with harness.progress("prompts", WARMUPS + rounds) as advance:
+        for _ in range(WARMUPS + rounds):
+            prompt = [picks.randrange(10, SHAPE.vocab) for _ in range(tokens)]
+            order = list(engines)
+            picks.shuffle(order)
+            for name in order:
+                cold[name].append(_answer(engines[name], prompt).ttft_s)
+            own.append(_cached_answer(engines["alone"], prompt))
+            for name in (name for name in order if name in warm):
+                # Blocks that are still being stored are in use.
+                harness.until_true(engines[name].reset_prefix_cache, "the engine's blocks stay in use")
+                warm[name].append(_cached_answer(engines[name], prompt))
+            advance()
+    for taken in (*cold.values(), *warm.values(), own):
+        del taken[:WARMUPS]
+    return cold, warm, own
+
+
+def _answer(engine: Engine, prompt: Sequence[int]) -> Answer:
+    time.sleep(SETTLE_S)
+    return engine.generate([prompt])[0]
+
+
+def _cached_answer(engine: Engine, prompt: Sequence[int]) -> float:
+    """Seconds to the first token of a prompt that must be a hit."""
+    answer = _answer(engine, prompt)
+    if answer.cached_tokens < len(prompt) * 0.9:
+        raise RuntimeError(f"only {answer.cached_tokens} of {len(prompt)} tokens were hits")
+    return answer.ttft_s
 
 
 def _mooncake_engine(model: Path, master: str, logs: Path) -> EngineSpec:
@@ -102,13 +114,14 @@ def _mooncake_engine(model: Path, master: str, logs: Path) -> EngineSpec:
     return EngineSpec(model, transfer, environment={"MOONCAKE_CONFIG_PATH": str(path), "PYTHONHASHSEED": "0"})
 
 
-def _report(cold: dict[str, list[float]], warm: dict[str, list[float]], **facts: Any) -> None:
+def _report(cold: dict[str, list[float]], warm: dict[str, list[float]], own: list[float], **facts: Any) -> None:
     def ratio(ours: list[float], theirs: list[float]) -> float:
         return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
     rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
     rows += [Row(f"warm TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in warm.items()]
     rows += [
+        Row("own cache TTFT, alone", statistics.median(own) * 1e3, "ms"),
         at_most("cold, kvpool over alone", ratio(cold["kvpool"], cold["alone"]), "ratio", 1.03),
         at_most("cold, dead kvpool over alone", ratio(cold["dead kvpool"], cold["alone"]), "ratio", 1.03),
         Row("cold, Mooncake over alone", ratio(cold["Mooncake"], cold["alone"]), "ratio"),

@@ -1,0 +1,98 @@
+"""The page and its plots come from the results alone, and the same results give the same bytes."""
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import plots, report
+from benchmarks.harness import RESULTS
+from benchmarks.sweep import LIMITS
+
+MACHINE = {"cpu": "some", "cores": 2, "memory_gib": 8.0}
+ORIGIN = {"date": "2026-01-02T00:00:00+00:00", "commit": "0123456789abcdef-dirty", "machine": MACHINE}
+
+
+def _row(what, figure, unit="ms", reach="", met=None, before=None):
+    return {"what": what, "figure": figure, "unit": unit, "reach": reach, "met": met, "before": before}
+
+
+def _series(name, plot):
+    return {
+        "plot": plot,
+        "name": name,
+        "x_unit": "KiB",
+        "x": [16, 1024],
+        "y_unit": "GB/s",
+        "y": [1.0, 2.0],
+        "limit": name in LIMITS,
+    }
+
+
+RESULT = {
+    **ORIGIN,
+    "command": "python -m benchmarks.some",
+    "versions": {"python": "3.11"},
+    "facts": {"batch_bytes": 64 << 20, "tokens": 4096},
+    "before": ORIGIN,
+    "series": [_series(name, plot) for name in plots.RATES for plot in ("put", "get")],
+    "rows": [
+        _row("a call that does nothing (Ping): p50", 0.4),
+        *(
+            _row(f"{blocks} blocks, TP {tp}: {store} {percentile}", 1.0, reach="<= 2", met=True)
+            for blocks in (64, 512)
+            for tp in (1, 8)
+            for store in ("kvpool", "mooncake")
+            for percentile in ("p50", "p99")
+        ),
+        _row("cold TTFT, alone", 100.0),
+        _row("warm TTFT, kvpool, another process", 10.0, reach="<= 5", met=False, before=20.0),
+        _row("own cache TTFT, alone", 5.0),
+        *(
+            _row(f"{who}, {work}: {measured}", 1.0)
+            for who in ("1 client", "4 clients")
+            for work in ("lookups", "puts")
+            for measured in ("per second", "p50", "p99")
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_a_plot_is_the_same_each_time(name, tmp_path):
+    first = plots.draw(name, RESULT, tmp_path / "first")
+    second = plots.draw(name, RESULT, tmp_path / "second")
+    assert first.read_bytes() == second.read_bytes()
+    assert b"date" not in first.read_bytes().lower()
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_nothing_is_drawn_of_nothing(name, tmp_path):
+    assert plots.draw(name, {**RESULT, "series": [], "rows": []}, tmp_path) is None
+
+
+def test_lines_that_are_measured_have_a_colour(tmp_path):
+    drawn = plots.draw("transport", RESULT, tmp_path).read_text()
+    for name in plots.RATES:
+        assert (f"{name} (limit)" if name in LIMITS else name) in drawn
+
+
+def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "page.md")
+    monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "vllm.json").write_text(json.dumps(RESULT))
+    report.main()
+    page = (tmp_path / "docs" / "page.md").read_text()
+    assert "- batch bytes: 67,108,864\n- tokens: 4,096\n" in page
+    assert "![vllm](plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
+    assert "**Not reached:** warm TTFT, kvpool, another process." in page
+    assert "| warm TTFT, kvpool, another process | 10 ms | <= 5 | **no** | -50 % |" in page
+    assert "commit 0123456789ab-dirty, on the same kind of machine" in page
+    assert "| kvpool shm | 1 | 2 |" in page
+
+
+def test_every_committed_result_is_on_the_page():
+    assert {path.stem for path in RESULTS.glob("*.json")} <= report.QUESTIONS.keys()
