@@ -44,8 +44,8 @@ bench: $(STAMP)  ## Every benchmark that needs no GPU, beside its peers; writes 
 	for name in memory lookup transport clients "vllm --rounds 7"; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(BIN)/python -m benchmarks.report
 
-bench-gpu:  ## The benchmark that needs a CUDA device, with whatever Python and vLLM are there.
-	python3 -m benchmarks.gpu
+bench-gpu:  ## The benchmarks that need a CUDA device, with whatever Python and vLLM are there.
+	for name in gpu_copy gpu; do python3 -m benchmarks.$$name || exit 1; done
 
 proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
 	PATH="$(abspath $(BIN)):$$PATH" $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
