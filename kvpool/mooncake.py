@@ -6,7 +6,7 @@ the bytes (on two cores half as fast again without), end at a time of their own,
 several transfers has failed, while others may still touch the buffer.
 
 Threads: all of it may be called from any thread. The engine releases the GIL in `submit_*` and `state`; its end,
-where its last reference goes, holds it for up to a second (it waits for its listening thread).
+where its last reference goes, holds it until its listening thread has seen that it is to end.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 import enum
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 PROTOCOLS = ("tcp", "rdma")
 RDMA_DEVICES = Path("/sys/class/infiniband")
+LISTEN_WAIT_US = 50_000
 _starting = threading.Lock()
 
 
@@ -76,13 +78,15 @@ class Engine:
         """
         if protocol == "rdma":
             _check_rdma(device)
-        native = _transfer_engine()()
         with _starting, _environment(protocol):
+            native = _transfer_engine()()
             if native.initialize(host, "P2PHANDSHAKE", protocol, device):
                 raise ConfigError(
                     f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; its log is on stderr"
                 )
-        return cls(native, f"{host}:{native.get_rpc_port()}", protocol)
+        port = native.get_rpc_port()
+        _listen_in_short_waits(port)
+        return cls(native, f"{host}:{port}", protocol)
 
     def register(self, memory: Bytes) -> None:
         """Lets peers, and transfers from here, at `memory`: uint8 [n], kept while the engine lives."""
@@ -149,6 +153,26 @@ def _check_rdma(device: str) -> None:
         raise ConfigError(f"no RDMA device {missing[0]!r} in {RDMA_DEVICES}; there are: {', '.join(there) or 'none'}")
     if not there:
         raise ConfigError(f"no RDMA device in {RDMA_DEVICES}: this machine or container has none; use tcp")
+
+
+def _listen_in_short_waits(port: int) -> None:
+    """Has the engine's listening thread look more often whether it is to end.
+
+    It looks once a second, and whoever ends the engine waits for that with the GIL: every thread of the process would
+    stand still, those of an inference engine among them.
+    """
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if not os.readlink(link).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as shared:
+                listens = shared.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and shared.family in (socket.AF_INET, socket.AF_INET6) and shared.getsockname()[1] == port:
+                    shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, LISTEN_WAIT_US))
+        except OSError:
+            continue  # Closed meanwhile, by its owner.
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), LISTEN_WAIT_US / 1e6):
+        pass  # Ends the wait under way, which is still of a second.
 
 
 @contextmanager
