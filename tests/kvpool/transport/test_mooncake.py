@@ -207,7 +207,7 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
     start_server: StartServer, connect: Connect
 ) -> None:
     server = start_server()
-    regions = ServerRegions(connect(server, transport="mooncake"))
+    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=5_000))
     transport, held = _transport(regions), regions(24, MIB)
     seen: list[int] = []
 
