@@ -26,6 +26,8 @@ CLOSE_S = 1.0
 WINDOW = 64
 """Transfers that a lane has under way at once; an engine queues about 2,000 for a peer, and fails more."""
 
+LEG_BYTES = 1 << 20
+
 _POLL_SHARE = 1 / 8
 _POLL_S = (20e-6, 20e-3)
 _SPIN_S = 50e-6
@@ -83,12 +85,16 @@ class Lane:
         self._inbox.put((is_write, self._legs(offsets, region_bytes)))
 
     def _legs(self, offsets: Sequence[int], region_bytes: int) -> list[_Leg]:
-        """Neighbours travel together."""
+        """Neighbours travel together, in parts that show progress often enough."""
         legs: list[_Leg] = []
         here, base = self._staging.ctypes.data, self._info.base_address
         for nth, offset in enumerate(offsets):
             last = legs[-1] if legs else None
-            if last is not None and last.there + last.nbytes == base + offset:
+            if (
+                last is not None
+                and last.there + last.nbytes == base + offset
+                and last.nbytes + region_bytes <= LEG_BYTES
+            ):
                 legs[-1] = _Leg(last.here, last.there, last.nbytes + region_bytes)
             else:
                 legs.append(_Leg(here + nth * region_bytes, base + offset, region_bytes))
@@ -123,12 +129,15 @@ class Lane:
         while (order := self._inbox.get()) is not None:
             try:
                 self._failure = self._carry(engine, *order)
-            except Exception as error:  # Nobody would hear of it here.
+            except Exception as error:  # What is under way nobody knows: the lane never comes back.
                 self._failure = TransferError(f"the Transfer Engine raised {error!r}")
+                self.ended.set()
+                return
             with self._changed:
                 self._under_way = False
+                # Before anyone else can take the lane: it would be the end of their batch, too.
+                self.ended.set()
                 self._settle()
-            self.ended.set()
 
     def _settle(self) -> None:
         if not self._held and not self._under_way:

@@ -125,8 +125,9 @@ class MooncakeTransport:
         """The lanes; new ones where a peer that stood still has taken half of them for good."""
         with self._renewing:
             if self._lanes.num_lost > MAX_LANES // 2:
-                self._end()
+                end_lost = self._end
                 self._lanes = self._open()
+                end_lost()
             return self._lanes
 
     def close(self) -> None:

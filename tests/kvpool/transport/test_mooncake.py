@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +29,7 @@ from kvpool.types import MooncakeInfo, Offer
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.vllm_plugin.faults import flip_arena, stopped
 
@@ -241,6 +244,53 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it
     wait_for(lambda: _all_at_home(transport._lanes), "all lanes to come home")
     transport.read(1, held.offsets, MIB, lambda *_: None, MIB, DEADLINE_S)
     assert transport._lanes.num_lanes == mooncake.DEPTH
+
+
+def test_a_lane_that_was_given_up_comes_back_with_its_batchs_end_behind_it(
+    start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. a batch is given up   2. it ends, and its lane goes to another caller   3. its end is taken for the other's."""
+    server = start_server()
+    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
+    transport, held = _transport(regions), regions(8, MIB)
+    ended: list[bool] = []
+    came_back = Lanes.came_back
+
+    def note(self: Lanes, lane: lanes.Lane) -> None:
+        ended.append(lane.ended.is_set())
+        came_back(self, lane)
+
+    monkeypatch.setattr(Lanes, "came_back", note)
+    with _frozen(server), pytest.raises(PoolTimeoutError):
+        transport.read(1, held.offsets, MIB, _never, MIB, 60.0)
+    wait_for(lambda: len(ended) == mooncake.DEPTH, "both lanes to come home")
+    assert all(ended)
+
+
+LEAVES_IN_THE_MIDDLE = """
+import sys
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import PoolTimeoutError
+import os, signal
+
+client = Client(ClientConfig(sys.argv[1], transport="mooncake", stall_timeout_ms=200))
+transport = client.try_transport().transport
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+try:
+    transport.read(1, range(0, 32 << 20, 1 << 20), 1 << 20, lambda *_: None, 1 << 20, 10.0)
+except PoolTimeoutError:
+    print("given up")
+"""
+
+
+def test_a_process_may_end_while_transfers_that_it_gave_up_go_on(start_server: StartServer) -> None:
+    server = start_server()
+    try:
+        done = run_command(sys.executable, "-c", LEAVES_IN_THE_MIDDLE, server.endpoint, str(server.pid))
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr
 
 
 def test_a_write_that_was_given_up_keeps_its_slots_from_others(start_server: StartServer, connect: Connect) -> None:
