@@ -249,7 +249,7 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it
 def test_a_lane_that_was_given_up_comes_back_with_its_batchs_end_behind_it(
     start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. a batch is given up   2. it ends, and its lane goes to another caller   3. its end is taken for the other's."""
+    """1. a batch is given up   2. it ends, and another caller takes its lane   3. its end is taken for the other's."""
     server = start_server()
     regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
     transport, held = _transport(regions), regions(8, MIB)
