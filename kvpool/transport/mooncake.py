@@ -75,7 +75,7 @@ class MooncakeTransport:
             TransferError, PoolTimeoutError, UnavailableError: this engine does not reach the server's memory.
         """
         nbytes = len(self._info.nonce)
-        with self._trip([], nbytes, timeout_s, self._stall_timeout_s) as trip:
+        with self._trip([], nbytes, timeout_s) as trip:
             lane = trip.board(nbytes)
             lane.read([self._info.nonce_offset], nbytes)
             trip.wait()
