@@ -225,10 +225,11 @@ def until_true(ask: Callable[[], bool], otherwise: str, timeout_s: float = 20.0)
 
 
 @contextlib.contextmanager
-def kvpool_server(memory: str) -> Iterator[str]:
+def kvpool_server(memory: str, *flags: str) -> Iterator[str]:
     """A server on a free port; its endpoint. Ready, and its arena backed by memory: first touch costs seconds a GiB."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--memory", memory]
+    command += flags
     with process(command) as running, Client(ClientConfig(endpoint)) as client:
 
         def prefaulted() -> bool:

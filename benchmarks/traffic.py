@@ -21,7 +21,7 @@ class Traffic:
     Args:
         source, sink: uint8 [num_blocks, block_bytes], warm.
         num_shards: chunks in a block.
-        transport: "shm" or "stream".
+        transport: "shm", "stream" or "mooncake".
     """
 
     def __init__(self, endpoint: str, transport: str, source: Bytes, sink: Bytes, num_shards: int):

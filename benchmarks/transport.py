@@ -1,4 +1,4 @@
-"""How fast do blocks travel? shm beside memcpy + xxh3 and beside Mooncake Store over TCP; stream beside a bare stream.
+"""How fast do blocks travel? shm beside memcpy + xxh3 and Mooncake Store; stream beside a bare stream and mooncake.
 
 All in one run, on one machine, one client thread. Puts and gets move 64 MiB; every buffer is warm. A put's blocks are
 removed, outside the timing, before the next round. Checksums are on for kvpool (Mooncake has none).
@@ -72,13 +72,15 @@ def shm_rows(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Ro
 
 
 def stream_rows(endpoint: str, source: Bytes, sink: Bytes) -> list[Row]:
-    """Question 3: stream beside a bare gRPC stream of the same messages.
+    """Question 3: stream beside a bare gRPC stream of the same messages, and beside the Transfer Engine over TCP.
 
     Args:
         source, sink: uint8 [num_chunks, STREAM_CHUNK_BYTES], warm.
     """
     traffic = Traffic(endpoint, "stream", source, sink, num_shards=1)
-    traffic.check()
+    engine = Traffic(endpoint, "mooncake", source, sink, num_shards=1)
+    for each in (traffic, engine):
+        each.check()
     with bare_stream(STREAM_CHUNK_BYTES) as bare:
         taken = alternate(
             {
@@ -87,11 +89,15 @@ def stream_rows(endpoint: str, source: Bytes, sink: Bytes) -> list[Row]:
                 "bare get": lambda: timed(lambda: bare.get(len(source))),
                 "whole get": traffic.get,
                 "get": lambda: traffic.last_get_s,
+                "mooncake put": engine.put,
+                "whole mooncake get": engine.get,
+                "mooncake get": lambda: engine.last_get_s,
             },
             ROUNDS,
             what="stream",
         )
     traffic.close()
+    engine.close()
     rows = []
     for name, bound in (("put", STREAM_PUT_GB_S), ("get", STREAM_GET_GB_S)):
         rate = gb_per_s(BATCH_BYTES, taken[name])
@@ -100,13 +106,16 @@ def stream_rows(endpoint: str, source: Bytes, sink: Bytes) -> list[Row]:
         rows.append(Row(f"bare gRPC stream {name}", gb_per_s(BATCH_BYTES, taken[f"bare {name}"]), "GB/s"))
         rows.append(Row(f"stream {name}", rate, "GB/s", reach, rate >= bound or share >= BARE_SHARE))
         rows.append(Row(f"stream {name} / bare", share, "x"))
+        rows.append(Row(f"mooncake transport {name}, TCP", gb_per_s(BATCH_BYTES, taken[f"mooncake {name}"]), "GB/s"))
+        ratio = speed_ratio(taken[f"mooncake {name}"], taken[name])
+        rows.append(Row(f"mooncake transport {name} / stream", ratio, "x"))
     return rows
 
 
 def main() -> None:
     """Measures and reports."""
     source, sink = pair(BATCH_BYTES)
-    with kvpool_server("512MiB") as endpoint:
+    with kvpool_server("512MiB", "--mooncake", "tcp") as endpoint:
         with mooncake_store(512 * MIB) as store:
             for buffer in (source, sink):
                 store.register(buffer)

@@ -28,10 +28,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def ping(endpoint: Endpoint = DEFAULT_ENDPOINT) -> None:
-    """Is the server there?"""
+    """Is the server there, and how would bytes travel?"""
     with _client(endpoint) as client:
         version, uptime_s = client.ping()
         typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
+        choice = client.try_transport()
+        typer.echo(f"bytes would travel by {choice.transport.name}: {choice.why}")
+        choice.transport.close()
 
 
 @app.command()

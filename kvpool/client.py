@@ -32,21 +32,19 @@ from kvpool.errors import (
 from kvpool.hashing import checksum
 from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.segment import Segment
 from kvpool.transport.base import BATCH_BYTES, Buffers, Transport
-from kvpool.transport.shm import ShmTransport
-from kvpool.transport.stream import StreamTransport
+from kvpool.transport.choice import Choice, choose
 from kvpool.types import (
     BlockRun,
     Chunk,
     Located,
     Lookup,
+    Offer,
     PoolKey,
     PoolStats,
     PutGrant,
     PutReceipt,
     PutStatus,
-    SegmentInfo,
     ShardRange,
 )
 from kvpool.v1 import pool_pb2 as pb
@@ -174,7 +172,7 @@ class Client:
         Raises:
             InvalidRequestError: the spec cannot name a namespace.
             IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
-            TransferError: `transport="shm"` is required, and client and server share no memory.
+            TransferError, ConfigError: the transport that the settings ask for does not work here.
         """
         request = pb.OpenNamespaceRequest(spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint)
         reply = self._call(self._stub.OpenNamespace, request, timeout_ms)
@@ -187,7 +185,7 @@ class Client:
                 if self._transport is not None:
                     self._transport.close()
                 self._transport = None
-                self._transport = self._attach(opened.segment, opened.piece_bytes)
+                self._transport = self._attach(opened.offer)
                 self._transport_boot = reply.boot_token
             return Namespace(spec, opened.fingerprint, reply.boot_token, self._transport, opened.max_batch_blocks)
 
@@ -202,19 +200,8 @@ class Client:
         """Raises UnavailableError if the server is not there any more, or is another one by now."""
         self._check_boot(namespace, self._call(self._stub.Ping, pb.PingRequest()).boot_token)
 
-    def _attach(self, segment: SegmentInfo | None, piece_bytes: int) -> Transport:
-        wanted = self.config.transport
-        if wanted != "stream" and segment is not None:
-            try:
-                return ShmTransport(Segment.attach(segment))
-            except TransferError:
-                if wanted == "shm":
-                    raise
-        if wanted == "shm":
-            raise TransferError(
-                f"kvpool-server at {self.config.endpoint} offers no shared memory; use transport=stream"
-            )
-        return StreamTransport(self._channel, self.config.endpoint, piece_bytes, self.config.stall_timeout_ms / 1000)
+    def _attach(self, offer: Offer) -> Transport:
+        return choose(self.config, offer, self._channel).transport
 
     # Lookup
 
@@ -302,7 +289,9 @@ class Client:
             for later in sums:
                 with contextlib.suppress(Exception):
                     later()  # The regions are another's once the ticket is given back: nothing may be on its way there.
-            self._revoke_quietly(grant.ticket_id)
+            # A one-sided write that failed may go on: its ticket expires instead, and its slots wait in quarantine.
+            if not namespace.transport.one_sided:
+                self._revoke_quietly(grant.ticket_id)
             raise
         return PutResult(grant.statuses, receipt, len(granted) * region_bytes)
 
@@ -509,6 +498,14 @@ class Client:
     def clear(self, fingerprint: bytes = b"", *, timeout_ms: int | None = None) -> int:
         """Drops every block of one namespace, or of all; returns how many there were."""
         return int(self._call(self._stub.Clear, pb.ClearRequest(namespace=fingerprint), timeout_ms).num_removed)
+
+    def try_transport(self) -> Choice:
+        """How bytes would travel, and why so: attaches, in the way that `open_namespace` does. Close it after use.
+
+        Raises:
+            TransferError, ConfigError: the transport that the settings ask for does not work here.
+        """
+        return choose(self.config, wire.decode_offer(self._call(self._stub.Ping, pb.PingRequest())), self._channel)
 
     def ping(self) -> tuple[str, float]:
         """The server's version, and how long it has been up, in seconds."""

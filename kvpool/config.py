@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
 
-TRANSPORTS = ("auto", "shm", "stream")
+TRANSPORTS = ("auto", "shm", "mooncake", "stream")
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 
@@ -24,8 +24,8 @@ class ClientConfig:
 
     Args:
         endpoint: HOST:PORT of the server.
-        transport: how bytes travel: "shm" (same host), "stream" (gRPC), or "auto": shm where both sides really see
-            the same memory, else stream.
+        transport: how bytes travel: "shm" (same host), "mooncake" (Transfer Engine), "stream" (gRPC), or "auto": shm
+            where both sides really see the same memory, else mooncake where both have RDMA, else stream.
         timeout_ms: deadline of every control call. Raise it for a server far away.
         data_timeout_ms: deadline of one batch of bytes.
         stall_timeout_ms: a read over the network that brings nothing for so long is given up.

@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Segment:
-    """A mapped segment. `bytes` is the arena as a writable numpy array, without the trailer.
+    """A mapped segment. `bytes` is the arena as a writable numpy array, without the trailer; `whole` is with it.
 
     Threads may read and write disjoint parts of `bytes` freely; `close` only after they have ended.
     """
@@ -50,6 +50,7 @@ class Segment:
         self._owner = owner
         self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = np.frombuffer(self._map, dtype=np.uint8)
+        self.whole: Bytes = whole
         self.bytes: Bytes = whole[:nbytes]
         self._address = whole.ctypes.data
         self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
@@ -166,7 +167,7 @@ class Segment:
         """Unmaps (once the last view is gone) and, for the owner, removes the file. Idempotent."""
         if self._fd < 0:
             return
-        self.bytes = np.empty(0, np.uint8)
+        self.whole = self.bytes = np.empty(0, np.uint8)
         try:
             self._map.close()
         except BufferError:

@@ -177,13 +177,47 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class MooncakeInfo:
+    """The server's Transfer Engine, and how a client proves that it reaches the server's memory.
+
+    Args:
+        session: HOST:PORT, what peers call the engine.
+        protocol: "tcp" or "rdma".
+        base_address: of the arena: a region lies at base_address + offset.
+        nbytes: of the arena.
+        nonce: also at base_address + nonce_offset.
+    """
+
+    session: str
+    protocol: str
+    base_address: int
+    nbytes: int
+    nonce: bytes
+    nonce_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The ways that bytes can travel to and from a server.
+
+    Args:
+        piece_bytes: largest payload of one message of a stream.
+        segment: None if the server offers no shared memory.
+        mooncake: None if it has no Transfer Engine.
+    """
+
+    piece_bytes: int
+    segment: SegmentInfo | None = None
+    mooncake: MooncakeInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedNamespace:
     """Answer of `open_namespace`."""
 
     fingerprint: bytes
-    segment: SegmentInfo | None
+    offer: Offer
     created: bool
-    piece_bytes: int
     max_batch_blocks: int
 
 

@@ -5,7 +5,8 @@ Decoding validates what a proto type cannot say (hash lengths, known enums); mea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -18,6 +19,8 @@ from kvpool.types import (
     Chunk,
     Located,
     Lookup,
+    MooncakeInfo,
+    Offer,
     OpenedNamespace,
     Piece,
     PoolKey,
@@ -150,23 +153,42 @@ def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceR
         boot_token=boot_token,
         fingerprint=opened.fingerprint,
         created=opened.created,
-        piece_bytes=opened.piece_bytes,
         max_batch_blocks=opened.max_batch_blocks,
     )
-    if (segment := opened.segment) is not None:
-        message.segment.CopyFrom(
-            pb.Segment(path=segment.path, nbytes=segment.nbytes, nonce=segment.nonce, nonce_offset=segment.nonce_offset)
-        )
+    _put_offer(opened.offer, message)
     return message
 
 
 def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
-    segment = None
-    if message.HasField("segment"):
-        segment = SegmentInfo(
-            message.segment.path, message.segment.nbytes, message.segment.nonce, message.segment.nonce_offset
-        )
-    return OpenedNamespace(message.fingerprint, segment, message.created, message.piece_bytes, message.max_batch_blocks)
+    return OpenedNamespace(message.fingerprint, decode_offer(message), message.created, message.max_batch_blocks)
+
+
+def encode_pong(version: str, uptime_s: float, offer: Offer, boot_token: int) -> pb.PingResponse:
+    message = pb.PingResponse(boot_token=boot_token, version=version, uptime_seconds=uptime_s)
+    _put_offer(offer, message)
+    return message
+
+
+def _put_offer(offer: Offer, message: pb.OpenNamespaceResponse | pb.PingResponse) -> None:
+    message.piece_bytes = offer.piece_bytes
+    for name, info in (("segment", offer.segment), ("mooncake", offer.mooncake)):
+        if info is not None:
+            part = getattr(message, name)
+            for field in part.DESCRIPTOR.fields:
+                setattr(part, field.name, getattr(info, field.name))
+
+
+def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
+    def part(name: str, kind: Callable[..., _Info]) -> _Info | None:
+        if not message.HasField(name):
+            return None
+        sent = getattr(message, name)
+        return kind(**{field.name: getattr(sent, field.name) for field in sent.DESCRIPTOR.fields})
+
+    return Offer(message.piece_bytes, part("segment", SegmentInfo), part("mooncake", MooncakeInfo))
+
+
+_Info = TypeVar("_Info")
 
 
 def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> pb.LookupResponse:

@@ -39,6 +39,9 @@ def serve(
     memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
     shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
+    mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
+    mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
+    mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,
     max_ttl_ms: Annotated[int | None, typer.Option(help=_help("max_ttl_ms"))] = None,
     grace_ms: Annotated[int | None, typer.Option(help=_help("grace_ms"))] = None,
     drain_ms: Annotated[int | None, typer.Option(help=_help("drain_ms"))] = None,
@@ -83,6 +86,8 @@ async def _run(settings: ServerConfig) -> None:
     if host in ("0.0.0.0", "::"):
         log.warning("anybody who can reach this host can read and write the pool: there is no authentication yet")
         host = socket.gethostname()
+    if server.engine is not None:
+        log.warning("the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool")
     endpoint = f"{host}:{server.port}"
     typer.echo(_welcome(endpoint, server))
     try:

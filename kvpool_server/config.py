@@ -28,6 +28,15 @@ class ServerConfig(BaseModel):
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
     )
     shm_dir: str = Field("/dev/shm", description="RAM-backed directory for the arena; clients on this host map it.")
+    mooncake: Literal["off", "tcp", "rdma"] = Field(
+        "off", description="Also serve bytes through Mooncake's Transfer Engine: off, tcp or rdma."
+    )
+    mooncake_device: str = Field(
+        "", description="RDMA devices of the Transfer Engine, e.g. mlx5_0 or mlx5_0,mlx5_1; empty: all."
+    )
+    mooncake_host: str = Field(
+        "", description="Name or address by which clients reach the Transfer Engine; empty: as in --listen."
+    )
     max_ttl_ms: int = Field(
         120_000, ge=100, le=3_600_000, description="Longest lease or ticket a client gets, milliseconds."
     )

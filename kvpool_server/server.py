@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,8 +19,10 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from pydantic import ByteSize
 
 from kvpool.client import MAX_MESSAGE_BYTES
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, TransferError
+from kvpool.mooncake import Engine
 from kvpool.segment import Segment, could_hold, sweep
+from kvpool.types import MooncakeInfo, Offer
 from kvpool.version import __version__
 from kvpool_server.config import ServerConfig, split_address
 from kvpool_server.events.encoder import Encoder
@@ -28,7 +31,7 @@ from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import PoolCollector, RpcMetrics
-from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
@@ -46,6 +49,7 @@ class Server:
     Attributes:
         port: of gRPC, once started (settings may say 0).
         http_port: of /metrics and /healthz; 0 if there is none.
+        engine: Mooncake's, once started; None if it is off.
     """
 
     def __init__(self, config: ServerConfig):
@@ -56,6 +60,7 @@ class Server:
         self._failure = ""
         self._draining = False
         self._publisher: Publisher | None = None
+        self.engine: Engine | None = None
         self._prefaulted_bytes = 0
         self._prefault_stop = threading.Event()
 
@@ -75,6 +80,8 @@ class Server:
             arena.back(self._prefault_step())
             if config.kv_events:
                 self._publisher = self._publish_events()
+            if config.mooncake != "off":
+                self.engine = await self._register_arena(arena)
             await self._listen()
         except MemoryError as error:
             self._abandon()
@@ -94,6 +101,7 @@ class Server:
     def _abandon(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+        self.engine = None  # Before the memory that it lets others into.
         self._segment.close()
 
     def _publish_events(self) -> Publisher:
@@ -105,6 +113,37 @@ class Server:
         self.pool.observer = ledger
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
         return publisher
+
+    async def _register_arena(self, arena: Arena) -> Engine:
+        """Starts Mooncake's engine, and registers the arena and its nonce with it."""
+        config = self.config
+        host = config.mooncake_host or split_address(config.listen)[0]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
+        while config.mooncake == "rdma" and self._prefaulted_bytes < self._segment.nbytes:
+            # RDMA pins all of it, and memory that is not there yet would be an error without a name.
+            arena.back(await asyncio.to_thread(self._prefault_step))
+        try:
+            await asyncio.to_thread(engine.register, self._segment.whole)
+        except TransferError as error:
+            raise ConfigError(f"{error}; see --mooncake") from None
+        log.info("Transfer Engine listens", session=engine.session, protocol=engine.protocol)
+        return engine
+
+    def _offer(self) -> Offer:
+        segment = self._segment.info()
+        if self.engine is None:
+            return Offer(PIECE_BYTES, segment)
+        mooncake = MooncakeInfo(
+            self.engine.session,
+            self.engine.protocol,
+            self._segment.whole.ctypes.data,
+            segment.nbytes,
+            segment.nonce,
+            segment.nonce_offset,
+        )
+        return Offer(PIECE_BYTES, segment, mooncake)
 
     async def _create_segment(self, nbytes: int) -> Segment:
         """Makes the arena's memory; waits a little for engines to let go of a predecessor's."""
@@ -132,7 +171,7 @@ class Server:
         self._service = PoolService(
             self.pool,
             self._segment.bytes,
-            self._segment.info(),
+            self._offer(),
             self.boot_token,
             RpcMetrics(registry),
             lambda: self._prefaulted_bytes,
@@ -190,6 +229,7 @@ class Server:
         await asyncio.to_thread(self._prefault_thread.join, 10)
         if self._publisher is not None:
             await asyncio.to_thread(self._publisher.close)
+        self.engine = None
         self._segment.close()
         log.info("stopped")
 

@@ -15,7 +15,7 @@ import structlog
 from kvpool import wire
 from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Chunk, OpenedNamespace, Piece, PoolKey, PutStatus, SegmentInfo, ShardRange
+from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from kvpool.version import __version__
@@ -40,7 +40,7 @@ class PoolService(PoolServicer):
 
     Args:
         memory: the arena, uint8 [arena_bytes].
-        segment: where clients on this host find the same memory; None to offer no shared memory.
+        offer: how clients can get at that memory.
         prefaulted_bytes: how much of the arena is backed by memory so far.
     """
 
@@ -48,14 +48,14 @@ class PoolService(PoolServicer):
         self,
         pool: Pool,
         memory: npt.NDArray[np.uint8],
-        segment: SegmentInfo | None,
+        offer: Offer,
         boot_token: int,
         metrics: RpcMetrics,
         prefaulted_bytes: Callable[[], int],
     ):
         self._pool = pool
         self._memory = memory
-        self._segment = segment
+        self._offer = offer
         self._boot_token = boot_token
         self._metrics = metrics
         self._prefaulted_bytes = prefaulted_bytes
@@ -99,9 +99,7 @@ class PoolService(PoolServicer):
                 fingerprint=namespace.fingerprint.hex()[:12],
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
-        opened = OpenedNamespace(
-            namespace.fingerprint, self._segment, created, PIECE_BYTES, self._pool.limits.max_batch_blocks
-        )
+        opened = OpenedNamespace(namespace.fingerprint, self._offer, created, self._pool.limits.max_batch_blocks)
         return wire.encode_opened(opened, self._boot_token)
 
     def _runs(self, runs: Sequence[pb.BlockRun]) -> list[BlockRun]:
@@ -313,7 +311,7 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
-        return pb.PingResponse(boot_token=self._boot_token, version=__version__, uptime_seconds=uptime)
+        return wire.encode_pong(__version__, uptime, self._offer, self._boot_token)
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return wire.encode_stats(self._pool.stats(self._prefaulted_bytes()), self._boot_token)

@@ -21,7 +21,7 @@ class ConnectorConfig:
 
     Args:
         endpoint: HOST:PORT of the kvpool-server.
-        transport: "auto", "shm" or "stream"; see `ClientConfig`.
+        transport: "auto", "shm", "mooncake" or "stream"; see `ClientConfig`.
         lookup_timeout_ms: a lookup that takes longer is a miss, and a load that stands still for so long is given up.
         load_timeout_ms: a load that takes longer is recomputed. Raise it for long prompts over slow networks.
         store_timeout_ms: a store that takes longer is dropped.

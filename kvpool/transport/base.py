@@ -42,6 +42,8 @@ class Transport(Protocol):
     """How chunk bytes travel. Thread-safe."""
 
     name: str
+    one_sided: bool
+    """Whether bytes of a write that failed, or was given up, may still arrive: its ticket has to expire then."""
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:

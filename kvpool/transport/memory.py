@@ -32,6 +32,7 @@ class MemoryTransport:
     """Regions of a plain array."""
 
     name = "memory"
+    one_sided = False
     memory = None
 
     def __init__(self, arena: npt.NDArray[np.uint8], faults: Faults | None = None, clock: Clock = time.monotonic):

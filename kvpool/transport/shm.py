@@ -19,6 +19,7 @@ class ShmTransport:
     """Regions of an attached segment."""
 
     name = "shm"
+    one_sided = False
 
     def __init__(self, segment: Segment, clock: Clock = time.monotonic):
         self._segment = segment

@@ -30,6 +30,7 @@ class StreamTransport:
     """Write and Read calls on a channel that belongs to the client."""
 
     name = "stream"
+    one_sided = False
     memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):

@@ -134,21 +134,39 @@ class Segment(_message.Message):
     nonce_offset: int
     def __init__(self, path: _Optional[str] = ..., nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ...) -> None: ...
 
+class MooncakeEngine(_message.Message):
+    __slots__ = ("session", "protocol", "base_address", "nbytes", "nonce", "nonce_offset")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    protocol: str
+    base_address: int
+    nbytes: int
+    nonce: bytes
+    nonce_offset: int
+    def __init__(self, session: _Optional[str] = ..., protocol: _Optional[str] = ..., base_address: _Optional[int] = ..., nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ...) -> None: ...
+
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks")
+    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOONCAKE_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     fingerprint: bytes
     segment: Segment
     created: bool
     piece_bytes: int
     max_batch_blocks: int
-    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ...) -> None: ...
+    mooncake: MooncakeEngine
+    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms")
@@ -431,14 +449,20 @@ class PingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PingResponse(_message.Message):
-    __slots__ = ("boot_token", "version", "uptime_seconds")
+    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    MOONCAKE_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     version: str
     uptime_seconds: float
-    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+    segment: Segment
+    mooncake: MooncakeEngine
+    piece_bytes: int
+    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -81,7 +81,9 @@ def test_the_command_is_installed() -> None:
 
 
 def test_ping(cli: Cli) -> None:
-    assert cli("ping").startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
+    first, second = cli("ping").splitlines()
+    assert first.startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
+    assert second == "bytes would travel by shm: client and server share memory"
 
 
 def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> None:

@@ -14,6 +14,8 @@ from kvpool.types import (
     Chunk,
     Located,
     Lookup,
+    MooncakeInfo,
+    Offer,
     OpenedNamespace,
     Piece,
     PoolKey,
@@ -51,7 +53,9 @@ specs = st.builds(
     salt=texts,
     format_version=u32,
 )
+mooncakes = st.one_of(st.none(), st.builds(MooncakeInfo, texts, texts, u64, u64, st.binary(max_size=16), u64))
 segments = st.one_of(st.none(), st.builds(SegmentInfo, texts, u64, st.binary(max_size=16), u64))
+offers = st.builds(Offer, u64, segments, mooncakes)
 stats = st.builds(PoolStats, *[u64] * 8, counters=st.dictionaries(texts, u64, max_size=4))
 
 
@@ -77,7 +81,7 @@ def test_specs(value: NamespaceSpec) -> None:
     assert received.fingerprint() == value.fingerprint()
 
 
-@given(st.builds(OpenedNamespace, hashes, segments, st.booleans(), u64, u32), ids)
+@given(st.builds(OpenedNamespace, hashes, offers, st.booleans(), u32), ids)
 def test_opened(value: OpenedNamespace, boot_token: int) -> None:
     message = _through_bytes(wire.encode_opened(value, boot_token))
     assert message.boot_token == boot_token

@@ -663,7 +663,7 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
 def _flip_a_byte(client: Client, stub: PoolStub, namespace: Namespace, run: BlockRun) -> None:
     """As a stray writer, or a broken DIMM, would."""
     reply = stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(namespace.spec)), timeout=10)
-    info = decode_opened(reply).segment
+    info = decode_opened(reply).offer.segment
     assert info is not None
     lease_id = client.lookup(namespace, [run]).lease_id
     offset = client.locate(namespace, lease_id, [run], WHOLE).offsets[0]

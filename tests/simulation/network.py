@@ -19,7 +19,8 @@ from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.segment import Bytes
 from kvpool.transport.base import Drain, Fill, batches
-from kvpool_server.service import PoolService
+from kvpool.types import Offer
+from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.observer import Observer
@@ -94,7 +95,8 @@ class SimServer:
             Arena(extent_bytes * num_extents, extent_bytes), self.turns.clock, lambda: next(self._ids), LIMITS
         )
         self.pool.observer = self._observer
-        self._service = PoolService(self.pool, self.memory, None, self.boot_token, _NoMetrics(), lambda: 0)  # type: ignore[arg-type]
+        offer = Offer(PIECE_BYTES)
+        self._service = PoolService(self.pool, self.memory, offer, self.boot_token, _NoMetrics(), lambda: 0)  # type: ignore[arg-type]
         self.up = True
 
     def reachable(self) -> bool:
@@ -261,7 +263,7 @@ class SimClient(Client):
         if self.closed:
             raise ValueError("Cannot invoke RPC on closed channel!")
 
-    def _attach(self, segment: Any, piece_bytes: int) -> SimTransport:
+    def _attach(self, offer: Any) -> SimTransport:
         return SimTransport(self.server)
 
 
@@ -269,6 +271,7 @@ class SimTransport:
     """Bytes travel a region at a time, each when its turn comes."""
 
     name = "simulated"
+    one_sided = False
     memory = None
 
     def __init__(self, server: SimServer):

@@ -162,6 +162,15 @@ def test_what_one_rank_stores_another_loads(transport: str, start: Start, shared
     assert (loaded["loaded_blocks"], loaded["loaded_bytes"]) == (3, 3 * HEADS * CHUNK_BYTES)
 
 
+def test_ranks_share_blocks_over_mooncake(start: Start, pool_server: StartServer) -> None:
+    pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
+    server = pool_server("--memory", "64MiB", "--mooncake", "tcp")
+    writer, reader = start(server, transport="mooncake"), start(server, transport="mooncake")
+    assert writer.store("abc", [3, 1, 7])
+    assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])
+    assert torch.equal(reader.kv[:, [10, 11, 2]], writer.kv[:, [3, 1, 7]])
+
+
 def test_two_ranks_make_a_block_that_one_rank_reads(start: Start, shared_server: ServerProcess) -> None:
     low, high = start(shared_server, ShardRange(0, 2)), start(shared_server, ShardRange(2, 2))
     whole = start(shared_server)

@@ -1,0 +1,193 @@
+"""Mooncake's Transfer Engine, as the server and the client use it. The only module that imports it, and only on use.
+
+One-sided: an engine reads and writes what a peer has registered, and the peer takes no part. Submitting and asking are
+two steps here, not the engine's own `batch_transfer_sync_*`: those wait in a loop that takes a core from those who move
+the bytes (on two cores half as fast again without), end at a time of their own, and say "failed" as soon as one of
+several transfers has failed, while others may still touch the buffer.
+
+Threads: all of it may be called from any thread. The engine releases the GIL in `submit_*` and `state`; its end,
+where its last reference goes, holds it until its listening thread has seen that it is to end.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ConfigError, TransferError
+
+Bytes = npt.NDArray[np.uint8]
+
+PROTOCOLS = ("tcp", "rdma")
+RDMA_DEVICES = Path("/sys/class/infiniband")
+LISTEN_WAIT_US = 50_000
+_starting = threading.Lock()
+
+
+class State(enum.Enum):
+    """What became of a transfer. It touches its buffer until it is DONE or FAILED."""
+
+    UNDER_WAY = 0
+    DONE = 1
+    FAILED = 2
+
+
+class Engine:
+    """A Transfer Engine, and the memory registered with it, which lives as long as the engine.
+
+    Attributes:
+        session: HOST:PORT, what peers call it.
+        protocol: "tcp" or "rdma".
+    """
+
+    _native: Any = None
+
+    def __init__(self, native: Any, session: str, protocol: str):
+        self._native = native
+        self._memory: list[Bytes] = []
+        self.session = session
+        self.protocol = protocol
+
+    def __del__(self) -> None:
+        self._native = None  # Before the memory: until it has ended, its threads may write there.
+
+    def __repr__(self) -> str:
+        return f"Engine({self.session}, {self.protocol})"
+
+    @classmethod
+    def start(cls, host: str, protocol: str, device: str = "") -> Engine:
+        """Starts an engine, which then listens on two free ports of all of this machine's addresses.
+
+        Args:
+            host: this machine's name or address, by which peers reach it.
+            protocol: "tcp" or "rdma".
+            device: of RDMA, for example "mlx5_0", or several with commas; empty: any.
+
+        Raises:
+            ConfigError: the package, a library or the RDMA device is not here; the message says which.
+        """
+        if protocol == "rdma":
+            _check_rdma(device)
+        with _starting, _environment(protocol):
+            native = _transfer_engine()()
+            if native.initialize(host, "P2PHANDSHAKE", protocol, device):
+                raise ConfigError(
+                    f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; its log is on stderr"
+                )
+        port = native.get_rpc_port()
+        _listen_in_short_waits(port)
+        return cls(native, f"{host}:{port}", protocol)
+
+    def register(self, memory: Bytes) -> None:
+        """Lets peers, and transfers from here, at `memory`: uint8 [n], kept while the engine lives."""
+        self._memory.append(memory)
+        if self._native.batch_register_memory([memory.ctypes.data], [memory.nbytes]):
+            self._memory.pop()
+            raise TransferError(
+                f"Mooncake's Transfer Engine cannot register {memory.nbytes} bytes; over RDMA they must be lockable "
+                "(ulimit -l unlimited)"
+            )
+
+    def unregister(self, memory: Bytes) -> None:
+        """Takes back what `register` did; nothing may be under way there."""
+        self._native.batch_unregister_memory([memory.ctypes.data])
+        self._memory = [kept for kept in self._memory if kept is not memory]
+
+    def submit_write(self, session: str, here: int, there: int, nbytes: int) -> int:
+        """Begins to write `nbytes` from address `here` to the peer's address `there`; its id, 0 if it cannot begin."""
+        return int(self._native.batch_transfer_async_write(session, [here], [there], [nbytes]))
+
+    def submit_read(self, session: str, here: int, there: int, nbytes: int) -> int:
+        """Begins to read `nbytes` from the peer's address `there` to `here`; its id, 0 if it cannot begin."""
+        return int(self._native.batch_transfer_async_read(session, [here], [there], [nbytes]))
+
+    def state(self, transfer_id: int) -> State:
+        """What became of a transfer. Not to be asked again once it has ended: the id is void then."""
+        status = self._native.transfer_check_status(transfer_id)
+        if status == 1:
+            return State.DONE
+        return State.FAILED if status == -1 else State.UNDER_WAY
+
+
+def address_towards(host: str) -> str:
+    """This machine's address, as `host` sees it. Raises TransferError."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # Sends nothing.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransferError(f"no route to {host!r}: {error}") from None
+
+
+def _transfer_engine() -> Any:
+    try:
+        from mooncake.engine import TransferEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"transport mooncake needs a package that is not installed ({error}); pip install 'kvpool[mooncake]', or "
+            "mooncake-transfer-engine-non-cuda where there is no CUDA"
+        ) from None
+    except ImportError as error:
+        raise ConfigError(
+            f"mooncake-transfer-engine lacks a system library ({error}); "
+            "apt-get install libibverbs1 librdmacm1 libnuma1, or what your system calls them"
+        ) from None
+    return TransferEngine
+
+
+def _check_rdma(device: str) -> None:
+    """Raises ConfigError unless the RDMA devices are here. The engine would take TCP, and say nothing."""
+    there = sorted(entry.name for entry in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
+    wanted = [name for name in device.split(",") if name]
+    if missing := [name for name in wanted if name not in there]:
+        raise ConfigError(f"no RDMA device {missing[0]!r} in {RDMA_DEVICES}; there are: {', '.join(there) or 'none'}")
+    if not there:
+        raise ConfigError(f"no RDMA device in {RDMA_DEVICES}: this machine or container has none; use tcp")
+
+
+def _listen_in_short_waits(port: int) -> None:
+    """Has the engine's listening thread look more often whether it is to end.
+
+    It looks once a second, and whoever ends the engine waits for that with the GIL: every thread of the process would
+    stand still, those of an inference engine among them.
+    """
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if not os.readlink(link).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as shared:
+                listens = shared.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and shared.family in (socket.AF_INET, socket.AF_INET6) and shared.getsockname()[1] == port:
+                    shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, LISTEN_WAIT_US))
+        except OSError:
+            continue  # Closed meanwhile, by its owner.
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), LISTEN_WAIT_US / 1e6):
+        pass  # Ends the wait under way, which is still of a second.
+
+
+@contextmanager
+def _environment(protocol: str) -> Iterator[None]:
+    """What the engine is told by variables alone; those that are set already stay, and none is left behind."""
+    wanted = {
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects, and waits for it with no deadline.
+    }
+    if protocol == "tcp":
+        wanted["MC_FORCE_TCP"] = "1"  # Else it takes RDMA wherever there is a device, whatever it was told.
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -1,0 +1,92 @@
+"""Starting Mooncake's engine, and the sentences of those who cannot."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import TransferError
+from kvpool.mooncake import RDMA_DEVICES, Engine, address_towards
+from tests.support.processes import run_command, server_command
+
+START = "from kvpool.mooncake import Engine; Engine.start('127.0.0.1', 'tcp')"
+
+
+def _start_with(package: Path, source: str) -> str:
+    """What is said where `mooncake.engine` is `source`."""
+    (package / "mooncake").mkdir()
+    (package / "mooncake" / "__init__.py").touch()
+    (package / "mooncake" / "engine.py").write_text(source)
+    root = Path(__file__).parents[2]
+    done = run_command(sys.executable, "-c", START, PYTHONPATH=f"{package}{os.pathsep}{root}")
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
+    said = _start_with(tmp_path, "raise ModuleNotFoundError(\"No module named 'mooncake'\")")
+    assert "ConfigError: transport mooncake needs a package that is not installed" in said
+    assert "pip install 'kvpool[mooncake]'" in said
+
+
+def test_a_library_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
+    said = _start_with(tmp_path, "raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    assert "ConfigError: mooncake-transfer-engine lacks a system library (libibverbs.so.1: cannot open" in said
+    assert "apt-get install libibverbs1" in said
+
+
+def test_kvpool_does_not_import_the_package_on_its_own() -> None:
+    ask = "import sys, kvpool.client, kvpool_server.cli; sys.exit('mooncake' in sys.modules)"
+    assert run_command(sys.executable, "-c", ask).returncode == 0
+
+
+@pytest.mark.skipif(RDMA_DEVICES.is_dir(), reason="this machine has RDMA")
+def test_a_server_without_an_rdma_device_says_so_and_does_not_fall_back_to_tcp() -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--mooncake", "rdma"))
+    assert done.returncode == 2
+    assert f"kvpool-server: no RDMA device in {RDMA_DEVICES}" in done.stderr
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--mooncake", "rdma", "--mooncake-device", "mlx5_7"))
+    assert "no RDMA device 'mlx5_7'" in done.stderr and "there are: none" in done.stderr
+
+
+def test_a_host_that_is_nowhere_is_an_error() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(TransferError, match=r"no route to 'nowhere\.invalid'"):
+        address_towards("nowhere.invalid")
+
+
+def test_starting_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
+    before = dict(os.environ)
+    engine = Engine.start("127.0.0.1", "tcp")
+    assert dict(os.environ) == before
+    assert engine.session.startswith("127.0.0.1:")
+
+
+def test_the_end_of_an_engine_does_not_hold_up_other_threads() -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    engine = Engine.start("127.0.0.1", "tcp")
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not done.wait(0.001):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    time.sleep(0.1)
+    del engine
+    done.set()
+    ticking.join()
+    assert max(gaps) < 0.7  # A second, were its listener to wait as long as it does by itself.

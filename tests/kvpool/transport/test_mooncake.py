@@ -1,0 +1,391 @@
+"""The `mooncake` transport over real engines: this process's, and a kvpool-server's, over TCP on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.mooncake import RDMA_DEVICES, Engine
+from kvpool.transport import lanes, mooncake
+from kvpool.transport.base import Buffers
+from kvpool.transport.choice import choose
+from kvpool.transport.lanes import MAX_LANES, Lanes
+from kvpool.transport.mooncake import MooncakeTransport
+from kvpool.types import MooncakeInfo, Offer
+from tests.conftest import Connect, StartServer
+from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+from tests.support.clock import FakeClock
+from tests.support.processes import ServerProcess, run_command, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.vllm_plugin.faults import flip_arena, stopped
+
+pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(
+        tmp_path_factory.mktemp("mooncake"), shm_dir, "--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp"
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start_server(pool_server: StartServer) -> StartServer:
+    def start(*flags: str, **options: str) -> ServerProcess:
+        return pool_server("--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp", *flags, **options)
+
+    return start
+
+
+def _transport(regions: ServerRegions) -> MooncakeTransport:
+    transport = regions.open(256).transport
+    assert isinstance(transport, MooncakeTransport)
+    return transport
+
+
+@pytest.fixture
+def rig(server: ServerProcess, connect: Connect) -> Iterator[Rig]:
+    regions = ServerRegions(connect(server, transport="mooncake"))
+    yield Rig(_transport(regions), regions)
+    regions.give_back()
+
+
+class TestContract(TransportContract):
+    @pytest.fixture
+    def rig(self, rig: Rig) -> Rig:
+        return rig
+
+
+def _never(first: int, buffers: Buffers) -> None:
+    raise AssertionError("bytes arrived")
+
+
+def _zeros(first: int, buffers: Buffers) -> None:
+    for buffer in buffers:
+        buffer[:] = 0
+
+
+@contextmanager
+def _frozen(server: ServerProcess) -> Iterator[None]:
+    """Stopped, and every thread of it has noticed."""
+    with stopped(server):
+        tasks = Path(f"/proc/{server.pid}/task")
+        wait_for(
+            lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()), "all threads to have stopped"
+        )
+        yield
+
+
+def _all_at_home(lanes: Lanes) -> bool:
+    return len(lanes._idle) == lanes.num_lanes
+
+
+def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
+    spec = namespace_spec(group_spec(chunk_bytes=100_000, num_shards=2))
+    run, payloads = run_of(*range(30)), [payload(idx, 200_000) for idx in range(30)]
+    writer, reader = connect(server, transport="mooncake"), connect(server, transport="mooncake")
+    assert writer.put_blocks(writer.open_namespace(spec), run, payloads).receipt.num_complete == 30
+    namespace = reader.open_namespace(spec)
+    assert namespace.transport.name == "mooncake"
+    found = reader.lookup(namespace, [run])
+    blocks = reader.get_blocks(namespace, found.lease_id, run)
+    for block, expected in zip(blocks, payloads, strict=True):
+        assert block is not None
+        np.testing.assert_array_equal(block, expected)
+
+
+def test_a_flipped_bit_never_arrives_as_a_block(start_server: StartServer, shm_dir: str, connect: Connect) -> None:
+    server = start_server()
+    client = connect(server, transport="mooncake")
+    namespace = client.open_namespace(namespace_spec())
+    client.put_blocks(namespace, run_of("a"), [payload("a", 256)])
+    found = client.lookup(namespace, [run_of("a")])
+    flip_arena(server, shm_dir)
+    with pytest.raises(ChecksumError, match="1 blocks differ from their checksums"):
+        client.get_blocks(namespace, found.lease_id, run_of("a"))
+    assert client.lookup(namespace, [run_of("a")]).hits[0].num_leading == 0
+
+
+def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
+    regions = rig.regions(301, REGION_BYTES)
+    order = list(range(0, 301, 2))  # No two of them are neighbours.
+
+    def fill(first: int, buffers: Buffers) -> None:
+        for idx, buffer in enumerate(buffers, first):
+            buffer[:] = payload(idx, REGION_BYTES)
+
+    rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, MIB, DEADLINE_S)
+    read: list[bytes] = []
+    offsets = [regions.offsets[idx] for idx in order]
+    rig.transport.read(
+        regions.seal(),
+        offsets,
+        REGION_BYTES,
+        lambda _, rows: read.extend(row.tobytes() for row in rows),
+        MIB,
+        DEADLINE_S,
+    )
+    assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
+
+
+def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
+    with pytest.raises(TransferError, match=r"beyond the arena's 67108864 bytes"):
+        rig.transport.write(1, (0, 64 * MIB - 9), 10, _never, MIB, DEADLINE_S)
+
+
+def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(rig: Rig) -> None:
+    regions = rig.regions(2, REGION_BYTES)
+    opened = rig.transport
+    assert isinstance(opened, MooncakeTransport)
+    clock = FakeClock()
+    transport = MooncakeTransport(opened._info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0, clock)
+
+    def fill(first: int, buffers: Buffers) -> None:
+        assert first == 0, "it went on after its deadline"
+        for buffer in buffers:
+            buffer[:] = 77
+        clock.advance(60)  # SIGSTOP, a debugger, a machine that was suspended.
+
+    before = _arena_bytes(opened, regions.offsets)
+    with pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
+        transport.write(1, regions.offsets, REGION_BYTES, fill, REGION_BYTES, 5.0)
+    transport.close()
+    assert _arena_bytes(opened, regions.offsets) == before
+
+
+def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[bytes]:
+    read: list[bytes] = []
+    transport.read(
+        1, offsets, REGION_BYTES, lambda _, rows: read.extend(row.tobytes() for row in rows), MIB, DEADLINE_S
+    )
+    return read
+
+
+def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
+    rig.transport.close()
+    with pytest.raises(TransferError, match="is closed"):
+        rig.transport.read(1, (0,), 10, _never, MIB, DEADLINE_S)
+
+
+def test_threads_more_than_lanes_wait_for_each_other(rig: Rig) -> None:
+    regions = rig.regions(4, REGION_BYTES)
+    rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, _zeros, 1, DEADLINE_S)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            rig.transport.read(1, regions.offsets, REGION_BYTES, lambda *_: time.sleep(0.01), 1, DEADLINE_S)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2 * MAX_LANES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert failures == []
+    assert isinstance(rig.transport, MooncakeTransport)
+    assert rig.transport._lanes.num_lanes <= MAX_LANES and _all_at_home(rig.transport._lanes)
+
+
+def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline(
+    start_server: StartServer, connect: Connect
+) -> None:
+    server = start_server()
+    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=5_000))
+    transport, held = _transport(regions), regions(24, MIB)
+    seen: list[int] = []
+
+    def drain(first: int, buffers: Buffers) -> None:
+        seen.append(first)
+        if first == 4:
+            server.kill()
+
+    started = time.monotonic()
+    with pytest.raises((UnavailableError, TransferError)):
+        transport.read(1, held.offsets, MIB, drain, MIB, DEADLINE_S)
+    assert time.monotonic() - started < DEADLINE_S
+    assert 4 in seen and len(seen) < 24
+    wait_for(lambda: _all_at_home(transport._lanes), "all lanes to come home")
+    with pytest.raises((UnavailableError, TransferError)):
+        transport.read(1, held.offsets, MIB, _never, MIB, DEADLINE_S)
+
+
+def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it_ends(
+    start_server: StartServer, connect: Connect
+) -> None:
+    server = start_server()
+    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
+    transport, held = _transport(regions), regions(8, MIB)
+    with _frozen(server):
+        started = time.monotonic()
+        with pytest.raises(PoolTimeoutError, match=r"brought nothing for 0\.200 s"):
+            transport.read(1, held.offsets, MIB, _never, MIB, 60.0)
+        assert time.monotonic() - started < 10
+        assert transport._lanes.num_lanes == mooncake.DEPTH and not transport._lanes._idle
+    wait_for(lambda: _all_at_home(transport._lanes), "all lanes to come home")
+    transport._stall_timeout_s = DEADLINE_S  # It may be slow to catch up, on a busy machine.
+    transport.read(1, held.offsets, MIB, lambda *_: None, MIB, DEADLINE_S)
+    assert transport._lanes.num_lanes == mooncake.DEPTH
+
+
+def test_a_lane_that_was_given_up_comes_back_with_its_batchs_end_behind_it(
+    start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. a batch is given up   2. it ends, and another caller takes its lane   3. its end is taken for the other's."""
+    server = start_server()
+    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
+    transport, held = _transport(regions), regions(8, MIB)
+    ended: list[bool] = []
+    came_back = Lanes.came_back
+
+    def note(self: Lanes, lane: lanes.Lane) -> None:
+        ended.append(lane.ended.is_set())
+        came_back(self, lane)
+
+    monkeypatch.setattr(Lanes, "came_back", note)
+    with _frozen(server), pytest.raises(PoolTimeoutError):
+        transport.read(1, held.offsets, MIB, _never, MIB, 60.0)
+    wait_for(lambda: len(ended) == mooncake.DEPTH, "both lanes to come home")
+    assert all(ended)
+
+
+LEAVES_IN_THE_MIDDLE = """
+import sys
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import PoolTimeoutError
+import os, signal
+
+client = Client(ClientConfig(sys.argv[1], transport="mooncake", stall_timeout_ms=200))
+transport = client.try_transport().transport
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+try:
+    transport.read(1, range(0, 32 << 20, 1 << 20), 1 << 20, lambda *_: None, 1 << 20, 10.0)
+except PoolTimeoutError:
+    print("given up")
+"""
+
+
+def test_a_process_may_end_while_transfers_that_it_gave_up_go_on(start_server: StartServer) -> None:
+    server = start_server()
+    try:
+        done = run_command(sys.executable, "-c", LEAVES_IN_THE_MIDDLE, server.endpoint, str(server.pid))
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr
+
+
+def test_a_write_that_was_given_up_keeps_its_slots_from_others(start_server: StartServer, connect: Connect) -> None:
+    server = start_server("--grace-ms", "3600000")
+    client = connect(server, transport="mooncake", data_timeout_ms=300, ticket_ttl_ms=1_000)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=8 * MIB)))
+
+    with ExitStack() as stack:
+
+        def fill(indices: Sequence[int], buffers: Buffers) -> None:
+            stack.enter_context(_frozen(server))
+
+        with pytest.raises(PoolTimeoutError):
+            client.put(namespace, [run_of("a")], fill)
+    wait_for(lambda: client.stats().num_quarantined == 1, "the slot to be in quarantine")
+    assert not client.stats().counters.get("tickets_revoked")
+
+
+def test_lanes_that_a_dead_network_has_taken_are_replaced(
+    start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LOST_AFTER_S", 0.0)
+    monkeypatch.setattr(mooncake, "MAX_LANES", 2)  # More than half of them: both of one call.
+    server = start_server()
+    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=100))
+    transport, held = _transport(regions), regions(8, MIB)
+    before = transport._lanes
+    with _frozen(server):
+        with pytest.raises(PoolTimeoutError):
+            transport.read(1, held.offsets, MIB, _never, MIB, DEADLINE_S)
+        with pytest.raises(PoolTimeoutError):
+            transport.read(1, held.offsets, MIB, _never, MIB, DEADLINE_S)
+        assert transport._lanes is not before and before.closed.is_set()
+    wait_for(lambda: _all_at_home(transport._lanes), "the new lanes to come home")
+    transport._stall_timeout_s = DEADLINE_S  # It may be slow to catch up, on a busy machine.
+    transport.read(1, held.offsets, MIB, lambda *_: None, MIB, DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"nonce": bytes(16)}, TransferError),
+        ({"base_address": 4096}, TransferError),
+        ({"session": "127.0.0.1:1"}, UnavailableError),
+    ],
+)
+def test_an_engine_that_does_not_reach_the_servers_memory_is_found_out(
+    rig: Rig, change: dict[str, object], error: type[Exception]
+) -> None:
+    assert isinstance(rig.transport, MooncakeTransport)
+    info: MooncakeInfo = dataclasses.replace(rig.transport._info, **change)  # type: ignore[arg-type]
+    transport = MooncakeTransport(info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0)
+    with pytest.raises(error):
+        transport.prove(DEADLINE_S)
+    transport.close()
+
+
+def test_a_server_without_an_engine_says_how_to_get_one(shared_server: ServerProcess, connect: Connect) -> None:
+    with pytest.raises(TransferError, match="has no Transfer Engine; start it with --mooncake tcp"):
+        connect(shared_server, transport="mooncake").open_namespace(namespace_spec())
+
+
+def test_auto_takes_shared_memory_before_it_and_the_stream_before_its_tcp(
+    start_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    client = connect(start_server(shm_dir=str(directory)))
+    with closing(client.try_transport().transport) as transport:
+        assert transport.name == "shm"
+    directory.rename(tmp_path / "elsewhere")  # As a container that does not mount it would see it.
+    choice = client.try_transport()
+    assert choice.transport.name == "stream"
+    assert "no shm: no shared memory at" in choice.why and "the server offers no RDMA" in choice.why
+
+
+def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server: ServerProcess) -> None:
+    assert isinstance(rig.transport, MooncakeTransport)
+    if RDMA_DEVICES.is_dir():
+        pytest.skip("this machine has RDMA")
+    offer = Offer(1, None, dataclasses.replace(rig.transport._info, protocol="rdma"))
+    with grpc.insecure_channel(server.endpoint) as channel:
+        choice = choose(ClientConfig(server.endpoint), offer, channel)
+        assert choice.transport.name == "stream" and "no mooncake: no RDMA device in" in choice.why
+        with pytest.raises(ConfigError, match="no RDMA device in"):
+            choose(ClientConfig(server.endpoint, transport="mooncake"), offer, channel)
+
+
+def test_threads_of_a_closed_client_end(server: ServerProcess) -> None:
+    def lane_threads() -> int:
+        return sum(thread.name == "kvpool-lane" for thread in threading.enumerate())
+
+    before = lane_threads()
+    with Client(ClientConfig(server.endpoint, transport="mooncake")) as client:
+        client.open_namespace(namespace_spec())
+        assert lane_threads() == before + 1
+    wait_for(lambda: lane_threads() == before, "the lanes' threads to end")
