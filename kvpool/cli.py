@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
-from kvpool.errors import InvalidRequestError, KVPoolError
+from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.version import __version__
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Talk to a running kvpool-server.",
 )
+QUIET_S = 5.0
+"""After so long without an event, one that was lost is asked for."""
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -81,10 +83,13 @@ def clear(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     namespace: Annotated[
         str | None,
-        typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it; default: all."),
+        typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it."),
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of every namespace.")] = False,
 ) -> None:
     """Drop every block of a namespace, or of all."""
+    if everything == (namespace is not None):
+        raise InvalidRequestError("give either --namespace, or --all to drop the blocks of every model")
     with _client(endpoint) as client:
         fingerprint = b"" if namespace is None else _resolve(client, namespace)
         whose = "all namespaces" if namespace is None else f"namespace {fingerprint.hex()[:12]}"
@@ -103,10 +108,21 @@ def events(
     from kvpool.events import Subscriber
 
     ends_at = time.monotonic() + seconds if seconds else float("inf")
-    missed = 0
+    missed, heard, waiting = 0, False, False
     with Subscriber(endpoint, replay) as subscriber:
-        while time.monotonic() < ends_at:
-            for message in subscriber.receive(timeout_ms=500):
+        typer.echo(f"kvpool: following {endpoint}; nothing comes while nothing happens, or nobody publishes", err=True)
+        while (remaining_s := ends_at - time.monotonic()) > 0:
+            try:
+                messages = subscriber.receive(timeout_ms=int(1_000 * min(remaining_s, QUIET_S)))
+            except PoolTimeoutError as error:
+                if not heard:
+                    raise
+                if not waiting:
+                    typer.echo(f"kvpool: {error}; has the server stopped? Waiting for it", err=True)
+                waiting = True
+                continue
+            heard, waiting = True, False
+            for message in messages:
                 typer.echo(json.dumps(dataclasses.asdict(message), default=bytes.hex))
             if subscriber.missed > missed:
                 typer.echo(f"kvpool: missed {subscriber.missed - missed} messages; --replay would get them", err=True)
@@ -115,7 +131,7 @@ def events(
 
 def _resolve(client: Client, prefix: str) -> bytes:
     if not prefix:
-        raise InvalidRequestError("--namespace is empty; give a fingerprint, or leave the option out to mean all")
+        raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all instead")
     fingerprints = [spec.fingerprint() for spec, _, _ in client.namespaces()]
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:

@@ -12,6 +12,9 @@ DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 def check_endpoint(endpoint: str) -> str:
     """Returns `endpoint`; raises ConfigError unless it has the form HOST:PORT."""
+    if "://" in endpoint:
+        scheme, _, rest = endpoint.partition("://")
+        raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT; leave out {scheme}://, and give {rest!r}")
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")

@@ -58,7 +58,9 @@ class Subscriber:
             self._sub.subscribe("")  # Numbers run over all topics: whoever hears some cannot see a gap.
         except zmq.ZMQError as error:
             self.close()
-            raise InvalidRequestError(f"cannot subscribe to {endpoint!r}: {error.strerror}") from None
+            raise InvalidRequestError(
+                f"cannot subscribe to {endpoint!r}: {error.strerror}; give it as tcp://HOST:PORT"
+            ) from None
 
     def receive(self, timeout_ms: int) -> list[EventMessage]:
         """The next messages, in order; empty if there are none in time.

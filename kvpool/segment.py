@@ -180,7 +180,10 @@ class Segment:
 
 def could_hold(directory: str, nbytes: int) -> bool:
     """Whether a segment would fit if nothing else were in the directory."""
-    space = os.statvfs(directory)
+    try:
+        space = os.statvfs(directory)
+    except OSError:
+        return False
     return nbytes + TRAILER_BYTES <= space.f_blocks * space.f_frsize
 
 

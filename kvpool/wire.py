@@ -60,6 +60,8 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     code, details = rpc_error.code(), rpc_error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         details = details.rpartition("Failed to connect to remote host: ")[2]
+        if "HTTP/2" in details:
+            details = "something else than gRPC answers there; --listen has gRPC, --http-listen has metrics"
         return errors.UnavailableError(
             f"cannot reach kvpool-server at {endpoint} ({details}); is it running, and is the endpoint right?"
         )

@@ -183,10 +183,8 @@ class Server:
         try:
             self.port = self._grpc.add_insecure_port(self.config.listen)
         except RuntimeError:
-            raise ConfigError(
-                f"cannot listen on {self.config.listen}: the port is in use or the host is not this machine's; "
-                "see --listen"
-            ) from None
+            reason = _why_not_listening(*split_address(self.config.listen))
+            raise ConfigError(f"cannot listen on {self.config.listen}: {reason}; see --listen") from None
         self._http: OperatorHttp | None = None
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
@@ -267,17 +265,25 @@ class Server:
         return self._prefaulted_bytes
 
 
+def _why_not_listening(host: str, port: int) -> str:
+    """What gRPC does not say."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        return str(error.strerror)
+    return "the port is in use, or the host is not this machine's"
+
+
 def _check_memory(wanted: ByteSize) -> None:
     """Raises ConfigError if the machine, or the cgroup the server runs in, cannot hold the arena."""
-    bounds = {"this machine has": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    bounds = {"machine's memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     if available:
-        bounds["this machine has free"] = int(available[1]) << 10
+        bounds["machine's free memory"] = int(available[1]) << 10
     cgroup = Path("/sys/fs/cgroup/memory.max")
     if cgroup.exists() and (text := cgroup.read_text().strip()).isdigit():
-        bounds["this container may use"] = int(text)
+        bounds["container's limit"] = int(text)
     for what, limit in bounds.items():
         if wanted > limit:
-            raise ConfigError(
-                f"memory = {wanted.human_readable()}, and {what} {ByteSize(limit).human_readable()}; lower --memory"
-            )
+            size, most = wanted.human_readable(), ByteSize(limit).human_readable()
+            raise ConfigError(f"memory = {size}, and this {what} is {most}; lower --memory")

@@ -112,9 +112,9 @@ def test_namespaces(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
 
 
 def test_clear_drops_everything(cli: Cli, stored: object) -> None:
-    assert cli("clear").startswith("dropped 4 blocks of all namespaces at ")
+    assert cli("clear", "--all").startswith("dropped 4 blocks of all namespaces at ")
     assert set(_left(cli).values()) == {0}
-    assert cli("clear").startswith("dropped 0 blocks ")
+    assert cli("clear", "--all").startswith("dropped 0 blocks ")
 
 
 def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
@@ -128,7 +128,7 @@ def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
 
 def test_clear_of_an_empty_name_drops_nothing(cli: Cli, stored: object) -> None:
     """As a script with a variable that is not set would ask."""
-    sentence = "kvpool: --namespace is empty; give a fingerprint, or leave the option out to mean all\n"
+    sentence = "kvpool: --namespace is empty; give a fingerprint, or --all instead\n"
     assert cli.fails("clear", "--namespace", "") == ("", sentence)
     assert set(_left(cli).values()) == {2}
 
@@ -140,9 +140,16 @@ def test_clear_of_a_namespace_that_is_not_there_drops_nothing(cli: Cli, stored: 
     assert set(_left(cli).values()) == {2}
 
 
-@pytest.mark.parametrize("command", ["ping", "stats", "namespaces", "clear"])
-def test_a_server_that_is_not_there_is_one_sentence(command: str) -> None:
-    done = run_command(KVPOOL, command, "--endpoint", NOBODY)
+@pytest.mark.parametrize("options", [[], ["--namespace", "abc", "--all"]])
+def test_clear_wants_to_be_told_what_in_so_many_words(cli: Cli, stored: object, options: list[str]) -> None:
+    sentence = "kvpool: give either --namespace, or --all to drop the blocks of every model\n"
+    assert cli.fails("clear", *options) == ("", sentence)
+    assert set(_left(cli).values()) == {2}
+
+
+@pytest.mark.parametrize("command", [["ping"], ["stats"], ["namespaces"], ["clear", "--all"]])
+def test_a_server_that_is_not_there_is_one_sentence(command: list[str]) -> None:
+    done = run_command(KVPOOL, *command, "--endpoint", NOBODY)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

@@ -108,12 +108,20 @@ def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
         assert isinstance(call.exception(timeout=10), grpc.RpcError)
 
 
+def test_a_directory_for_memory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", nowhere))
+    assert done.returncode == 2
+    assert f"cannot make shared memory in {nowhere!r}" in done.stderr and "see --shm-dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: ServerProcess, shm_dir: str) -> None:
     common = ("--memory", "1MiB", "--shm-dir", shm_dir)
     segments = os.listdir(shm_dir)
     done = run_command(*server_command("--listen", shared_server.endpoint, "--http-listen", "127.0.0.1:0", *common))
     assert done.returncode == 2
-    sentence = f"kvpool-server: cannot listen on {shared_server.endpoint}: the port is in use"
+    sentence = f"kvpool-server: cannot listen on {shared_server.endpoint}: Address already in use"
     assert any(line.startswith(sentence) and "--listen" in line for line in done.stderr.splitlines())
 
     http = shared_server.http_url.removeprefix("http://")
