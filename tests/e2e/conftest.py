@@ -6,7 +6,10 @@ but for the order of sums); and, bit for bit, the logprobs of an engine that hit
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,6 +62,17 @@ def drain(engine: Engine) -> None:
     wait_for(engine.reset_prefix_cache, "the engine's blocks to be free", DRAIN_DEADLINE_S)
 
 
+def wait_until_connected(engine: Engine, transfer: dict[str, Any] | None) -> None:
+    """An engine whose pools are there has found them: it stores nothing before, and the first prompt can be sooner."""
+    for endpoint in re.findall(r'"endpoint": "([^"]+)"', json.dumps(transfer)):
+        host, port = endpoint.rsplit(":", 1)
+        with socket.socket() as probe:
+            is_there = probe.connect_ex((host, int(port))) == 0
+        if is_there:
+            line = re.compile(rf"scheduler[^:\n]*: kvpool at {re.escape(endpoint)},")
+            wait_for(lambda line=line: line.search(engine.log()), f"the engine to find {endpoint}", 60)
+
+
 def pool_stats(server: ServerProcess) -> PoolStats:
     with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
         return client.stats()
@@ -87,7 +101,10 @@ def running(log_dir: Path, *specs: EngineSpec) -> Iterator[list[Engine]]:
     with ThreadPoolExecutor(len(specs)) as threads:
         starts = [threads.submit(Engine, spec, log_dir / f"{idx}.log") for idx, spec in enumerate(specs)]
     try:
-        yield [start.result() for start in starts]
+        engines = [start.result() for start in starts]
+        for engine, spec in zip(engines, specs, strict=True):
+            wait_until_connected(engine, spec.transfer)
+        yield engines
     finally:
         started = [start.result() for start in starts if start.exception() is None]
         with ThreadPoolExecutor(len(specs)) as threads:
@@ -134,6 +151,7 @@ def _starter(log_dir: Path, model: Path) -> Iterator[StartEngines]:
             log_path = log_dir / f"engine-{len(list(log_dir.glob('*.log')))}-{idx}.log"
             engine = Engine(spec, log_path)
             started.append(engine)
+            wait_until_connected(engine, spec.transfer)
             return engine
 
         with ThreadPoolExecutor(len(transfers)) as threads:
