@@ -144,7 +144,7 @@ class PoolServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """The same, many over one call, which takes half the time of a call each; answered in order.
+        """The same, many over one call, which takes less time than a call each; answered in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
