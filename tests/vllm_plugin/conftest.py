@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,15 @@ def vllm_config(tiny_model: Path) -> MakeConfig:
         return make_config(options.pop("model", tiny_model), endpoint, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Callable[..., Any]]:
+    """`interpreter(function, *args)`: its result by a process in which Triton plays the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # Read when Triton is imported.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            yield lambda function, *args: process.submit(function, *args).result(timeout=60)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import torch
 from tests.vllm_plugin.test_layout import LAYOUTS, NAMES, B, C, Caches, H, L, N, layout_of, numbered
 from vllm_plugin.copy import Copier, make_copier
 from vllm_plugin.copy.cpu import CpuCopier
-from vllm_plugin.copy.cuda import _Words
 
 BLOCK_BYTES = L * H * N * C * 2
 
@@ -63,19 +62,3 @@ def test_gathering_changes_nothing() -> None:
     assert (
         b"".join(buffer.tobytes() for buffer in fresh) == values[:, :3].transpose(0, 1).contiguous().numpy().tobytes()
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])  # Moved byte by byte, and in words of eight.
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_the_words_that_a_gpu_moves_are_the_bytes_that_a_cpu_moves(source: str, dtype: torch.dtype) -> None:
-    layout = layout_of(LAYOUTS[source](numbered().to(dtype)), 2, [NAMES[:2], NAMES[2:]])
-    block_ids = [[1, 4, 0], [0, 4, 2]]
-    expected = [np.zeros(layout.region_bytes, np.uint8) for _ in range(3)]
-    CpuCopier([layout]).gather(None, 0, block_ids, expected)
-    rows = torch.zeros(3, layout.region_bytes, dtype=torch.uint8)
-    words = [_Words.of(layout, part) for part in layout.parts]
-    if source == "LBHNC":
-        assert {each.view.dtype for each in words} == {torch.uint8 if dtype == torch.int16 else torch.int64}
-    for each in words:
-        each.of_rows(rows).copy_(each.view.index_select(0, torch.tensor(block_ids[each.member])))
-    assert [row.tobytes() for row in rows.numpy()] == [row.tobytes() for row in expected]

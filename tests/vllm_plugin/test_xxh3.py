@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.hashing import checksum
@@ -25,13 +23,10 @@ def _checksums(chunks: np.ndarray) -> list[int]:
     return list(xxh3.finish(accumulators.numpy().view(np.uint64), chunks.shape[1]))
 
 
-@pytest.fixture(scope="module")
-def checksums() -> Iterator[Checksums]:
-    """The kernels' checksums of uint8 [count, chunk bytes], by a process in which Triton only interprets."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # Read when Triton is imported.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            yield lambda chunks: process.submit(_checksums, chunks).result(timeout=60)
+@pytest.fixture
+def checksums(interpreter: Callable[..., list[int]]) -> Checksums:
+    """The kernels' checksums of uint8 [count, chunk bytes]."""
+    return lambda chunks: interpreter(_checksums, chunks)
 
 
 @pytest.mark.parametrize("num_bytes", [248, 256, 1016, 1024, 1032, 1088, 8192, 8200, 9208, 20_000, 1 << 17])
@@ -40,7 +35,7 @@ def test_they_compute_what_the_library_computes(checksums: Checksums, num_bytes:
     assert checksums(chunks) == [checksum(chunk) for chunk in chunks]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_words=st.integers(31, 600), seed=st.integers(0, 1 << 32))
 def test_whatever_the_size(checksums: Checksums, num_words: int, seed: int) -> None:
     chunks = np.random.default_rng(seed).integers(0, 256, (2, 8 * num_words), np.uint8)

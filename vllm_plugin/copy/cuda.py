@@ -20,7 +20,8 @@ from vllm.logger import init_logger
 from kvpool.client import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.copy import BlockIds, xxh3
-from vllm_plugin.layout import Layout, Part
+from vllm_plugin.copy.paged import PagedBlocks
+from vllm_plugin.layout import Layout
 
 logger = init_logger("vllm.kvpool.copy")
 
@@ -36,15 +37,17 @@ class CudaCopier:
 
     def __init__(self, layouts: Sequence[Layout]):
         self._layouts = layouts
-        self._parts = [[_Words.of(layout, part) for part in layout.parts] for layout in layouts]
+        self._blocks = [PagedBlocks(layout) for layout in layouts]
         self._device = layouts[0].parts[0].view.device
         staging_bytes = max(STAGING_BYTES, *(layout.region_bytes for layout in layouts))
         self._out = _Lane(self._device, staging_bytes)
         self._in = _Lane(self._device, staging_bytes)
         self._arriving: list[_Batch] = []
         self._hasher = xxh3.Hasher(self._device)
+        # Compiled now: the first request should not wait for that.
+        for blocks in self._blocks:
+            blocks.compile()
         for chunk_bytes in {layout.chunk_bytes for layout in layouts if self._hasher.suits(layout.chunk_bytes)}:
-            # Compiled now: the first request should not wait for that.
             self._hasher.accumulate(torch.zeros(1, chunk_bytes, dtype=torch.uint8, device=self._device))
         self._pinned: PinnedMemory | None = None
         self._adopting = threading.Lock()
@@ -66,9 +69,7 @@ class CudaCopier:
         layout, slot, batch = self._layouts[group_idx], self._out.next_slot(), _Batch()
         rows = slot.rows(len(buffers), layout.region_bytes)
         with self._out.kernels(mark, slot.free):
-            ids = self._ids(block_ids)
-            for words in self._parts[group_idx]:
-                words.of_rows(rows).copy_(words.view.index_select(0, ids[words.member]))
+            self._blocks[group_idx].gather(self._ids(block_ids), rows)
             batch.hash(self._hasher, rows, layout.chunk_bytes)
             gathered = torch.cuda.Event()
             gathered.record()
@@ -108,9 +109,7 @@ class CudaCopier:
             arrived = torch.cuda.Event()
             arrived.record()
         with self._in.kernels(mark, arrived):
-            ids = self._ids(block_ids)
-            for words in self._parts[group_idx]:
-                words.view.index_copy_(0, ids[words.member], words.of_rows(rows))
+            self._blocks[group_idx].scatter(self._ids(block_ids), rows)
             batch.hash(self._hasher, rows, layout.chunk_bytes)
             slot.free.record()
             batch.done.record()
@@ -133,39 +132,6 @@ class CudaCopier:
             return []
         batch.pinned = pinned
         return stretches
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """A part of a layout in the widest words that fit: indexing kernels work element by element.
-
-    Args:
-        view: [B, S, L, H / S, r, N / r, C words] of the engine's memory.
-        start, stop: of the part's words in each chunk.
-    """
-
-    view: torch.Tensor
-    member: int
-    start: int
-    stop: int
-    num_shards: int
-
-    @classmethod
-    def of(cls, layout: Layout, part: Part) -> _Words:
-        view = part.view
-        fits = all(
-            number % 8 == 0
-            for number in (layout.chunk_bytes, part.start, view.shape[-1], view.data_ptr(), *view.stride()[:-1])
-        )
-        size = 8 if fits else 1
-        stop = part.start + part.chunk_bytes
-        words = view.view(torch.int64) if fits else view
-        return cls(words, part.member, part.start // size, stop // size, layout.num_shards)
-
-    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same words of staged blocks, uint8 [count, region bytes] -> [count, S, L, ...]."""
-        chunks = rows.view(self.view.dtype).unflatten(1, (self.num_shards, -1))
-        return chunks[:, :, self.start : self.stop].unflatten(2, self.view.shape[2:])
 
 
 @dataclass(frozen=True, slots=True)
