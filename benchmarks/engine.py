@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
@@ -164,7 +166,7 @@ class Engine:
         self._ask({"wake_up": True}, 60.0)
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, summed over their labels, as of the last answer."""
+        """vLLM's counters and gauges, and sum and count of its histograms, over all labels; as of the last answer."""
         return dict(self._ask({"metrics": True}, 60.0))
 
     def log(self) -> str:
@@ -216,6 +218,23 @@ class Engine:
         self._answers.put(None)
 
 
+def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> dict[str, Engine]:
+    """Starts engines at the same time.
+
+    Args:
+        stack: stops them when it ends.
+        logs: folder of their logs.
+    """
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(specs)) as threads:
+        starts = {
+            name: threads.submit(Engine, spec, logs / f"{name.replace(' ', '-')}.log") for name, spec in specs.items()
+        }
+    engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
+    print(f"{', '.join(specs)}: started in {time.monotonic() - started:.0f} s", flush=True)
+    return engines
+
+
 def _cores(num_ranks: int) -> str:
     """All of them: "auto" leaves one idle in some set-ups and not in others, and a comparison would compare that."""
     return "nobind" if num_ranks > 1 or "OMP_NUM_THREADS" in os.environ else f"0-{(os.cpu_count() or 1) - 1}"
@@ -256,8 +275,9 @@ def serve() -> None:
         elif "metrics" in command:
             answer = {}
             for metric in llm.get_metrics():
-                if (value := getattr(metric, "value", None)) is not None:
-                    answer[metric.name] = answer.get(metric.name, 0) + value
+                for field, suffix in (("value", ""), ("sum", "_sum"), ("count", "_count")):
+                    if (value := getattr(metric, field, None)) is not None:
+                        answer[metric.name + suffix] = answer.get(metric.name + suffix, 0) + value
         else:
             sampling = SamplingParams(
                 max_tokens=command["max_tokens"],

@@ -1,10 +1,10 @@
-"""What kvpool does to an engine on a real GPU, beside no pool and beside vLLM's own in-process CPU offloading.
+"""What kvpool does to an engine on a real GPU, beside none, vLLM's own in-process CPU offloading, and Mooncake.
 
 Llama-3.1-8B's shape with random weights; the engines share one GPU and take turns. Questions: what does a prompt cost
 that is stored, and one that another engine has stored; what do loads do to those who decode; and how long does a batch
 of questions about long documents take on two engines that cannot keep the documents themselves?
 
-Needs CUDA, 130 GiB of its memory, and 80 GiB of the host's.
+Needs CUDA, 130 GiB of its memory, and 100 GiB of the host's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import harness
-from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+from benchmarks import harness, mooncake_store
+from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 from benchmarks.harness import Row, at_most
 
 LLAMA_8B = {
@@ -66,41 +66,43 @@ def main(
     model = logs / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    with contextlib.ExitStack() as stack:
-        endpoint = stack.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))
-        pooled = EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS)
-        offload = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_GIB << 30, "block_size": 16},
-        }
-        specs = {
-            "alone": EngineSpec(model, None, OPTIONS),
-            "kvpool": pooled,
-            "second kvpool": pooled,
-            "vLLM offloading": EngineSpec(model, offload, OPTIONS),
-            "second vLLM offloading": EngineSpec(model, offload, OPTIONS),
-        }
-        started = time.monotonic()
-        with ThreadPoolExecutor(len(specs)) as threads:
-            starts = {
-                name: threads.submit(Engine, spec, logs / f"{name.replace(' ', '-')}.log")
-                for name, spec in specs.items()
-            }
-        engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
-        print(f"{len(engines)} engines started in {time.monotonic() - started:.0f} s", flush=True)
-        prompts, rows, samples = _measure_prompts(engines, rounds, tokens)
-        rows += _measure_decoding(engines, prompts)
-        rows += _measure_questions(engines, tokens, questions)
+    offload = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_GIB << 30, "block_size": 16},
+    }
+    offloading = EngineSpec(model, offload, OPTIONS)
+    rows: list[Row] = []
+    with contextlib.ExitStack() as peers:
+        master = peers.enter_context(mooncake_store.master())
+        mooncake = mooncake_store.engine(model, master, logs, POOL_GIB << 29, OPTIONS)  # Half of it in each engine.
+        theirs = {"vLLM offloading": offloading, "Mooncake": mooncake}
+        with contextlib.ExitStack() as ours:
+            endpoint = ours.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))
+            pooled = EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS)
+            specs = {"alone": EngineSpec(model, None, OPTIONS), "kvpool": pooled, "second kvpool": pooled}
+            engines = start_all(peers, theirs, logs) | start_all(ours, specs, logs)
+            prompts, measured, samples = _measure_prompts(engines, rounds, tokens)
+            rows += measured
+            rows += _measure_decoding(engines, prompts)
+            asked = _questions(tokens, questions)
+            rows += _measure_questions(engines, ["kvpool", "second kvpool"], asked)
+            rows += _measure_questions(engines, ["alone"], asked[: max(4, len(asked) // 10)])
+        # Only now is there room for a second engine of each peer.
+        engines |= start_all(peers, {f"second {name}": spec for name, spec in theirs.items()}, logs)
+        for name in theirs:
+            rows += _measure_questions(engines, [name, f"second {name}"], asked)
     harness.report("gpu", rows, rounds=rounds, tokens=tokens, questions=questions, samples=samples)
 
 
-def _prompt(tokens: int, name: str) -> list[int]:
+def prompt_of(tokens: int, name: str) -> list[int]:
+    """Random token ids; the same for the same name."""
     picks = random.Random(name)
     return [picks.randrange(10, 100_000) for _ in range(tokens)]
 
 
-def _empty_own_cache(engine: Engine) -> None:
+def empty_own_cache(engine: Engine) -> None:
+    """Waits until all is stored: blocks that are being stored are in use."""
     harness.until_true(engine.reset_prefix_cache, "the engine's blocks stay in use")
 
 
@@ -108,31 +110,33 @@ def _measure_prompts(
     engines: Mapping[str, Engine], rounds: int, tokens: int
 ) -> tuple[list[list[int]], list[Row], dict[str, dict[str, list[float]]]]:
     """Cold: computed, and stored. Warm: in kvpool, by the engine that has not computed it."""
-    loaders = {"kvpool": "second kvpool", "vLLM offloading": "vLLM offloading"}
+    loaders = {"kvpool": "second kvpool", "vLLM offloading": "vLLM offloading", "Mooncake": "Mooncake"}
     cold: dict[str, list[float]] = {name: [] for name in ("alone", *loaders)}
     warm: dict[str, list[float]] = {name: [] for name in loaders}
-    prompts = [_prompt(tokens, f"round {nth}") for nth in range(rounds + 1)]
+    prompts = [prompt_of(tokens, f"round {nth}") for nth in range(rounds + 1)]
     own: list[float] = []
     for nth, prompt in enumerate(prompts):
         for name, taken in cold.items():
             taken.append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
         own.append(engines["alone"].generate([prompt], max_tokens=1)[0].ttft_s)
         for name, loader in loaders.items():
-            _empty_own_cache(engines[name])  # Succeeds once all is stored.
-            _empty_own_cache(engines[loader])
+            empty_own_cache(engines[name])  # Succeeds once all is stored.
+            empty_own_cache(engines[loader])
             answer = engines[loader].generate([prompt], max_tokens=1)[0]
             print(f"round {nth}: {name} hit {answer.cached_tokens} tokens, {answer.ttft_s:.4f} s", flush=True)
             warm[name].append(answer.ttft_s)
     for taken in (*cold.values(), *warm.values(), own):
         del taken[0]
     rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
-    offloading = Row("warm TTFT, vLLM offloading", statistics.median(warm["vLLM offloading"]) * 1e3, "ms")
+    rows += [
+        Row(f"warm TTFT, {name}", statistics.median(warm[name]) * 1e3, "ms") for name in ("vLLM offloading", "Mooncake")
+    ]
     rows += [
         Row("own cache TTFT, alone", statistics.median(own) * 1e3, "ms"),
-        offloading,
         at_most("warm TTFT, kvpool, another process", statistics.median(warm["kvpool"]) * 1e3, "ms", WARM_REACH_MS),
         at_most("cold, kvpool over alone", _ratio(cold["kvpool"], cold["alone"]), "ratio", COLD_REACH),
         Row("cold, vLLM offloading over alone", _ratio(cold["vLLM offloading"], cold["alone"]), "ratio"),
+        Row("cold, Mooncake over alone", _ratio(cold["Mooncake"], cold["alone"]), "ratio"),
         at_most("warm, kvpool over vLLM offloading", _ratio(warm["kvpool"], warm["vLLM offloading"]), "ratio", 1.0),
         Row("cold alone over warm kvpool", harness.speed_ratio(warm["kvpool"], cold["alone"]), "ratio"),
     ]
@@ -150,12 +154,12 @@ def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[
         engine = engines[name]
         for what, arrivals in (
             ("loads", prompts[-6:]),
-            ("stores", [_prompt(len(prompts[0]), f"{name} {nth}") for nth in range(3)]),
+            ("stores", [prompt_of(len(prompts[0]), f"{name} {nth}") for nth in range(3)]),
         ):
             if name == "alone" and what == "loads":
                 arrivals = []  # Decoding that nothing disturbs.
-            _empty_own_cache(engine)
-            background = [_prompt(200, f"background {what} {nth}") for nth in range(8)]
+            empty_own_cache(engine)
+            background = [prompt_of(200, f"background {what} {nth}") for nth in range(8)]
             between = engine.decode(background, arrivals, max_tokens=400 if what == "loads" else 200)
             label = f"{name}, {'undisturbed' if not arrivals else 'beside ' + what}"
             rows += [
@@ -166,35 +170,32 @@ def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[
     return rows
 
 
-def _measure_questions(engines: Mapping[str, Engine], tokens: int, questions: int) -> list[Row]:
-    """Seconds that two engines take for all questions about all documents; `alone` is one engine for a part of them."""
-    picks = random.Random(0)
+def _questions(tokens: int, questions: int) -> list[list[int]]:
+    """All questions about all documents, in any order."""
     asked = [
-        _prompt(tokens, f"document {document}") + _prompt(QUESTION_TOKENS, f"question {document} {nth}")
+        prompt_of(tokens, f"document {document}") + prompt_of(QUESTION_TOKENS, f"question {document} {nth}")
         for document in range(NUM_DOCUMENTS)
         for nth in range(questions)
     ]
-    picks.shuffle(asked)
-    rows = []
-    for name in ("kvpool", "vLLM offloading"):
-        pair = [engines[name], engines[f"second {name}"]]
-        for engine in pair:
-            _empty_own_cache(engine)
-        started = time.perf_counter()
-        with ThreadPoolExecutor(2) as threads:
-            halves = [threads.submit(_ask, engine, asked[nth::2]) for nth, engine in enumerate(pair)]
-        seconds = time.perf_counter() - started
-        hits = sum(half.result() for half in halves) / sum(map(len, asked))
-        rows.append(Row(f"{len(asked)} questions, {name}", len(asked) / seconds, "questions/s"))
-        rows.append(Row(f"{len(asked)} questions, {name}: tokens not computed", hits, "ratio"))
-        print(rows[-2], rows[-1], flush=True)
-    _empty_own_cache(engines["alone"])
-    few = asked[: max(4, len(asked) // 10)]
+    random.Random(0).shuffle(asked)
+    return asked
+
+
+def _measure_questions(
+    engines: Mapping[str, Engine], names: Sequence[str], asked: Sequence[Sequence[int]]
+) -> list[Row]:
+    """How many questions a second some engines answer that share them."""
+    sharing = [engines[name] for name in names]
+    for engine in sharing:
+        empty_own_cache(engine)
     started = time.perf_counter()
-    _ask(engines["alone"], few)
-    rows.append(
-        Row(f"{len(few)} questions, one engine alone", len(few) / (time.perf_counter() - started), "questions/s")
-    )
+    with ThreadPoolExecutor(len(sharing)) as threads:
+        shares = [threads.submit(_ask, engine, asked[nth :: len(sharing)]) for nth, engine in enumerate(sharing)]
+    seconds = time.perf_counter() - started
+    hits = sum(share.result() for share in shares) / sum(map(len, asked))
+    label = f"{len(asked)} questions, {names[0]}" + ("" if len(names) > 1 else ", one engine")
+    rows = [Row(label, len(asked) / seconds, "questions/s"), Row(f"{label}: tokens not computed", hits, "ratio")]
+    print(*rows, flush=True)
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.engine import EngineSpec
 from benchmarks.harness import free_port, process, wait_until
 
 LOCAL_BUFFER_BYTES = 64 << 20
@@ -83,6 +85,27 @@ def mooncake_store(segment_bytes: int) -> Iterator[Store]:
                 yield store
             finally:
                 store.close()
+
+
+def engine(model: Path, master: str, folder: Path, segment_bytes: int, options: dict[str, Any]) -> EngineSpec:
+    """A vLLM engine with MooncakeStoreConnector, over TCP.
+
+    Args:
+        folder: where its settings are written.
+        segment_bytes: of the host's memory, which the engine adds to the store.
+    """
+    config: dict[str, Any] = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master,
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": segment_bytes,
+        "local_buffer_size": 256 << 20,
+    }
+    path = folder / "mooncake.json"
+    path.write_text(json.dumps(config))
+    transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return EngineSpec(model, transfer, options, {"MOONCAKE_CONFIG_PATH": str(path), "PYTHONHASHSEED": "0"})
 
 
 def addresses(buffer: npt.NDArray[np.uint8], nbytes: int) -> list[int]:

@@ -9,7 +9,6 @@ Every round gives one new prompt to each engine in turn, then empties the engine
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import statistics
 import tempfile
@@ -49,7 +48,7 @@ def main(
             "alone": EngineSpec(model),
             "kvpool": EngineSpec(model, kvpool_transfer_config(endpoint)),
             "dead kvpool": EngineSpec(model, kvpool_transfer_config(dead)),
-            "Mooncake": _mooncake_engine(model, master, logs),
+            "Mooncake": mooncake_store.engine(model, master, logs, MOONCAKE_SEGMENT_BYTES, {}),
         }
         engines = {}
         for name, spec in specs.items():
@@ -97,21 +96,6 @@ def _cached_answer(engine: Engine, prompt: Sequence[int]) -> float:
     if answer.cached_tokens < len(prompt) * 0.9:
         raise RuntimeError(f"only {answer.cached_tokens} of {len(prompt)} tokens were hits")
     return answer.ttft_s
-
-
-def _mooncake_engine(model: Path, master: str, logs: Path) -> EngineSpec:
-    config: dict[str, Any] = {
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": master,
-        "protocol": "tcp",
-        "device_name": "",
-        "global_segment_size": MOONCAKE_SEGMENT_BYTES,
-        "local_buffer_size": 256 << 20,
-    }
-    path = logs / "mooncake.json"
-    path.write_text(json.dumps(config))
-    transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    return EngineSpec(model, transfer, environment={"MOONCAKE_CONFIG_PATH": str(path), "PYTHONHASHSEED": "0"})
 
 
 def _report(cold: dict[str, list[float]], warm: dict[str, list[float]], own: list[float], **facts: Any) -> None:
