@@ -26,7 +26,7 @@ def main(
     blocks: Annotated[int, typer.Option(help="Blocks in a transfer.")] = 1250,
 ) -> None:
     """Time gathering and scattering in alternation with plain copies of as many bytes."""
-    from vllm_plugin.copy.cuda import STAGING_BYTES, CudaCopier
+    from vllm_plugin.copy.cuda import REGISTER_STEP_BYTES, STAGING_BYTES, CudaCopier
     from vllm_plugin.layout import make_layout
 
     shape = (LAYERS, NUM_ENGINE_BLOCKS, HEADS, BLOCK_TOKENS, CONTENT_BYTES)
@@ -57,7 +57,8 @@ def main(
 
     def copied(target: torch.Tensor, source: torch.Tensor) -> float:
         started = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        for one, other in zip(target.split(REGISTER_STEP_BYTES), source.split(REGISTER_STEP_BYTES), strict=True):
+            one.copy_(other, non_blocking=True)  # CUDA copies from and to one registration at a time.
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
