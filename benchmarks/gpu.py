@@ -115,11 +115,13 @@ def _measure_prompts(
     warm: dict[str, list[float]] = {name: [] for name in loaders}
     prompts = [prompt_of(tokens, f"round {nth}") for nth in range(rounds + 1)]
     own: list[float] = []
+    picks = random.Random(0)
     for nth, prompt in enumerate(prompts):
-        for name, taken in cold.items():
-            taken.append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
+        # In any order: the GPU is slower for who comes after a pause.
+        for name in picks.sample(list(cold), len(cold)):
+            cold[name].append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
         own.append(engines["alone"].generate([prompt], max_tokens=1)[0].ttft_s)
-        for name, loader in loaders.items():
+        for name, loader in picks.sample(list(loaders.items()), len(loaders)):
             empty_own_cache(engines[name])  # Succeeds once all is stored.
             empty_own_cache(engines[loader])
             answer = engines[loader].generate([prompt], max_tokens=1)[0]

@@ -23,11 +23,16 @@ class Holding:
         self.entries = entries
         self._members: set[int] | None = None
 
-    def covers(self, entry: Entry) -> bool:
-        """Whether the (now final) entries contain this one."""
+    @property
+    def members(self) -> set[int]:
+        """The ids of the (now final) entries, as Python gives them."""
         if self._members is None:
-            self._members = {id(member) for member in self.entries}
-        return id(entry) in self._members
+            self._members = set(map(id, self.entries))
+        return self._members
+
+    def covers(self, entry: Entry) -> bool:
+        """Whether the entries contain this one."""
+        return id(entry) in self.members
 
 
 class Lease(Holding):

@@ -12,6 +12,7 @@ Invariants (`check_integrity`):
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -267,18 +268,19 @@ class Pool:
         shards.check(group.spec.num_shards)
         now = self.expire()
         lease = self._lease(lease_id)
+        held = lease.members
         present: list[bool] = []
         offsets: list[int] = []
-        checksums: list[int] = []
-        first, stop = shards.start, shards.start + shards.count
-        for block_hash in _all(runs):
-            entry = group.index.get(block_hash)
-            there = entry is not None and entry.complete and lease.covers(entry)
+        checksums = array("Q")
+        first, stop, full_mask = shards.start, shards.start + shards.count, group.full_mask
+        start = first * group.spec.chunk_bytes
+        for entry in map(group.index.get, _all(runs)):
+            there = entry is not None and entry.present == full_mask and id(entry) in held
             present.append(there)
             if there:
                 assert entry is not None
-                offsets.append(entry.offset + first * group.spec.chunk_bytes)
-                checksums.extend(entry.checksums[first:stop])
+                offsets.append(entry.offset + start)
+                checksums += entry.checksums[first:stop]
         self.counters["get_blocks"] += len(present)
         self.counters["get_blocks_present"] += len(offsets)
         remaining_ms = int((lease.deadline - now) * 1000)
