@@ -44,6 +44,7 @@ LLAMA_8B = {
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "block_size": 16,
+    "gpu_memory_utilization": 0.1,  # Only compared with what is free; engines share the GPU.
     "kv_cache_memory_bytes": 6 << 30,  # 49,152 tokens: two documents of the eight.
     "max_model_len": 24_000,
     "max_num_batched_tokens": 8192,
