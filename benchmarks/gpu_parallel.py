@@ -26,7 +26,7 @@ from benchmarks.harness import Row, at_least
 
 POOL_GIB = 24
 KV_BYTES = 11 << 29
-"""Two prompts: half of the engine's blocks may be on their way to the pool at once, and that is to be a whole prompt."""
+"""Half of the engine's blocks may be on their way to the pool at once, and that is to be a whole prompt."""
 SAME_RATE = 0.9
 _LOAD_SECONDS, _LOADED_BYTES = "vllm:kvpool_load_seconds", "vllm:kvpool_loaded_bytes"
 
