@@ -21,7 +21,8 @@ def _gathered(source: str, dtype: torch.dtype, num_shards: int) -> np.ndarray:
 
     layout = layout_of(LAYOUTS[source](numbered().to(dtype)), num_shards, MEMBERS)
     rows = torch.zeros(3, layout.region_bytes, dtype=torch.uint8)
-    PagedBlocks(layout).gather(torch.tensor(IDS), rows)
+    blocks = PagedBlocks(layout)
+    blocks.gather(torch.tensor(IDS), blocks.words(rows))
     return rows.numpy()
 
 
@@ -29,7 +30,8 @@ def _scattered(source: str, dtype: torch.dtype, num_shards: int, rows: np.ndarra
     from vllm_plugin.copy.paged import PagedBlocks
 
     caches = LAYOUTS[source](torch.full_like(numbered(), -2).to(dtype))
-    PagedBlocks(layout_of(caches, num_shards, MEMBERS)).scatter(torch.tensor(TARGETS), torch.from_numpy(rows))
+    blocks = PagedBlocks(layout_of(caches, num_shards, MEMBERS))
+    blocks.scatter(torch.tensor(TARGETS), blocks.words(torch.from_numpy(rows)))
     return [cache.numpy() for cache in caches.values()]
 
 

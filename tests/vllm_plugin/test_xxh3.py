@@ -19,8 +19,10 @@ def _checksums(chunks: np.ndarray) -> list[int]:
     from vllm_plugin.copy import xxh3
 
     assert xxh3.Hasher.suits(chunks.shape[1])
-    accumulators = xxh3.Hasher(torch.device("cpu")).accumulate(torch.from_numpy(chunks))
-    return list(xxh3.finish(accumulators.numpy().view(np.uint64), chunks.shape[1]))
+    room = torch.empty(xxh3.Hasher.room(*chunks.shape), dtype=torch.int64)
+    hashing = xxh3.Hasher(torch.device("cpu")).prepare(torch.from_numpy(chunks), room)
+    hashing.start()
+    return list(xxh3.finish(hashing.accumulators.numpy().view(np.uint64), chunks.shape[1]))
 
 
 @pytest.fixture

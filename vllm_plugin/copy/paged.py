@@ -39,34 +39,36 @@ class PagedBlocks:
     def compile(self) -> None:
         """Compiles the kernels for a CUDA device: the first request should not wait for that."""
         ids = torch.zeros(0, 0, dtype=torch.int64, device=self._likes[0].table.device)
-        rows = torch.empty(0, self._region_bytes, dtype=torch.uint8, device=ids.device)
+        words = self.words(torch.empty(0, self._region_bytes, dtype=torch.uint8, device=ids.device))
         for like, gather in itertools.product(self._likes, (True, False)):
-            _move.warmup(*self._arguments(like, ids, rows, gather), num_warps=_NUM_WARPS, grid=(1,))
+            _move.warmup(*self._arguments(like, ids, words, gather), num_warps=_NUM_WARPS, grid=(1,))
 
-    def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def words(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of bytes, uint8 [count, region bytes], on the device, contiguous and aligned to words, as is copied."""
+        assert rows.shape[1] == self._region_bytes, f"rows of {rows.shape[1]} bytes for {self._region_bytes}"
+        return rows.view(self._dtype)
+
+    def gather(self, ids: torch.Tensor, words: torch.Tensor) -> None:
         """Starts copying blocks into rows, on the current stream.
 
         Args:
             ids: int64 [members, count], on the device: which blocks.
-            rows: uint8 [count, region bytes], on the device, contiguous, aligned to words.
+            words: the rows, as `words` gives them.
         """
-        self._move(ids, rows, gather=True)
+        self._move(ids, words, gather=True)
 
-    def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def scatter(self, ids: torch.Tensor, words: torch.Tensor) -> None:
         """Starts copying rows into blocks; see `gather`."""
-        self._move(ids, rows, gather=False)
+        self._move(ids, words, gather=False)
 
-    def _move(self, ids: torch.Tensor, rows: torch.Tensor, gather: bool) -> None:
-        count, nbytes = rows.shape
-        assert nbytes == self._region_bytes, f"rows of {nbytes} bytes for blocks of {self._region_bytes}"
+    def _move(self, ids: torch.Tensor, words: torch.Tensor, gather: bool) -> None:
         for like in self._likes:
-            grid = (count, like.num_parts, triton.cdiv(like.part_words, _TILE_WORDS))
-            _move[grid](*self._arguments(like, ids, rows, gather), num_warps=_NUM_WARPS)
+            grid = (words.shape[0], like.num_parts, triton.cdiv(like.part_words, _TILE_WORDS))
+            _move[grid](*self._arguments(like, ids, words, gather), num_warps=_NUM_WARPS)
 
-    def _arguments(self, like: _Like, ids: torch.Tensor, rows: torch.Tensor, gather: bool) -> tuple[Any, ...]:
-        words = rows.view(self._dtype)
+    def _arguments(self, like: _Like, ids: torch.Tensor, words: torch.Tensor, gather: bool) -> tuple[Any, ...]:
         return (
-            like.table, ids, words, len(rows), words.shape[1], like.chunk_words, like.part_words, like.block_stride,
+            like.table, ids, words, *words.shape, like.chunk_words, like.part_words, like.block_stride,
             *like.sizes, *like.strides, _WORDS[self._dtype], _TILE_WORDS, gather,
         )  # fmt: skip
 

@@ -58,31 +58,54 @@ class Hasher:
         """Whether chunks of this size can be hashed here."""
         return chunk_bytes >= MIN_BYTES and chunk_bytes % WORD_BYTES == 0
 
-    def accumulate(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Starts hashing on the current stream.
+    @classmethod
+    def room(cls, count: int, chunk_bytes: int) -> int:
+        """Words that `prepare` needs for so many chunks of this size; 0 if they cannot be hashed here."""
+        return count * (_num_blocks(chunk_bytes) + 2) * _LANES if cls.suits(chunk_bytes) else 0
+
+    def prepare(self, chunks: torch.Tensor, room: torch.Tensor) -> Hashing:
+        """What hashes the chunks that lie in some memory, again and again.
 
         Args:
             chunks: uint8 [count, chunk bytes], contiguous, aligned to words.
-
-        Returns:
-            int64 [count, 8], for `finish`.
+            room: int64, on the same device.
         """
-        count, nbytes = chunks.shape
-        num_blocks = (nbytes - 1) // _BLOCK_BYTES
-        num_stripes = (nbytes - 1 - num_blocks * _BLOCK_BYTES) // 64  # Of the last block, which is not whole.
-        words = chunks.view(torch.int64)
-        sums = torch.empty((count, num_blocks + 1, _LANES), dtype=torch.int64, device=chunks.device)
-        result = torch.empty((count, _LANES), dtype=torch.int64, device=chunks.device)
-        tiles = triton.cdiv(num_blocks + 1, _TILE_BLOCKS)
-        _sum_stripes[(count, tiles)](
-            words, self._table, sums, nbytes // WORD_BYTES, num_blocks, num_stripes,
+        return Hashing(self._table, chunks, room)
+
+
+class Hashing:
+    """See `Hasher.prepare`.
+
+    Attributes:
+        accumulators: int64 [count, 8], for `finish`.
+    """
+
+    def __init__(self, table: torch.Tensor, chunks: torch.Tensor, room: torch.Tensor):
+        self._count, nbytes = chunks.shape
+        self._table = table
+        self._words = chunks.view(torch.int64)
+        self._num_words = nbytes // WORD_BYTES
+        self._num_blocks = _num_blocks(nbytes)
+        self._num_stripes = (nbytes - 1 - self._num_blocks * _BLOCK_BYTES) // 64  # Of the last, which is not whole.
+        self.accumulators = room[: self._count * _LANES].view(-1, _LANES)
+        self._sums = room[self.accumulators.numel() :][: self._count * (self._num_blocks + 1) * _LANES]
+
+    def start(self) -> None:
+        """Starts hashing on the current stream."""
+        tiles = triton.cdiv(self._num_blocks + 1, _TILE_BLOCKS)
+        _sum_stripes[(self._count, tiles)](
+            self._words, self._table, self._sums, self._num_words, self._num_blocks, self._num_stripes,
             _STRIPES, _LANES, _TILE_BLOCKS, num_warps=4,
         )  # fmt: skip
-        _scramble[(count,)](
-            words, self._table, sums, result, nbytes // WORD_BYTES, num_blocks, _LANES, _UNROLL, _PRIME32_1,
-            num_warps=1,
+        _scramble[(self._count,)](
+            self._words, self._table, self._sums, self.accumulators, self._num_words, self._num_blocks,
+            _LANES, _UNROLL, _PRIME32_1, num_warps=1,
         )  # fmt: skip
-        return result
+
+
+def _num_blocks(chunk_bytes: int) -> int:
+    """Whole blocks before the last one."""
+    return (chunk_bytes - 1) // _BLOCK_BYTES
 
 
 def finish(accumulators: npt.NDArray[np.uint64], nbytes: int) -> list[int]:

@@ -1,0 +1,122 @@
+"""CUDA's driver, called without letting go of Python's lock (the GIL).
+
+Ranks of a tensor-parallel engine wait for their next step in a loop that lets go of the lock and takes it back about a
+million times a second. Whoever lets go of it beside them waits 50 us and more to have it again, and torch lets go of it
+in every call: with a call for each block a rank's load took four times as long as the bytes. So what only begins
+something on the device, in 2 or 3 us, keeps the lock here, and what waits lets go of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_SUCCESS, _NOT_READY = 0, 600
+_EVENT_BLOCKING, _EVENT_NO_TIMING = 1, 2
+_UNIFIED = 4
+MAX_STEP_BYTES = (1 << 31) - 1
+"""Largest distance of two rows in one copy."""
+
+
+class Event:
+    """A place in a stream's work."""
+
+    def __init__(self) -> None:
+        handle = ctypes.c_void_p()
+        _call("cuEventCreate", ctypes.byref(handle), _EVENT_BLOCKING | _EVENT_NO_TIMING)
+        self.handle = handle.value or 0
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", 0):
+            _held().cuEventDestroy_v2(ctypes.c_void_p(handle))
+
+    def record(self, stream: int) -> None:
+        """Sets it behind all that the stream has been given so far."""
+        _call("cuEventRecord", ctypes.c_void_p(self.handle), ctypes.c_void_p(stream))
+
+    def synchronize(self) -> None:
+        """Returns when it is reached, or was never set."""
+        code = _held().cuEventQuery(ctypes.c_void_p(self.handle))
+        if code == _NOT_READY:
+            code = _free().cuEventSynchronize(ctypes.c_void_p(self.handle))
+        _check(code, "cuEventSynchronize")
+
+
+def wait(stream: int, event: int) -> None:
+    """Lets a stream wait for an event, given by its handle."""
+    _call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+
+
+def copy(stream: int, target: int, source: int, nbytes: int) -> None:
+    """Begins a copy between two addresses, on the device or in pinned memory."""
+    _call(
+        "cuMemcpyAsync",
+        ctypes.c_uint64(target),
+        ctypes.c_uint64(source),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_void_p(stream),
+    )
+
+
+def copy_rows(
+    stream: int, target: int, target_step: int, source: int, source_step: int, nbytes: int, count: int
+) -> None:
+    """Begins a copy of `count` rows of `nbytes`, `target_step` and `source_step` bytes apart."""
+    if count == 1 or target_step == source_step == nbytes:
+        copy(stream, target, source, nbytes * count)
+        return
+    rows = _Memcpy2D(
+        src_type=_UNIFIED,
+        src_device=source,
+        src_pitch=source_step,
+        dst_type=_UNIFIED,
+        dst_device=target,
+        dst_pitch=target_step,
+        width=nbytes,
+        height=count,
+    )
+    _call("cuMemcpy2DAsync_v2", ctypes.byref(rows), ctypes.c_void_p(stream))
+
+
+class _Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of cuda.h."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_type", ctypes.c_int),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_type", ctypes.c_int),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+@functools.cache
+def _held() -> ctypes.PyDLL:
+    """The driver, called with the lock."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@functools.cache
+def _free() -> ctypes.CDLL:
+    """The driver, called without it."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: object) -> None:
+    _check(getattr(_held(), name)(*arguments), name)
+
+
+def _check(code: int, name: str) -> None:
+    if code != _SUCCESS:
+        raise RuntimeError(f"CUDA's {name} failed with code {code}")
