@@ -35,10 +35,10 @@ keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncak
 puts and gets. Fairness is the slowest client's share of the calls over the mean share; no call may
 run into its deadline.""",
     "memory": "Server memory beyond the arena.",
-    "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool, vLLM's in-process offloading to CPU memory, and Mooncake.
+    "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",
-    "gpu_parallel": """Ranks of a tensor-parallel engine, each with a GPU and a bus of its own, load their shares of a prompt.
+    "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is of its whole load, from asking where the blocks lie to the last checksum. What is not bytes takes as
 long for many ranks as for one, and their shares are smaller.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
