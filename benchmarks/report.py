@@ -32,8 +32,10 @@ for us; what is missing is the latency of the two or three calls around a batch.
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
-puts and gets. Fairness is the slowest client's share of the calls over the mean share; no call may
-run into its deadline.""",
+puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
+client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
+second: 64 clients that each ask again at once keep every core busy, and then wait 64 turns for each answer. A client
+whose turn takes longer than that (more of them, fewer cores) wants a higher `timeout_ms`.""",
     "memory": "Server memory beyond the arena.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
