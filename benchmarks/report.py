@@ -36,7 +36,12 @@ puts and gets, each client a process of its own. The server answers in the order
 client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
 second: 64 clients that each ask again at once keep every core busy, and then wait 64 turns for each answer. A client
 whose turn takes longer than that (more of them, fewer cores) wants a higher `timeout_ms`.""",
-    "memory": "Server memory beyond the arena.",
+    "replay": """Which share of the blocks of a chat service's prompts a pool of a given size would have had when they
+came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
+more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. A policy of
+eviction is one entry of `benchmarks.replay.POLICIES`. Without the trace (`--trace PATH`) this is skipped.""",
+    "memory": """Server memory beyond the arena, an entry. Ten million entries take
+`python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes, 6 GB, and no part of `make bench`.""",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",
