@@ -41,7 +41,8 @@ came: 12,031 requests of the Mooncake trace, through the server's own pool, in m
 more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. A policy of
 eviction is one entry of `benchmarks.replay.POLICIES`. Without the trace (`--trace PATH`) this is skipped.""",
     "memory": """Server memory beyond the arena, an entry. Ten million entries take
-`python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes, 6 GB, and no part of `make bench`.""",
+`python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
+6 GB, and no part of `make bench`.""",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",

@@ -1,6 +1,5 @@
 """Replays of traces small enough to be counted by hand."""
 
-import functools
 import json
 
 import pytest
