@@ -40,6 +40,9 @@ whose turn takes longer than that (more of them, fewer cores) wants a higher `ti
 came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
 more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. A policy of
 eviction is one entry of `benchmarks.replay.POLICIES`. Without the trace (`--trace PATH`) this is skipped.""",
+    "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
+bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
+no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",
     "memory": """Server memory beyond the arena, an entry. Ten million entries take
 `python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
 6 GB, and no part of `make bench`.""",
