@@ -45,7 +45,7 @@ bare TCP connection over the same link: two network namespaces, joined by a proc
 no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",
     "memory": """Server memory beyond the arena, an entry. Ten million entries take
 `python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
-6 GB, and no part of `make bench`.""",
+and no part of `make bench`.""",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside no pool and vLLM's own in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",
