@@ -136,6 +136,7 @@ def _client(endpoint: str, work: str, number: int, seconds: float, together: Bar
             tally.errors.append(f"{type(error).__name__}: {error}")
         else:
             tally.seconds.append(time.perf_counter() - began_at)
+    together.wait(START_S)  # Who has ended takes time from those who have not: an arena is unmapped.
     tallies.put(tally)
     caller.close()
 
