@@ -1,7 +1,7 @@
 """What one TCP connection over loopback can do at all: bytes from one buffer into another, in another process.
 
-No protocol but a header, nothing allocated, nothing summed. `python -m benchmarks.bare_socket PORT MESSAGE_BYTES` is
-the other process.
+No protocol but a header, nothing allocated, nothing summed. `python -m benchmarks.bare_socket PORT MESSAGE_BYTES
+[HOST]` is the other process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from benchmarks.harness import free_port, process, wait_until
 from benchmarks.traffic import Bytes
 
 DEADLINE_S = 60.0
+LOOPBACK = "127.0.0.1"
 _HEADER = struct.Struct("<cQQ")
 _PUT, _GET, _DONE = b"p", b"g", b"."
 
@@ -23,8 +24,8 @@ _PUT, _GET, _DONE = b"p", b"g", b"."
 class BareSocket:
     """A client of the bare server."""
 
-    def __init__(self, port: int):
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    def __init__(self, port: int, host: str = LOOPBACK):
+        self._socket = socket.create_connection((host, port), timeout=DEADLINE_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def put(self, source: Bytes) -> None:
@@ -72,8 +73,9 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
 def main(arguments: Sequence[str]) -> None:
     """Serves one client until it goes."""
     port, message_bytes = int(arguments[0]), int(arguments[1])
+    host = arguments[2] if len(arguments) > 2 else LOOPBACK
     memory, header = memoryview(bytearray(b"\1" * message_bytes)), memoryview(bytearray(_HEADER.size))
-    with socket.create_server(("127.0.0.1", port)) as server:
+    with socket.create_server((host, port)) as server:
         print("ready", flush=True)
         connection, _ = server.accept()
     with connection:

@@ -184,12 +184,39 @@ def many_clients(result: Result) -> Figure | None:
     return figure
 
 
+def hit_ratios(result: Result) -> Figure | None:
+    """Hit ratio of a replayed trace against the capacity, by policy."""
+    lines = [series for series in result.get("series", ()) if series["plot"] == "hit ratio"]
+    if not lines:
+        return None
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure.suptitle("How much of a real service's prompts would a pool of this size have had?", x=0.01, ha="left")
+    axes = figure.subplots()
+    colours = iter((BLUE, ORANGE, RED, LIGHT_BLUE))
+    for series in lines:
+        reference = series["limit"] or not series["name"].startswith("kvpool")
+        colour = DARK if series["limit"] else GREY if reference else next(colours)
+        label = f"{series['name']} (limit)" if series["limit"] else series["name"]
+        style = ("--", "") if reference else ("-", "o")
+        axes.plot(series["x"], series["y"], style[0], marker=style[1], color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(lines[0]["x"])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g} %"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("capacity, of the trace's distinct blocks")
+    axes.set_ylabel("hits, of all blocks asked for")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "transport": throughput,
     "lookup": lookups,
     "vllm": first_tokens,
     "gpu": first_tokens,
     "clients": many_clients,
+    "replay": hit_ratios,
 }
 
 

@@ -32,9 +32,20 @@ for us; what is missing is the latency of the two or three calls around a batch.
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
-puts and gets. Fairness is the slowest client's share of the calls over the mean share; no call may
-run into its deadline.""",
-    "memory": "Server memory beyond the arena.",
+puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
+client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
+second: 64 clients that each ask again at once keep every core busy, and then wait 64 turns for each answer. A client
+whose turn takes longer than that (more of them, fewer cores) wants a higher `timeout_ms`.""",
+    "replay": """Which share of the blocks of a chat service's prompts a pool of a given size would have had when they
+came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
+more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. A policy of
+eviction is one entry of `benchmarks.replay.POLICIES`. Without the trace (`--trace PATH`) this is skipped.""",
+    "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
+bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
+no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",
+    "memory": """Server memory beyond the arena, an entry. Ten million entries take
+`python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
+and no part of `make bench`.""",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",

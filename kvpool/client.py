@@ -141,7 +141,7 @@ class Client:
         self.config = config or ClientConfig()
         self._channel = grpc.insecure_channel(self.config.endpoint, options=_CHANNEL_OPTIONS)
         self._stub = PoolStub(self._channel)  # type: ignore[no-untyped-call]
-        self._lookups = LookupStream(self._stub.LookupStream)
+        self._lookups = LookupStream(self._stub.LookupStream, self._stub.Lookup)
         # One transport serves every namespace of one boot of the server.
         self._attaching = threading.Lock()
         self._transport: Transport | None = None

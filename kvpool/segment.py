@@ -9,6 +9,7 @@ removed by the next one (`sweep`), so a killed server leaks nothing for long.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -27,7 +28,10 @@ from kvpool.types import SegmentInfo
 PREFIX = "kvpool-"
 TRAILER_BYTES = mmap.PAGESIZE
 NONCE_BYTES = 16
-MAP_STEP_BYTES = 32 << 20
+MAP_STEP_BYTES = 4 << 20
+"""Small: the thread that maps ahead gives way to all others, and within a step it holds the mapping's lock."""
+IDLE_NICE = 19
+MAP_AHEAD = "kvpool-map-ahead"
 MAP_POLL_S = 0.1
 MAP_AHEAD_S = 600.0
 _MADV_HUGEPAGE = 14
@@ -139,10 +143,13 @@ class Segment:
 
         Never touches a page before its owner has: whoever does pays for it, and in a container that is a limit.
         """
-        threading.Thread(target=self._map_ahead, args=(self.bytes,), name="kvpool-map-ahead", daemon=True).start()
+        threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
 
     def _map_ahead(self, view: Bytes) -> None:
         # `view` keeps the mapping until this thread has seen that the segment is closed.
+        with contextlib.suppress(OSError):
+            # 64 engines that start at once would keep the cores from the server, and from each other, for seconds.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICE)
         deadline = time.monotonic() + MAP_AHEAD_S
         for start in range(0, len(view), MAP_STEP_BYTES):
             nbytes = min(MAP_STEP_BYTES, len(view) - start)

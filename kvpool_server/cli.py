@@ -16,6 +16,7 @@ import typer
 from kvpool.errors import ConfigError
 from kvpool.version import __version__
 from kvpool_server.allocator import keep_freed_memory
+from kvpool_server.collector import keep_collections_short
 from kvpool_server.config import ServerConfig, load, split_address
 from kvpool_server.server import Server
 
@@ -70,6 +71,7 @@ def serve(
         settings = load(given, config)
         configure_logging(settings)
         keep_freed_memory()
+        keep_collections_short()
         asyncio.run(_run(settings))
     except ConfigError as error:
         typer.echo(f"kvpool-server: {error}", err=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -70,16 +71,24 @@ class PoolService(PoolServicer):
         """Times a unary-reply method and turns its errors into statuses."""
 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            started = time.perf_counter()
             try:
-                reply = await method(request, context)
+                with self._observed(name):
+                    return await method(request, context)
             except KVPoolError as error:
-                await self._fail(name, started, error, context)
-            else:
-                self._metrics.observe(name, "OK", time.perf_counter() - started)
-                return reply
+                await context.abort(wire.status_of(error), str(error))
 
         return call
+
+    @contextlib.contextmanager
+    def _observed(self, name: str) -> Iterator[None]:
+        """Times what answers one request, and says how it ended; errors pass."""
+        started = time.perf_counter()
+        try:
+            yield
+        except KVPoolError as error:
+            self._metrics.observe(name, wire.status_of(error).name, time.perf_counter() - started)
+            raise
+        self._metrics.observe(name, "OK", time.perf_counter() - started)
 
     async def _fail(
         self, name: str, started: float, error: KVPoolError, context: grpc.aio.ServicerContext[Any, Any]
@@ -133,12 +142,11 @@ class PoolService(PoolServicer):
         self._streams.add(task)
         try:
             async for request in requests:
-                started = time.perf_counter()
                 try:
-                    reply, status = pb.LookupReply(found=self._lookup(request)), "OK"
+                    with self._observed("Lookup"):
+                        reply = pb.LookupReply(found=self._lookup(request))
                 except KVPoolError as error:
-                    reply, status = wire.encode_lookup_error(error), wire.status_of(error).name
-                self._metrics.observe("Lookup", status, time.perf_counter() - started)
+                    reply = wire.encode_lookup_error(error)
                 yield reply
         except asyncio.CancelledError:
             if not self._ending:

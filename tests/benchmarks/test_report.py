@@ -36,7 +36,10 @@ RESULT = {
     "versions": {"python": "3.11"},
     "facts": {"batch_bytes": 64 << 20, "tokens": 4096},
     "before": ORIGIN,
-    "series": [_series(name, plot) for name in plots.RATES for plot in ("put", "get")],
+    "series": [
+        *(_series(name, plot) for name in plots.RATES for plot in ("put", "get")),
+        *(_series(name, "hit ratio") for name in ("kvpool, LRU", "plain LRU", "clairvoyant")),
+    ],
     "rows": [
         _row("a call that does nothing (Ping): p50", 0.4),
         *(

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError, TransferError
-from kvpool.segment import PREFIX, Segment, sweep
+from kvpool.segment import IDLE_NICE, MAP_AHEAD, PREFIX, Segment, sweep
 from tests.support.processes import wait_for
 
 NBYTES = 1 << 20
@@ -135,6 +136,19 @@ def test_map_ahead_maps_what_the_owner_has_backed_and_backs_nothing_itself() -> 
         assert _mapped_bytes(owner.path) <= NBYTES
         owner.populate(0, 4 * NBYTES)
         wait_for(lambda: _mapped_bytes(owner.path) >= 8 * NBYTES, "both mappings in the page tables")
+    finally:
+        attached.close()
+        owner.close()
+
+
+def test_mapping_ahead_gives_way_to_every_other_thread() -> None:
+    owner = Segment.create("/dev/shm", 4 * NBYTES)
+    attached = Segment.attach(owner.info())
+    try:
+        attached.map_ahead()  # Waits for the owner to back the first step.
+        mapper = next(thread for thread in threading.enumerate() if thread.name == MAP_AHEAD)
+        wait_for(lambda: os.getpriority(os.PRIO_PROCESS, mapper.native_id or 0) == IDLE_NICE, "a mapper that gives way")
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < IDLE_NICE
     finally:
         attached.close()
         owner.close()

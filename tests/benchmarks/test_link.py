@@ -1,0 +1,102 @@
+"""A link delays what it carries, loses what it is told to, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.link import ADDRESSES, link, why_not
+
+ECHO = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as echo:
+    echo.bind((sys.argv[1], 7))
+    print("ready", flush=True)
+    while True:
+        echo.sendto(*echo.recvfrom(9000))
+"""
+ASK = """
+import json, socket, sys, time
+count, came = int(sys.argv[2]), []
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+    asks.settimeout(0.05)
+    for nth in range(count):
+        sent_at = time.monotonic()
+        asks.sendto(nth.to_bytes(4, "big"), (sys.argv[1], 7))
+        try:
+            while int.from_bytes(asks.recv(9000), "big") != nth:
+                pass
+            came.append(time.monotonic() - sent_at)
+        except TimeoutError:
+            pass
+print(json.dumps(came))
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _permitted() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def _round_trips(count: int, **how: float) -> list[float]:
+    """Seconds of each datagram's way to the other end and back, of those that came back."""
+    with link(**how) as (here, there):  # type: ignore[arg-type]
+        echo = subprocess.Popen(
+            here.command(sys.executable, "-c", ECHO, here.address), stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert echo.stdout is not None and echo.stdout.readline() == "ready\n"
+            ask = there.command(sys.executable, "-c", ASK, here.address, str(count))
+            done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
+        finally:
+            echo.kill()
+            echo.communicate()
+    return [float(each) for each in done.stdout.strip("[]\n").split(",") if each]
+
+
+def test_every_packet_is_as_late_as_it_is_to_be() -> None:
+    seconds = _round_trips(50, delay_ms=4.0, loss=0.0)
+    assert len(seconds) == 50, "packets were lost"
+    assert min(seconds) >= 2 * 0.004
+
+
+def test_packets_are_lost_as_the_seed_says() -> None:
+    back = len(_round_trips(100, delay_ms=0.0, loss=0.3))
+    assert 20 <= back <= 80, "about half of what goes there and back should come back"
+
+
+def test_a_link_that_loses_everything_carries_nothing() -> None:
+    assert _round_trips(3, delay_ms=0.0, loss=1.0) == []
+
+
+def test_ends_are_namespaces_of_their_own() -> None:
+    with link() as ends, link() as others:
+        assert tuple(end.address for end in ends) == ADDRESSES
+        ours = os.readlink("/proc/self/ns/net")
+        names = {os.readlink(f"/proc/{end.pid}/ns/net") for end in (*ends, *others)}
+        assert len(names) == 4 and ours not in names
+
+
+@pytest.fixture
+def children() -> Iterator[set[str]]:
+    path = f"/proc/self/task/{os.getpid()}/children"
+    with open(path) as before:
+        had = set(before.read().split())
+    yield had
+    with open(path) as after:
+        assert set(after.read().split()) <= had, "a process was left behind"
+
+
+def test_nothing_is_left_of_a_link(children: set[str]) -> None:
+    with pytest.raises(KeyError), link():
+        raise KeyError("in the middle")
+    with link():
+        pass
+
+
+def test_why_there_can_be_no_link_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "unshare, nsenter, ip not installed" in why_not()

@@ -1,0 +1,170 @@
+"""Streamed lookups against a server that answers well, late, wrongly or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.lookup_stream import LookupStream
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolServicer, PoolStub, add_PoolServicer_to_server
+from tests.support.processes import wait_for
+
+TIMEOUT_S = 10.0
+END, FAIL, SAY_MORE, WAIT, REFUSE = 1, 2, 3, 4, 5
+"""What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
+
+
+class Whim(PoolServicer):
+    """Does as each lookup asks."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.num_streams = 0
+
+    def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        return pb.LookupResponse(boot_token=7, lease_ttl_ms=request.lease_ttl_ms)
+
+    def LookupStream(self, requests: Iterator[pb.LookupRequest], context: Any) -> Iterator[Any]:
+        self.num_streams += 1
+        for request in requests:
+            wish = request.lease_ttl_ms
+            if wish == END:
+                return
+            if wish == FAIL:
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more")
+            if wish == WAIT:
+                self.go_on.wait(TIMEOUT_S)
+            if wish == REFUSE:
+                yield pb.LookupReply(error=pb.CallError(code=5, message="not open"))
+                continue
+            reply = pb.LookupReply(found=self.Lookup(request, context))
+            yield reply
+            if wish == SAY_MORE:
+                yield reply
+
+
+class Served:
+    """A server, and a stream of a channel to it."""
+
+    def __init__(self) -> None:
+        self.whim = Whim()
+        self.server = grpc.server(ThreadPoolExecutor(8))
+        add_PoolServicer_to_server(self.whim, self.server)  # type: ignore[no-untyped-call]
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
+        self.lookups = LookupStream(self.stub.LookupStream, self.stub.Lookup)
+
+    def ask(self, wish: int, timeout: float = TIMEOUT_S) -> int:
+        return int(self.lookups(pb.LookupRequest(lease_ttl_ms=wish), timeout).lease_ttl_ms)
+
+    def code_of(self, wish: int, timeout: float = TIMEOUT_S) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as raised:
+            self.ask(wish, timeout)
+        code: grpc.StatusCode = raised.value.code()
+        return code
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.whim.go_on.set()
+    made.lookups.close()
+    made.channel.close()
+    made.server.stop(None).wait()
+    wait_for(
+        lambda: not any(thread.name == "kvpool-lookups" for thread in threading.enumerate()), "readers that have ended"
+    )
+
+
+def test_many_threads_get_their_own_answers_over_one_call(served: Served) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        asked = list(range(100, 1_100))
+        assert list(threads.map(served.ask, asked)) == asked
+    assert served.whim.num_streams == 1
+
+
+def test_what_is_sent_before_any_answer_is_answered_in_order(served: Served) -> None:
+    pending = [served.lookups.future(pb.LookupRequest(lease_ttl_ms=ttl), TIMEOUT_S) for ttl in range(100, 400)]
+    assert [each.result().lease_ttl_ms for each in pending] == list(range(100, 400))
+
+
+def test_large_requests_that_nobody_reads_wait_their_turn(served: Served) -> None:
+    large = pb.LookupRequest(lease_ttl_ms=WAIT, namespace=bytes(2 << 20))
+    pending = [served.lookups.future(large, TIMEOUT_S) for _ in range(8)]
+    assert not any(each.done() for each in pending)
+    served.whim.go_on.set()
+    assert [each.result().lease_ttl_ms for each in pending] == [WAIT] * 8
+
+
+def test_a_lookup_that_is_refused_does_not_end_the_stream(served: Served) -> None:
+    assert served.code_of(REFUSE) is grpc.StatusCode.NOT_FOUND
+    assert served.ask(100) == 100
+    assert served.whim.num_streams == 1
+
+
+@pytest.mark.parametrize(
+    ("wish", "code"),
+    [(END, grpc.StatusCode.UNAVAILABLE), (FAIL, grpc.StatusCode.RESOURCE_EXHAUSTED)],
+    ids=["ended", "failed"],
+)
+def test_a_stream_that_ends_fails_what_waits_and_the_next_lookup_opens_another(
+    served: Served, wish: int, code: grpc.StatusCode
+) -> None:
+    assert served.ask(100) == 100
+    assert served.code_of(wish) is code
+    assert served.ask(101) == 101
+    assert served.whim.num_streams == 2
+
+
+def test_a_lookup_ends_at_its_deadline_and_a_late_answer_is_nobody_elses(served: Served) -> None:
+    assert served.code_of(WAIT, 0.05) is grpc.StatusCode.DEADLINE_EXCEEDED
+    served.whim.go_on.set()
+    assert served.ask(100) == 100
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_stream(served: Served) -> None:
+    served.ask(SAY_MORE)
+    wait_for(lambda: served.lookups._stream is not None and served.lookups._stream._ended, "the stream's end")
+    assert served.ask(100) == 100
+    assert served.whim.num_streams == 2
+
+
+def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:
+    pending = served.lookups.future(pb.LookupRequest(lease_ttl_ms=WAIT), TIMEOUT_S)
+    served.lookups.close()
+    with pytest.raises(grpc.RpcError) as raised:
+        pending.result()
+    assert raised.value.code() is grpc.StatusCode.CANCELLED
+    served.channel.close()
+    with pytest.raises(ValueError, match="closed"):
+        served.ask(100)
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        stub = PoolStub(channel)  # type: ignore[no-untyped-call]
+        lookups = LookupStream(stub.LookupStream, stub.Lookup)
+        with pytest.raises(grpc.RpcError) as raised:
+            lookups(pb.LookupRequest(), TIMEOUT_S)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "Failed to connect to remote host" in raised.value.details()
+
+
+def test_with_another_grpc_lookups_are_calls_of_their_own(served: Served) -> None:
+    class OtherStreams:
+        def __call__(self, *_: object) -> None:
+            raise AssertionError("not to be called")
+
+    lookups = LookupStream(OtherStreams(), served.stub.Lookup)
+    for _ in range(2):
+        assert lookups(pb.LookupRequest(lease_ttl_ms=100), TIMEOUT_S).lease_ttl_ms == 100
+    assert served.whim.num_streams == 0

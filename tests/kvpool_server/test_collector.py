@@ -1,0 +1,59 @@
+"""The collector of a server: what it looks at, and what it finds all the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool_server.collector import THRESHOLDS, _freeze_survivors, keep_collections_short
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself: Node | None = self
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.callbacks.remove(_freeze_survivors)
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def test_what_came_through_a_full_collection_is_looked_at_by_no_other() -> None:
+    keep_collections_short()
+    assert gc.get_threshold() == THRESHOLDS
+    kept = [[] for _ in range(1_000)]
+    before = gc.get_freeze_count()
+    gc.collect()
+    assert gc.get_freeze_count() >= before + len(kept)
+    assert not any(tracked is kept for tracked in gc.get_objects())
+
+
+def test_what_is_frozen_is_freed_by_its_reference_count() -> None:
+    keep_collections_short()
+    held = [Node()]
+    held[0].itself = None
+    node = weakref.ref(held[0])
+    gc.collect()
+    held.clear()
+    assert node() is None
+
+
+def test_new_cycles_are_found() -> None:
+    keep_collections_short()
+    node = weakref.ref(Node())
+    assert node() is not None
+    gc.collect()
+    assert node() is None
+
+
+def test_setting_it_twice_is_setting_it_once() -> None:
+    keep_collections_short()
+    keep_collections_short()
+    assert gc.callbacks.count(_freeze_survivors) == 1
