@@ -282,7 +282,7 @@ class Client:
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
         try:
             namespace.transport.write(
-                grant.ticket_id, grant.offsets, region_bytes, fill_and_sum, batch_bytes, timeout_s
+                grant.ticket_id, grant.offsets, region_bytes, fill_and_sum, batch_bytes, timeout_s, grant.permit
             )
             receipt = self.put_end(grant.ticket_id, [each for later in sums for each in later()])
         except BaseException:
@@ -392,7 +392,9 @@ class Client:
         timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
         if there:
             region_bytes = shards.count * group.chunk_bytes
-            namespace.transport.read(lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s)
+            namespace.transport.read(
+                lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s, located.permit
+            )
         found = [each for later in sums for each in later()]
         if time.monotonic() > lease_ends_at:
             raise LeaseExpiredError(f"lease {lease_id:#x} ran out while its blocks were read; raise lease_ttl_ms")

@@ -50,16 +50,33 @@ class Transport(Protocol):
         """The memory that all buffers given to callbacks lie in, where that is the pool's own; else None."""
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         """Brings bytes into the regions of a ticket.
+
+        Args:
+            permit: as the server gave it with these regions; for transports that have to show it.
 
         Raises:
             TransferError, PoolTimeoutError, UnavailableError, LeaseExpiredError.
         """
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         """Brings the bytes of leased regions to the caller. Raises as `write` does."""
 
