@@ -23,6 +23,9 @@ from kvpool.errors import InvalidRequestError
 
 MAGIC = b"kvpool1\n"
 NONCE_BYTES = 16
+NO_ROOM = bytes(NONCE_BYTES)
+"""A greeting's nonce where there are too many connections."""
+
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAC_BYTES = 16
 PERMIT_BYTES = 8 + MAC_BYTES
@@ -175,27 +178,37 @@ def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
     """Raises EOFError where the other side has hung up, OSError where the connection has ended."""
     taken = bytearray(nbytes)
-    receive(connection, [memoryview(taken)])
+    receive(connection, [memoryview(taken)] if nbytes else [])
     return bytes(taken)
 
 
 def receive(connection: socket.socket, buffers: list[memoryview]) -> None:
     """Fills buffers in order; raises as `receive_exactly` does."""
     while buffers:
-        if len(buffers) == 1:
-            taken = connection.recv_into(buffers[0], 0, socket.MSG_WAITALL)
-        else:
-            taken = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
-        if not taken:
-            raise EOFError("the other side has hung up")
-        buffers = _rest(buffers, taken)
+        buffers = receive_some(connection, buffers)
+
+
+def receive_some(connection: socket.socket, buffers: list[memoryview]) -> list[memoryview]:
+    """Fills buffers in order, or what it can of them before the socket's time is over; what is left of them."""
+    if len(buffers) == 1:
+        taken = connection.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+    else:
+        taken = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+    if not taken:
+        raise EOFError("the other side has hung up")
+    return _rest(buffers, taken)
 
 
 def send(connection: socket.socket, buffers: list[memoryview]) -> None:
     """Sends all of the buffers. Raises OSError."""
     while buffers:
-        taken = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)
-        buffers = _rest(buffers, taken)
+        buffers = send_some(connection, buffers)
+
+
+def send_some(connection: socket.socket, buffers: list[memoryview]) -> list[memoryview]:
+    """Sends buffers, or what it can of them before the socket's time is over; what is left of them."""
+    taken = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)
+    return _rest(buffers, taken)
 
 
 def _rest(buffers: list[memoryview], taken: int) -> list[memoryview]:
@@ -204,3 +217,11 @@ def _rest(buffers: list[memoryview], taken: int) -> list[memoryview]:
             return [buffer[taken:], *buffers[nth + 1 :]]
         taken -= len(buffer)
     return []
+
+
+def time_out(connection: socket.socket, seconds: float) -> None:
+    """Bounds each later wait of a blocking socket, in the kernel: without a call to `poll` before each of its own."""
+    microseconds = max(1_000, int(seconds * 1e6))  # 0 would be for ever.
+    limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)

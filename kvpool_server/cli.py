@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
-    shown = "1GiB" if name == "memory" else field.default or "none"
+    shown = "1GiB" if name == "memory" else "none" if field.default == "" else field.default
     return f"{field.description} (default: {shown})"
 
 
@@ -38,6 +38,8 @@ def serve(
     listen: Annotated[str | None, typer.Option(help=_help("listen"))] = None,
     memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
+    data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
+    data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
     shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,

@@ -1,6 +1,7 @@
-"""Lanes: each a thread with a buffer and a carrier, which carries one batch at a time between the buffer and the arena.
+"""Lanes: each a buffer and a carrier, which carries one batch at a time between the buffer and the arena.
 
-What a caller gives up may go on, where nothing can stop a transfer. So a lane belongs to its batch until that has ended;
+A lane has a thread of its own, or works in its caller's (`DirectLane`): then several are under way at once as far as the
+other side, or the kernel, goes on by itself. What a caller gives up may go on, where nothing can stop a transfer. So a lane belongs to its batch until that has ended;
 only then is its buffer anyone else's. The number of lanes is bounded, so that a peer that stands still costs bounded
 memory.
 """
@@ -46,14 +47,18 @@ class Transfer:
 class Batch:
     """Regions [first, stop) of a transfer, on their way.
 
+    Args:
+        deadline: by `time.monotonic`.
+
     Attributes:
         progressed_at: when bytes were last known to have moved.
         given_up: nobody waits for it any more.
     """
 
-    def __init__(self, transfer: Transfer, first: int, stop: int):
+    def __init__(self, transfer: Transfer, first: int, stop: int, deadline: float):
         self.transfer = transfer
         self.first, self.stop = first, stop
+        self.deadline = deadline
         self.given_up = False
         self.progressed()
 
@@ -75,8 +80,11 @@ class Carrier(Protocol):
     def grow(self, old: Bytes, nbytes: int) -> Bytes:
         """A larger buffer that it can carry from and to; `old` is not used any more. Raises TransferError."""
 
-    def carry(self, batch: Batch, here: Bytes) -> None:
-        """Carries a batch, and returns or raises KVPoolError once nothing touches `here` any more.
+    def begin(self, batch: Batch, here: Bytes) -> None:
+        """Sends a batch off, or for it, as far as that goes without an answer. Raises as `finish` does."""
+
+    def finish(self, batch: Batch, here: Bytes) -> None:
+        """Carries it to its end, and returns or raises KVPoolError once nothing touches `here` any more.
 
         Any other exception means that something still may: the lane is lost.
         """
@@ -89,7 +97,7 @@ class Carrier(Protocol):
 
 
 class Lane:
-    """Held by one caller from `Lanes.take` to `let_go`."""
+    """A lane with a thread. Held by one caller from `Lanes.take` to `let_go`."""
 
     def __init__(self, lanes: Lanes, carrier: Carrier, changed: threading.Condition):
         self._lanes = lanes
@@ -101,7 +109,7 @@ class Lane:
         self._batch: Batch | None = None
         self._let_go_at = 0.0
         self._failure: KVPoolError | None = None
-        self.ended = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvpool-lane", daemon=True)
         self._thread.start()
 
@@ -121,21 +129,24 @@ class Lane:
 
     def send(self, batch: Batch) -> None:
         """Sends a batch off, from or to the start of the buffer; does not wait."""
-        self.ended.clear()
+        self._ended.clear()
         self._failure = None
         with self._changed:
             self._batch = batch
         self._inbox.put(batch)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the batch has ended, within that time. Raises what went wrong with it."""
+        if not self._ended.wait(timeout_s):
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
     def has_stood_still_s(self) -> float:
         """How long nothing is known to have moved of the batch under way."""
         batch = self._batch
         return 0.0 if batch is None else time.monotonic() - batch.progressed_at
-
-    def raise_failure(self) -> None:
-        """Raises what went wrong with the batch that has ended."""
-        if self._failure is not None:
-            raise self._failure
 
     def let_go(self) -> None:
         """The caller is done with it, or gives its batch up."""
@@ -167,17 +178,19 @@ class Lane:
     def _serve(self) -> None:
         while (batch := self._inbox.get()) is not None:
             try:
-                self._carrier.carry(batch, self._buffer[: batch.nbytes])
+                here = self._buffer[: batch.nbytes]
+                self._carrier.begin(batch, here)
+                self._carrier.finish(batch, here)
             except KVPoolError as error:
                 self._failure = error
             except Exception as error:  # What is under way nobody knows: the lane never comes back.
                 self._failure = TransferError(f"the way to {self._lanes.peer} broke down: {error!r}")
-                self.ended.set()
+                self._ended.set()
                 return
             with self._changed:
                 self._batch = None
                 # Before anyone else can take the lane: it would be the end of their batch, too.
-                self.ended.set()
+                self._ended.set()
                 self._settle()
         self._carrier.close()
 
@@ -186,18 +199,66 @@ class Lane:
             self._lanes.came_back(self)
 
 
+class DirectLane(Lane):
+    """A lane that works in its caller's thread: no other thread has to be woken for a batch, which two cores feel.
+
+    Its carrier keeps batches' deadlines itself, and ends one that is given up at once.
+    """
+
+    def __init__(self, lanes: Lanes, carrier: Carrier, changed: threading.Condition):
+        self._lanes = lanes
+        self._carrier = carrier
+        self._changed = changed
+        self._buffer = np.empty(0, np.uint8)
+        self._held = True
+        self._batch = None
+
+    def send(self, batch: Batch) -> None:
+        self._batch = batch
+        self._carrier.begin(batch, self._buffer[: batch.nbytes])
+
+    def wait(self, timeout_s: float) -> bool:
+        if (batch := self._batch) is not None:
+            self._carrier.finish(batch, self._buffer[: batch.nbytes])
+            self._batch = None
+        return True
+
+    def let_go(self) -> None:
+        given_up, self._batch = self._batch, None
+        if given_up is not None:
+            self._carrier.give_up(given_up)
+            self._carrier.close()
+        with self._changed:
+            self._held = False
+            self._settle()
+
+    def is_lost(self) -> bool:
+        return False
+
+    def end(self) -> None:
+        if (batch := self._batch) is not None:
+            self._carrier.give_up(batch)  # Its caller finds out, and closes what is left.
+        else:
+            self._carrier.close()
+
+    def join(self, timeout_s: float) -> None:
+        """It has no thread."""
+
+
 class Lanes:
     """The lanes to one peer.
 
     Args:
         make: a lane's carrier.
         peer: whom they lead to, for people.
+        direct: they work in their callers' threads.
 
     Attributes:
         closed: set when they are to end.
     """
 
-    def __init__(self, make: Callable[[threading.Event], Carrier], peer: str):
+    def __init__(self, make: Callable[[threading.Event], Carrier], peer: str, direct: bool = False):
+        self._kind = DirectLane if direct else Lane
         self._make: Callable[[threading.Event], Carrier] | None = make
         self._changed = threading.Condition()
         self._all: list[Lane] = []
@@ -221,7 +282,7 @@ class Lanes:
                 lane = self._idle.pop()
                 lane.hold()
             elif len(self._all) < MAX_LANES:
-                lane = Lane(self, self._make(self.closed), self._changed)
+                lane = self._kind(self, self._make(self.closed), self._changed)
                 self._all.append(lane)
             else:
                 return None

@@ -163,7 +163,10 @@ class _EngineCarrier:
         self._engine.register(grown)
         return grown
 
-    def carry(self, batch: Batch, here: Bytes) -> None:
+    def begin(self, batch: Batch, here: Bytes) -> None:
+        """The engine queues no more than a window; all is done in `finish`."""
+
+    def finish(self, batch: Batch, here: Bytes) -> None:
         engine, legs = self._engine, self._legs(batch, here)
         submit = engine.submit_write if batch.transfer.is_write else engine.submit_read
         failure: KVPoolError | None = None

@@ -5,6 +5,7 @@ While batches travel, the caller fills the next, or drains the first that has ar
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from kvpool.errors import PoolTimeoutError
@@ -44,7 +45,7 @@ class Trip:
             lane = self._board((stop - start) * transfer.region_bytes)
             fill(start, lane.rows(stop - start, transfer.region_bytes))
             self._check_clock()
-            lane.send(Batch(transfer, start, stop))
+            lane.send(self._batch(transfer, start, stop))
         while self._held:
             self._land()
 
@@ -58,12 +59,15 @@ class Trip:
                 lane = self._board_if_free((last - first) * transfer.region_bytes)
                 if lane is None:
                     break
-                lane.send(Batch(transfer, first, last))
+                lane.send(self._batch(transfer, first, last))
                 sent += 1
             lane = self._wait()
             self._check_clock()
             drain(start, lane.rows(stop - start, transfer.region_bytes))
             self._land()
+
+    def _batch(self, transfer: Transfer, start: int, stop: int) -> Batch:
+        return Batch(transfer, start, stop, time.monotonic() + max(self._remaining_s(), 0))
 
     def _remaining_s(self) -> float:
         return self._deadline - self._clock()
@@ -98,11 +102,10 @@ class Trip:
     def _wait(self) -> Lane:
         """The lane of the first batch, once that has arrived. Raises what went wrong with it."""
         lane = self._held[0]
-        while not lane.ended.wait(min(max(self._remaining_s(), 0), self._stall_timeout_s / 4, _LOOK_S)):
+        while not lane.wait(min(max(self._remaining_s(), 0), self._stall_timeout_s / 4, _LOOK_S)):
             self._check_clock()
             if lane.has_stood_still_s() > self._stall_timeout_s:
                 raise PoolTimeoutError(f"{self._lanes.peer} brought nothing for {self._stall_timeout_s:.3f} s")
-        lane.raise_failure()
         return lane
 
     def _land(self) -> None:

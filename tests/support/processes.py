@@ -59,7 +59,11 @@ class ServerProcess:
     """
 
     def __init__(self, log_dir: Path, shm_dir: str, *flags: str):
-        defaults = {"--listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0", "--memory": "8MiB", "--shm-dir": shm_dir}
+        defaults = {
+            **dict.fromkeys(("--listen", "--http-listen", "--data-listen"), "127.0.0.1:0"),
+            "--memory": "8MiB",
+            "--shm-dir": shm_dir,
+        }
         missing = [part for flag, value in defaults.items() if flag not in flags for part in (flag, value)]
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))
