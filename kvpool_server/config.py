@@ -26,8 +26,8 @@ class ServerConfig(BaseModel):
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
-        description="HOST:PORT where data workers move the bytes of other hosts' clients, over TCP. Port 0 takes a free "
-        "one; empty: none, and the bytes go through gRPC.",
+        description="HOST:PORT where data workers move bytes over TCP, for clients that share no memory. Port 0 takes "
+        "a free one; empty: none, and the bytes go through gRPC.",
     )
     data_workers: int = Field(
         0, ge=0, le=64, description="Processes that serve --data-listen; 0: one for each four cores, four at most."

@@ -1,13 +1,13 @@
 """The `stream` transport over a data port: batches striped over several TCP connections, each with a lane.
 
-With many cores, each lane has a thread, so that several of them move bytes. With few, the caller moves them itself: while
-it does, the kernel and the workers carry what it has sent, or asked for, on the other connections.
+With many cores, each lane has a thread, so that several of them move bytes. With few, the caller moves them itself, over
+one connection: while it does, the kernel and the worker carry what it has sent, or asked for.
 
 One-sided, though the server's workers take part: once the caller hangs up, a worker may still write what is on its way,
 for a moment. So a ticket whose write did not end well is never given back: it expires, and its slots wait.
 
-A connection outlives its batches, and is replaced where it has died or was hung up on to end a batch that nobody waits for
-any more. It is also replaced before the worker would find that it has been idle for too long.
+A connection outlives its batches, and is replaced where it has died, or was hung up on to end a batch that nobody waits
+for any more. It is also replaced before the worker would find that it has been idle for too long.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -50,6 +51,7 @@ from kvpool.errors import (
     UnavailableError,
 )
 from kvpool.transport.base import BATCH_BYTES, Drain, Fill
+from kvpool.transport.direct import Ways
 from kvpool.transport.lanes import Batch, Bytes, Lanes, Transfer
 from kvpool.transport.trip import Trip
 from kvpool.types import DataPortInfo
@@ -72,7 +74,7 @@ class DataTransport:
 
     Args:
         host: where the server is, unless `info` names another.
-        num_connections: batches of one call under way at once.
+        num_connections: batches of one call under way at once, a connection each, where lanes have threads.
         connect_timeout_s: for a connection and its greeting.
         stall_timeout_s: a read that brings nothing for so long is given up.
         direct: the caller moves the bytes itself; by default where cores are few.
@@ -93,13 +95,17 @@ class DataTransport:
     ):
         self._address = (info.host or host, info.port)
         self._num_connections = num_connections
-        self._stall_timeout_s = stall_timeout_s
         address, nonce = self._address, info.nonce
-        direct = len(os.sched_getaffinity(0)) < THREADS_FROM_CORES if direct is None else direct
-        self._lanes = Lanes(
-            lambda closed: _Connection(address, nonce, connect_timeout_s, stall_timeout_s, closed), self.place, direct
-        )
-        self._end = weakref.finalize(self, self._lanes.close)
+
+        def make(closed: threading.Event) -> _Connection:
+            return _Connection(address, nonce, connect_timeout_s, stall_timeout_s, closed)
+
+        self._ways: Ways | _Striped
+        if len(os.sched_getaffinity(0)) < THREADS_FROM_CORES if direct is None else direct:
+            self._ways = Ways(make, self.place)
+        else:
+            self._ways = _Striped(Lanes(make, self.place), num_connections, stall_timeout_s)
+        self._end = weakref.finalize(self, self._ways.close)
 
     def __repr__(self) -> str:
         return f"DataTransport({self.place}, {self._num_connections} connections)"
@@ -120,8 +126,7 @@ class DataTransport:
         permit: bytes = b"",
     ) -> None:
         transfer = Transfer(True, ticket_id, pack_offsets(offsets), region_bytes, permit)  # type: ignore[arg-type]
-        with self._trip(timeout_s, float("inf")) as trip:
-            trip.write(transfer, fill, batch_bytes)
+        self._ways.write(transfer, fill, batch_bytes, timeout_s)
 
     def read(
         self,
@@ -134,14 +139,28 @@ class DataTransport:
         permit: bytes = b"",
     ) -> None:
         transfer = Transfer(False, lease_id, pack_offsets(offsets), region_bytes, permit)  # type: ignore[arg-type]
-        with self._trip(timeout_s, self._stall_timeout_s) as trip:
-            trip.read(transfer, drain, batch_bytes)
-
-    def _trip(self, timeout_s: float, stall_timeout_s: float) -> Trip:
-        return Trip(self._lanes, self._num_connections, time.monotonic, timeout_s, stall_timeout_s)
+        self._ways.read(transfer, drain, batch_bytes, timeout_s)
 
     def close(self) -> None:
         self._end()
+
+
+class _Striped:
+    """Several batches of a call under way at once, each on a lane of its own."""
+
+    def __init__(self, lanes: Lanes, depth: int, stall_timeout_s: float):
+        self._lanes = lanes
+        self._depth = depth
+        self._stall_timeout_s = stall_timeout_s
+        self.close = lanes.close
+
+    def write(self, transfer: Transfer, fill: Fill, batch_bytes: int, timeout_s: float) -> None:
+        with Trip(self._lanes, self._depth, time.monotonic, timeout_s, float("inf")) as trip:
+            trip.write(transfer, fill, batch_bytes)
+
+    def read(self, transfer: Transfer, drain: Drain, batch_bytes: int, timeout_s: float) -> None:
+        with Trip(self._lanes, self._depth, time.monotonic, timeout_s, self._stall_timeout_s) as trip:
+            trip.read(transfer, drain, batch_bytes)
 
 
 def prove(info: DataPortInfo, host: str, timeout_s: float) -> None:
@@ -177,7 +196,7 @@ def connect(address: tuple[str, int], nonce: bytes, timeout_s: float) -> socket.
 
 
 class _Connection:
-    """Carries by one TCP connection, made when it is needed."""
+    """Carries by one TCP connection, made when it is needed. Batches are answered in the order in which they began."""
 
     def __init__(
         self,
@@ -195,7 +214,7 @@ class _Connection:
         self._closed = closed
         self._changing = threading.Lock()
         self._socket: socket.socket | None = None
-        self._batch: Batch | None = None
+        self._under_way: deque[Batch] = deque()
         self._shown: Transfer | None = None
         self._used_at = 0.0
 
@@ -228,7 +247,7 @@ class _Connection:
                     piece = receive_some(connection, piece)
                     batch.progressed()
             with self._changing:
-                self._batch = None
+                self._under_way.popleft()
             self._used_at = time.monotonic()
 
     @contextlib.contextmanager
@@ -259,6 +278,10 @@ class _Connection:
         raise PoolTimeoutError(f"a transfer to or from {self._place} did not end before its deadline")
 
     def _connected(self, batch: Batch) -> socket.socket:
+        if self._under_way and self._socket is not None:
+            with self._changing:
+                self._under_way.append(batch)
+            return self._socket
         if self._socket is not None and (time.monotonic() - self._used_at > IDLE_S or _has_ended(self._socket)):
             self._drop()
         timeout_s = max(1e-3, min(self._connect_timeout_s, batch.deadline - time.monotonic()))
@@ -267,7 +290,7 @@ class _Connection:
             if fresh:
                 self._socket = fresh
             assert self._socket is not None
-            self._batch = batch
+            self._under_way.append(batch)
             if not (batch.given_up or self._closed.is_set()):
                 return self._socket
         self._drop()
@@ -294,12 +317,13 @@ class _Connection:
 
     def give_up(self, batch: Batch) -> None:
         with self._changing:
-            if self._batch is batch and self._socket is not None:
+            if batch in self._under_way and self._socket is not None:
                 _hang_up(self._socket)
 
     def _drop(self) -> None:
         with self._changing:
-            connection, self._socket, self._batch, self._shown = self._socket, None, None, None
+            connection, self._socket, self._shown = self._socket, None, None
+            self._under_way.clear()
         if connection is not None:
             connection.close()
 

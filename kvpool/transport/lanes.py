@@ -1,7 +1,6 @@
-"""Lanes: each a buffer and a carrier, which carries one batch at a time between the buffer and the arena.
+"""Lanes: each a thread with a buffer and a carrier, which carries one batch at a time between the buffer and the arena.
 
-A lane has a thread of its own, or works in its caller's (`DirectLane`): then several are under way at once as far as the
-other side, or the kernel, goes on by itself. What a caller gives up may go on, where nothing can stop a transfer. So a lane belongs to its batch until that has ended;
+What a caller gives up may go on, where nothing can stop a transfer. So a lane belongs to its batch until that has ended;
 only then is its buffer anyone else's. The number of lanes is bounded, so that a peer that stands still costs bounded
 memory.
 """
@@ -97,7 +96,7 @@ class Carrier(Protocol):
 
 
 class Lane:
-    """A lane with a thread. Held by one caller from `Lanes.take` to `let_go`."""
+    """Held by one caller from `Lanes.take` to `let_go`."""
 
     def __init__(self, lanes: Lanes, carrier: Carrier, changed: threading.Condition):
         self._lanes = lanes
@@ -199,66 +198,18 @@ class Lane:
             self._lanes.came_back(self)
 
 
-class DirectLane(Lane):
-    """A lane that works in its caller's thread: no other thread has to be woken for a batch, which two cores feel.
-
-    Its carrier keeps batches' deadlines itself, and ends one that is given up at once.
-    """
-
-    def __init__(self, lanes: Lanes, carrier: Carrier, changed: threading.Condition):
-        self._lanes = lanes
-        self._carrier = carrier
-        self._changed = changed
-        self._buffer = np.empty(0, np.uint8)
-        self._held = True
-        self._batch = None
-
-    def send(self, batch: Batch) -> None:
-        self._batch = batch
-        self._carrier.begin(batch, self._buffer[: batch.nbytes])
-
-    def wait(self, timeout_s: float) -> bool:
-        if (batch := self._batch) is not None:
-            self._carrier.finish(batch, self._buffer[: batch.nbytes])
-            self._batch = None
-        return True
-
-    def let_go(self) -> None:
-        given_up, self._batch = self._batch, None
-        if given_up is not None:
-            self._carrier.give_up(given_up)
-            self._carrier.close()
-        with self._changed:
-            self._held = False
-            self._settle()
-
-    def is_lost(self) -> bool:
-        return False
-
-    def end(self) -> None:
-        if (batch := self._batch) is not None:
-            self._carrier.give_up(batch)  # Its caller finds out, and closes what is left.
-        else:
-            self._carrier.close()
-
-    def join(self, timeout_s: float) -> None:
-        """It has no thread."""
-
-
 class Lanes:
     """The lanes to one peer.
 
     Args:
         make: a lane's carrier.
         peer: whom they lead to, for people.
-        direct: they work in their callers' threads.
 
     Attributes:
         closed: set when they are to end.
     """
 
-    def __init__(self, make: Callable[[threading.Event], Carrier], peer: str, direct: bool = False):
-        self._kind = DirectLane if direct else Lane
+    def __init__(self, make: Callable[[threading.Event], Carrier], peer: str):
         self._make: Callable[[threading.Event], Carrier] | None = make
         self._changed = threading.Condition()
         self._all: list[Lane] = []
@@ -282,7 +233,7 @@ class Lanes:
                 lane = self._idle.pop()
                 lane.hold()
             elif len(self._all) < MAX_LANES:
-                lane = self._kind(self, self._make(self.closed), self._changed)
+                lane = Lane(self, self._make(self.closed), self._changed)
                 self._all.append(lane)
             else:
                 return None

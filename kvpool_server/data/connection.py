@@ -1,8 +1,8 @@
 """One connection of a data port: permits come in, and bytes go straight into the arena or out of it.
 
-Late writers: nothing is written once a permit's deadline has passed, as far as this process runs: each wait for bytes ends
-at the deadline, and between two pieces there is a look at the clock. What is left of that race (the process is stopped
-in the middle of a piece) is what is left of it with shared memory, and the server's quarantine covers both.
+Late writers: nothing is written once a permit's deadline has passed, as far as this process runs: each wait for bytes
+ends at the deadline, and between two pieces there is a look at the clock. What is left of that race (the process is
+stopped in the middle of a piece) is what is left of it with shared memory, and the server's quarantine covers both.
 """
 
 from __future__ import annotations

@@ -108,8 +108,7 @@ class DataWorkers:
     async def ready(self) -> bool:
         """Waits until a worker accepts, not for long: before that, clients would find a port where nobody answers."""
         outputs = [seat.process.stdout for seat in self._seats]
-        readable, _, _ = await asyncio.to_thread(select.select, outputs, [], [], READY_S)
-        return bool(readable)
+        return bool(await asyncio.to_thread(lambda: select.select(outputs, [], [], READY_S)[0]))
 
     async def watch(self) -> None:
         """Replaces workers that die, for ever."""
