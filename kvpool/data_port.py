@@ -1,8 +1,8 @@
 """The data port's wire format, and the permits that it asks for. Shared by the client and the server's data workers.
 
 A worker maps the arena and knows nothing of the pool. What a client may touch is written in its permit: a keyed hash
-over the ticket or lease, its deadline, and every region of it, made by the server when it granted them. docs/protocol.md
-tells the conversation. Imports no gRPC: a worker is to start fast.
+over the ticket or lease, its deadline, and every region of it, made by the server when it granted them.
+docs/protocol.md tells the conversation. Imports no gRPC: a worker is to start fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `stream` transport over a data port: batches striped over several TCP connections, each with a lane.
 
-With many cores, each lane has a thread, so that several of them move bytes. With few, the caller moves them itself, over
-one connection: while it does, the kernel and the worker carry what it has sent, or asked for.
+With many cores, each lane has a thread, so that several of them move bytes. With few, the caller moves them itself,
+over one connection: while it does, the kernel and the worker carry what it has sent, or asked for.
 
 One-sided, though the server's workers take part: once the caller hangs up, a worker may still write what is on its way,
 for a moment. So a ticket whose write did not end well is never given back: it expires, and its slots wait.

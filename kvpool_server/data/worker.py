@@ -7,6 +7,7 @@ stays open as long as the server lives: a worker ends with it, at once, whatever
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -144,7 +145,8 @@ def main() -> None:
     worker = Worker(
         socket.socket(fileno=order.listen_fd), segment.bytes.data, order.key, order.nonce, tallies[order.row]
     )
-    os.write(sys.stdout.fileno(), b"ready\n")
+    with contextlib.suppress(BrokenPipeError):  # The server has gone, and this process goes in a moment.
+        os.write(sys.stdout.fileno(), b"ready\n")
     segment.map_ahead()
     worker.serve()
 

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import structlog
@@ -107,7 +108,7 @@ class DataWorkers:
 
     async def ready(self) -> bool:
         """Waits until a worker accepts, not for long: before that, clients would find a port where nobody answers."""
-        outputs = [seat.process.stdout for seat in self._seats]
+        outputs = [seat.process.stdout for seat in self._seats if seat.process.stdout is not None]
         return bool(await asyncio.to_thread(lambda: select.select(outputs, [], [], READY_S)[0]))
 
     async def watch(self) -> None:
@@ -126,7 +127,8 @@ class DataWorkers:
             seat.replace_at = now + delay_s
             log.error("a data worker died", pid=seat.process.pid, status=status, next_in_s=delay_s)
         if now >= seat.replace_at:
-            _close_pipes(seat.process)
+            _close(seat.process.stdin)
+            _close(seat.process.stdout)
             seat.process, seat.started_at, seat.replace_at = self._spawn(row), now, 0.0
 
     def stop(self) -> None:
@@ -136,7 +138,7 @@ class DataWorkers:
         self._stopping = True
         self._listener.close()
         for seat in self._seats:
-            _close_pipes(seat.process)
+            _close(seat.process.stdin)
         ends_at = time.monotonic() + END_S
         for seat in self._seats:
             try:
@@ -144,6 +146,7 @@ class DataWorkers:
             except subprocess.TimeoutExpired:
                 seat.process.kill()
                 seat.process.wait()
+            _close(seat.process.stdout)
         os.close(self._tally_fd)
 
 
@@ -153,8 +156,7 @@ def _path() -> str:
     return os.pathsep.join(part for part in parts if part)
 
 
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        with contextlib.suppress(OSError):
+            pipe.close()

@@ -39,7 +39,9 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def server_command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "kvpool_server", *flags]
+    """A server's command; its data port is a free one unless `flags` say otherwise."""
+    data = () if "--data-listen" in flags else ("--data-listen", "127.0.0.1:0")
+    return [sys.executable, "-m", "kvpool_server", *flags, *data]
 
 
 def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +62,8 @@ class ServerProcess:
 
     def __init__(self, log_dir: Path, shm_dir: str, *flags: str):
         defaults = {
-            **dict.fromkeys(("--listen", "--http-listen", "--data-listen"), "127.0.0.1:0"),
+            "--listen": "127.0.0.1:0",
+            "--http-listen": "127.0.0.1:0",
             "--memory": "8MiB",
             "--shm-dir": shm_dir,
         }
