@@ -90,12 +90,19 @@ async def _run(settings: ServerConfig) -> None:
         host = socket.gethostname()
     if server.engine is not None:
         log.warning("the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool")
+    if server.data is not None and _is_local(settings.data_listen) and not _is_local(settings.listen):
+        log.warning("other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone")
     endpoint = f"{host}:{server.port}"
     typer.echo(_welcome(endpoint, server))
     try:
         await server.wait()
     finally:
         await server.stop()
+
+
+def _is_local(address: str) -> bool:
+    host = split_address(address)[0]
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _welcome(endpoint: str, server: Server) -> str:

@@ -1,8 +1,8 @@
 """Lanes: each a thread with a buffer and a carrier, which carries one batch at a time between the buffer and the arena.
 
 What a caller gives up may go on, where nothing can stop a transfer. So a lane belongs to its batch until that has
-ended; only then is its buffer anyone else's. The number of lanes is bounded, so that a peer that stands still costs bounded
-memory.
+ended; only then is its buffer anyone else's. The number of lanes is bounded, so that a peer that stands still costs
+bounded memory.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_a_long_message_is_cut() -> None:
 def test_pieces_are_the_same_bytes_in_order_within_bounds(sizes: list[int]) -> None:
     memory = memoryview(np.zeros(sum(sizes), np.uint8))
     ends = np.cumsum([0, *sizes]).tolist()
-    cut = list(pieces([memory[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]))
+    cut = list(pieces([memory[start:stop] for start, stop in itertools.pairwise(ends)]))
     assert all(0 < sum(map(len, piece)) <= PIECE_BYTES for piece in cut)
     address = np.frombuffer(memory, np.uint8).ctypes.data if len(memory) else 0
     at = 0

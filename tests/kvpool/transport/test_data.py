@@ -30,7 +30,7 @@ from kvpool.transport.base import Buffers
 from kvpool.transport.data import DataTransport
 from kvpool.types import ShardRange
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
+from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import Permitted, Port, data_port, is_worker, workers_of
