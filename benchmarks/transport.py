@@ -127,15 +127,14 @@ def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, 
 def main() -> None:
     """Measures and reports."""
     source, sink = pair(BATCH_BYTES)
-    with kvpool_server("512MiB", "--mooncake", "tcp") as endpoint:
-        with mooncake_store(512 * MIB) as store:
-            for buffer in (source, sink):
-                store.register(buffer)
-            rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))
-            series = sweep(endpoint, store, source, sink)
-            chunks = (source.reshape(-1, STREAM_CHUNK_BYTES), sink.reshape(-1, STREAM_CHUNK_BYTES))
-            with kvpool_server("512MiB", "--data-listen", "") as grpc_endpoint:
-                rows += stream_rows(endpoint, grpc_endpoint, store, *chunks)
+    with kvpool_server("512MiB", "--mooncake", "tcp") as endpoint, mooncake_store(512 * MIB) as store:
+        for buffer in (source, sink):
+            store.register(buffer)
+        rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))
+        series = sweep(endpoint, store, source, sink)
+        chunks = (source.reshape(-1, STREAM_CHUNK_BYTES), sink.reshape(-1, STREAM_CHUNK_BYTES))
+        with kvpool_server("512MiB", "--data-listen", "") as grpc_endpoint:
+            rows += stream_rows(endpoint, grpc_endpoint, store, *chunks)
     report(
         "transport",
         rows,

@@ -38,7 +38,6 @@ from kvpool.data_port import (
     pieces,
     receive_exactly,
     receive_some,
-    send,
     send_some,
     time_out,
 )
@@ -224,12 +223,11 @@ class _Connection:
     def begin(self, batch: Batch, here: Bytes) -> None:
         connection = self._connected(batch)
         with self._dropped_on_error(batch):
-            words = memoryview(self._words(batch))
-            if not batch.transfer.is_write:
-                self._bound_wait(connection, batch)
-                send(connection, [words])
-                return
-            for piece in pieces([words, here.data]):
+            self._bound_wait(connection, batch)
+            is_write = batch.transfer.is_write
+            # Words that travel with the bytes behind them wake the worker once.
+            connection.sendall(self._words(batch), socket.MSG_MORE if is_write else 0)
+            for piece in pieces([here.data]) if is_write else ():
                 while piece:
                     self._bound_wait(connection, batch)
                     piece = send_some(connection, piece)

@@ -2,7 +2,8 @@
 
 Where cores are few, a thread that has to be woken for each batch costs more than it carries. Batches are still under
 way while the caller fills or drains another: in the kernel, and in the worker at the other end. All use one buffer,
-which stays in the core's cache: a batch that was begun has been taken from it, and one is brought only when it is finished.
+which stays in the core's cache: a batch that was begun has been taken from it, and one is brought only when it is
+finished.
 """
 
 from __future__ import annotations
