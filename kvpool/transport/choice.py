@@ -17,6 +17,9 @@ from kvpool.transport.shm import ShmTransport
 from kvpool.transport.stream import StreamTransport
 from kvpool.types import MooncakeInfo, Offer, SegmentInfo
 
+PROVE_S = 1.0
+"""How long a data port may take to greet, at least: whoever gives up on it streams through gRPC until the next boot."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -61,7 +64,7 @@ def _stream(config: ClientConfig, offer: Offer, channel: grpc.Channel, reasons: 
     else:
         host = _host(config)
         try:
-            prove(offer.data_port, host, stall_s)
+            prove(offer.data_port, host, max(stall_s, PROVE_S))
         except KVPoolError as error:
             reasons.append(f"over gRPC: {error}")
         else:
