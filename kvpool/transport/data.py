@@ -282,7 +282,10 @@ class _Connection:
             return self._socket
         if self._socket is not None and (time.monotonic() - self._used_at > IDLE_S or _has_ended(self._socket)):
             self._drop()
-        timeout_s = max(1e-3, min(self._connect_timeout_s, batch.deadline - time.monotonic()))
+        remaining_s = batch.deadline - time.monotonic()
+        if remaining_s <= 0:
+            self._raise_late(batch)
+        timeout_s = min(self._connect_timeout_s, remaining_s)
         fresh = self._socket is None and connect(self._address, self._nonce, timeout_s)
         with self._changing:
             if fresh:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvpool.errors import PoolTimeoutError, TransferError
+from kvpool.errors import KVPoolError, PoolTimeoutError, TransferError
 from kvpool.transport.base import Drain, Fill, batches
 from kvpool.transport.lanes import MAX_LANES, Batch, Bytes, Carrier, Transfer
 
@@ -51,6 +51,17 @@ class Way:
         self.carrier.finish(self.begun[0], here)
         self.begun.popleft()
 
+    def finish_all(self) -> None:
+        while self.begun:
+            self.finish(self.here(0))
+
+    def settle(self, error: Exception) -> None:
+        """Has what is under way arrive, before `error` of a callback reaches the caller."""
+        try:
+            self.finish_all()
+        except KVPoolError as failure:
+            raise failure from error
+
 
 class Ways:
     """The ways to one peer, for the callers of one transport.
@@ -75,12 +86,15 @@ class Ways:
             for start, stop in batches(len(transfer.offsets), transfer.region_bytes, batch_bytes):
                 batch = Batch(transfer, start, stop, deadline)
                 here = way.here(batch.nbytes)
-                fill(start, list(here.reshape(stop - start, transfer.region_bytes)))
+                try:
+                    fill(start, list(here.reshape(stop - start, transfer.region_bytes)))
+                except Exception as error:
+                    way.settle(error)
+                    raise
                 way.begin(batch, here)
                 if len(way.begun) == AHEAD:
                     way.finish(here)
-            while way.begun:
-                way.finish(way.here(0))
+            way.finish_all()
 
     def read(self, transfer: Transfer, drain: Drain, batch_bytes: int, timeout_s: float) -> None:
         """Sends for batches ahead, and drains each when it has arrived."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from kvpool.errors import PoolTimeoutError
+from kvpool.errors import KVPoolError, PoolTimeoutError
 from kvpool.transport.base import Clock, Drain, Fill, batches
 from kvpool.transport.lanes import MAX_LANES, Batch, Lane, Lanes, Transfer
 
@@ -43,11 +43,22 @@ class Trip:
         """Fills batch after batch, and sends each off; returns when all have arrived."""
         for start, stop in batches(len(transfer.offsets), transfer.region_bytes, batch_bytes):
             lane = self._board((stop - start) * transfer.region_bytes)
-            fill(start, lane.rows(stop - start, transfer.region_bytes))
+            try:
+                fill(start, lane.rows(stop - start, transfer.region_bytes))
+            except Exception as error:
+                self._settle(error)
+                raise
             self._check_clock()
             lane.send(self._batch(transfer, start, stop))
-        while self._held:
-            self._land()
+        self._land_all()
+
+    def _settle(self, error: Exception) -> None:
+        """Has what is under way arrive, before `error` of a callback reaches the caller."""
+        self._held.pop().let_go()  # The batch that was never sent.
+        try:
+            self._land_all()
+        except KVPoolError as failure:
+            raise failure from error
 
     def read(self, transfer: Transfer, drain: Drain, batch_bytes: int) -> None:
         """Sends for batches ahead, and drains each when it has arrived."""
@@ -107,6 +118,10 @@ class Trip:
             if lane.has_stood_still_s() > self._stall_timeout_s:
                 raise PoolTimeoutError(f"{self._lanes.peer} brought nothing for {self._stall_timeout_s:.3f} s")
         return lane
+
+    def _land_all(self) -> None:
+        while self._held:
+            self._land()
 
     def _land(self) -> None:
         """Waits for the first batch, and gives its lane back."""

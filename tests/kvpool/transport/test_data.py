@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -376,6 +376,22 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
             os.kill(pid, signal.SIGCONT)
     assert not client.stats().counters.get("tickets_revoked"), "its slots could be another's while bytes arrive"
     wait_for(stored.check, "the workers to go on")
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProcess, connect: Connect) -> None:
+    """Nothing of it is under way once the caller hears of it."""
+    client = connect(server, transport="stream")
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
+
+    def fill(indices: Sequence[int], buffers: Buffers) -> None:
+        if indices[0] == 9:
+            raise ValueError("of the caller's")
+
+    with pytest.raises(ValueError, match="of the caller's"):
+        client.put(namespace, [run_of(*range(12))], fill, batch_bytes=MIB)
+    wait_for(lambda: client.stats().counters.get("tickets_revoked"), "the ticket to be revoked")
+    assert client.stats().num_quarantined == 0
 
 
 def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
