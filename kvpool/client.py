@@ -294,8 +294,8 @@ class Client:
             for later in sums:
                 with contextlib.suppress(Exception):
                     later()  # The regions are another's once the ticket is given back: nothing may be on its way there.
-            # A one-sided write that failed may go on: its ticket expires instead, and its slots wait in quarantine. Where
-            # it was `fill` that failed, nothing is under way any more.
+            # A one-sided write that failed may go on: its ticket expires instead, and its slots wait in quarantine.
+            # Where it was `fill` that failed, nothing is under way any more.
             if not namespace.transport.one_sided or any(error is each for each in failures):
                 self._revoke_quietly(grant.ticket_id)
             raise
