@@ -229,6 +229,7 @@ def kvpool_server(memory: str, *flags: str) -> Iterator[str]:
     """A server on a free port; its endpoint. Ready, and its arena backed by memory: first touch costs seconds a GiB."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--memory", memory]
+    command += ["--data-listen", "127.0.0.1:0"]
     command += flags
     with process(command) as running, Client(ClientConfig(endpoint)) as client:
 

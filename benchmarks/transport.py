@@ -1,4 +1,5 @@
-"""How fast do blocks travel? shm beside memcpy + xxh3 and Mooncake Store; stream beside a bare stream and mooncake.
+"""How fast do blocks travel? shm beside memcpy + xxh3 and Mooncake Store; stream, over its data port and over gRPC,
+beside bare sockets, a bare gRPC stream, Mooncake Store and the Transfer Engine.
 
 All in one run, on one machine, one client thread. Puts and gets move 64 MiB; every buffer is warm. A put's blocks are
 removed, outside the timing, before the next round. Checksums are on for kvpool (Mooncake has none).
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks import valkey
+from benchmarks.bare_socket import bare_socket
 from benchmarks.bare_stream import bare_stream
 from benchmarks.harness import Row, alternate, at_least, gb_per_s, kvpool_server, report, speed_ratio, timed
-from benchmarks.mooncake_store import Store, addresses, mooncake_store
+from benchmarks.mooncake_store import BEST_SETTINGS, Store, addresses, mooncake_store
 from benchmarks.sweep import ROUNDS as SWEEP_ROUNDS
 from benchmarks.sweep import sweep
 from benchmarks.traffic import Bytes, Traffic, copy_and_sum, pair
@@ -24,6 +26,7 @@ ROUNDS = 31
 SHARD_COUNTS = (1, 8)
 COPY_SHARE = 0.6
 TIMES_MOONCAKE = 5.0
+STREAM_TIMES_MOONCAKE = 2.0
 STREAM_PUT_GB_S, STREAM_GET_GB_S, BARE_SHARE = 1.0, 1.5, 0.8
 
 
@@ -71,58 +74,67 @@ def shm_rows(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Ro
     return rows
 
 
-def stream_rows(endpoint: str, source: Bytes, sink: Bytes) -> list[Row]:
-    """Question 3: stream beside a bare gRPC stream of the same messages, and beside the Transfer Engine over TCP.
+def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Row]:
+    """Questions 3 and 4: stream beside one bare socket and Mooncake's TCP; through gRPC, beside a bare gRPC stream.
 
     Args:
+        grpc_endpoint: of a server without a data port.
+        store: has both buffers registered.
         source, sink: uint8 [num_chunks, STREAM_CHUNK_BYTES], warm.
     """
-    traffic = Traffic(endpoint, "stream", source, sink, num_shards=1)
-    engine = Traffic(endpoint, "mooncake", source, sink, num_shards=1)
-    for each in (traffic, engine):
-        each.check()
-    with bare_stream(STREAM_CHUNK_BYTES) as bare:
-        taken = alternate(
-            {
-                "bare put": lambda: timed(lambda: bare.put(len(source))),
-                "put": traffic.put,
-                "bare get": lambda: timed(lambda: bare.get(len(source))),
-                "whole get": traffic.get,
-                "get": lambda: traffic.last_get_s,
-                "mooncake put": engine.put,
-                "whole mooncake get": engine.get,
-                "mooncake get": lambda: engine.last_get_s,
-            },
-            ROUNDS,
-            what="stream",
-        )
-    traffic.close()
-    engine.close()
-    rows = []
-    for name, bound in (("put", STREAM_PUT_GB_S), ("get", STREAM_GET_GB_S)):
-        rate = gb_per_s(BATCH_BYTES, taken[name])
-        share = speed_ratio(taken[name], taken[f"bare {name}"])
+    keys = [f"stream@{idx}" for idx in range(len(source))]
+    froms, intos = addresses(source, STREAM_CHUNK_BYTES), addresses(sink, STREAM_CHUNK_BYTES)
+
+    def store_put() -> float:
+        store.remove_all()
+        return timed(lambda: store.put(keys, froms, STREAM_CHUNK_BYTES))
+
+    traffics = {
+        "stream": Traffic(endpoint, "stream", source, sink, num_shards=1),
+        "stream over gRPC": Traffic(grpc_endpoint, "stream", source, sink, num_shards=1),
+        "mooncake transport, TCP": Traffic(endpoint, "mooncake", source, sink, num_shards=1),
+    }
+    with bare_socket(STREAM_CHUNK_BYTES) as plain, bare_stream(STREAM_CHUNK_BYTES) as bare:
+        measures: dict[str, Callable[[], float]] = {
+            "bare socket put": lambda: timed(lambda: plain.put(source)),
+            "bare socket get": lambda: timed(lambda: plain.get(sink)),
+            "bare gRPC stream put": lambda: timed(lambda: bare.put(len(source))),
+            "bare gRPC stream get": lambda: timed(lambda: bare.get(len(source))),
+            "Mooncake Store, TCP put": store_put,
+            "Mooncake Store, TCP get": lambda: timed(lambda: store.get(keys, intos, STREAM_CHUNK_BYTES)),
+        }
+        for name, traffic in traffics.items():
+            traffic.check()
+            measures |= {f"{name} put": traffic.put, f"{name} get": traffic.get_without_lookup}
+        taken = alternate(measures, ROUNDS, what="stream")
+    for traffic in traffics.values():
+        traffic.close()
+
+    rows = [Row(name, gb_per_s(BATCH_BYTES, each), "GB/s") for name, each in taken.items()]
+    for way, bound in (("put", STREAM_PUT_GB_S), ("get", STREAM_GET_GB_S)):
+        ours, through_grpc = taken[f"stream {way}"], taken[f"stream over gRPC {way}"]
+        ratio = speed_ratio(ours, taken[f"Mooncake Store, TCP {way}"])
+        rows.append(at_least(f"stream {way} / Mooncake Store, TCP", ratio, "x", STREAM_TIMES_MOONCAKE))
+        rows.append(Row(f"stream {way} / bare socket", speed_ratio(ours, taken[f"bare socket {way}"]), "x"))
+        rows.append(Row(f"stream {way} / stream over gRPC", speed_ratio(ours, through_grpc), "x"))
+        rate = gb_per_s(BATCH_BYTES, through_grpc)
+        share = speed_ratio(through_grpc, taken[f"bare gRPC stream {way}"])
         reach = f">= {bound} GB/s, or {BARE_SHARE} of bare"
-        rows.append(Row(f"bare gRPC stream {name}", gb_per_s(BATCH_BYTES, taken[f"bare {name}"]), "GB/s"))
-        rows.append(Row(f"stream {name}", rate, "GB/s", reach, rate >= bound or share >= BARE_SHARE))
-        rows.append(Row(f"stream {name} / bare", share, "x"))
-        rows.append(Row(f"mooncake transport {name}, TCP", gb_per_s(BATCH_BYTES, taken[f"mooncake {name}"]), "GB/s"))
-        ratio = speed_ratio(taken[f"mooncake {name}"], taken[name])
-        rows.append(Row(f"mooncake transport {name} / stream", ratio, "x"))
+        rows.append(Row(f"stream over gRPC {way} / bare", share, "x", reach, rate >= bound or share >= BARE_SHARE))
     return rows
 
 
 def main() -> None:
     """Measures and reports."""
     source, sink = pair(BATCH_BYTES)
-    with kvpool_server("512MiB", "--mooncake", "tcp") as endpoint:
-        with mooncake_store(512 * MIB) as store:
-            for buffer in (source, sink):
-                store.register(buffer)
-            rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))
-            series = sweep(endpoint, store, source, sink)
+    with kvpool_server("512MiB", "--mooncake", "tcp") as endpoint, mooncake_store(512 * MIB) as store:
+        for buffer in (source, sink):
+            store.register(buffer)
+        rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))
+        series = sweep(endpoint, store, source, sink)
         chunks = (source.reshape(-1, STREAM_CHUNK_BYTES), sink.reshape(-1, STREAM_CHUNK_BYTES))
-        rows += stream_rows(endpoint, *chunks)
+        with kvpool_server("512MiB", "--data-listen", "") as grpc_endpoint:
+            rows += stream_rows(endpoint, grpc_endpoint, store, *chunks)
     report(
         "transport",
         rows,
@@ -131,7 +143,8 @@ def main() -> None:
         batch_bytes=BATCH_BYTES,
         shm_block_bytes=SHM_BLOCK_BYTES,
         stream_chunk_bytes=STREAM_CHUNK_BYTES,
-        mooncake="segment in another process, loopback TCP, registered buffers, no checksums",
+        mooncake="segment in another process, loopback TCP, registered buffers, no checksums; "
+        + ", ".join(f"{name}={value}" for name, value in BEST_SETTINGS.items()),
         valkey=valkey.missing() or f"{valkey.version()}; one client, Unix socket, nothing persisted",
         sweep_rounds=SWEEP_ROUNDS,
         bare="asyncio server and synchronous client, generic handlers, raw bytes, nothing copied or summed",

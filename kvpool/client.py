@@ -274,23 +274,29 @@ class Client:
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
         region_bytes = shards.count * group.chunk_bytes
         sums: list[Checksums] = []
+        failures: list[Exception] = []
 
         def fill_and_sum(first: int, buffers: Buffers) -> None:
-            later = fill(granted[first : first + len(buffers)], buffers)
+            try:
+                later = fill(granted[first : first + len(buffers)], buffers)
+            except Exception as error:
+                failures.append(error)
+                raise
             sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
         try:
             namespace.transport.write(
-                grant.ticket_id, grant.offsets, region_bytes, fill_and_sum, batch_bytes, timeout_s
+                grant.ticket_id, grant.offsets, region_bytes, fill_and_sum, batch_bytes, timeout_s, grant.permit
             )
             receipt = self.put_end(grant.ticket_id, [each for later in sums for each in later()])
-        except BaseException:
+        except BaseException as error:
             for later in sums:
                 with contextlib.suppress(Exception):
                     later()  # The regions are another's once the ticket is given back: nothing may be on its way there.
             # A one-sided write that failed may go on: its ticket expires instead, and its slots wait in quarantine.
-            if not namespace.transport.one_sided:
+            # Where it was `fill` that failed, nothing is under way any more.
+            if not namespace.transport.one_sided or any(error is each for each in failures):
                 self._revoke_quietly(grant.ticket_id)
             raise
         return PutResult(grant.statuses, receipt, len(granted) * region_bytes)
@@ -392,7 +398,9 @@ class Client:
         timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
         if there:
             region_bytes = shards.count * group.chunk_bytes
-            namespace.transport.read(lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s)
+            namespace.transport.read(
+                lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s, located.permit
+            )
         found = [each for later in sums for each in later()]
         if time.monotonic() > lease_ends_at:
             raise LeaseExpiredError(f"lease {lease_id:#x} ran out while its blocks were read; raise lease_ttl_ms")

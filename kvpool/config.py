@@ -8,6 +8,7 @@ from kvpool.errors import ConfigError
 
 TRANSPORTS = ("auto", "shm", "mooncake", "stream")
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
+MAX_CONNECTIONS = 16
 
 
 def check_endpoint(endpoint: str) -> str:
@@ -27,10 +28,11 @@ class ClientConfig:
 
     Args:
         endpoint: HOST:PORT of the server.
-        transport: how bytes travel: "shm" (same host), "mooncake" (Transfer Engine), "stream" (gRPC), or "auto": shm
+        transport: how bytes travel: "shm" (same host), "mooncake" (Transfer Engine), "stream" (TCP), or "auto": shm
             where both sides really see the same memory, else mooncake where both have RDMA, else stream.
         timeout_ms: deadline of every control call. Raise it for a server far away.
         data_timeout_ms: deadline of one batch of bytes.
+        stream_connections: over how many connections `stream` spreads a transfer, where the server has a data port.
         stall_timeout_ms: a read over the network that brings nothing for so long is given up.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Longer than the slowest load.
         ticket_ttl_ms: how long a put may take. Longer than the slowest write of one batch.
@@ -41,6 +43,7 @@ class ClientConfig:
     timeout_ms: int = 1_000
     data_timeout_ms: int = 5_000
     stall_timeout_ms: int = 1_000
+    stream_connections: int = 4
     lease_ttl_ms: int = 10_000
     ticket_ttl_ms: int = 10_000
 
@@ -48,6 +51,8 @@ class ClientConfig:
         check_endpoint(self.endpoint)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if not isinstance(self.stream_connections, int) or not 1 <= self.stream_connections <= MAX_CONNECTIONS:
+            raise ConfigError(f"stream_connections is {self.stream_connections!r}; give 1 to {MAX_CONNECTIONS}")
         for name in ("timeout_ms", "data_timeout_ms", "stall_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 600_000:

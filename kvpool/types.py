@@ -118,12 +118,14 @@ class PutGrant:
         ticket_id: 0 if nothing was granted.
         statuses: one a block, in the order of the request.
         offsets: arena offset of each granted block's region, in the same order.
+        permit: to write them through the data port; empty if the server has none.
     """
 
     ticket_id: int
     ticket_ttl_ms: int
     statuses: tuple[PutStatus, ...]
     offsets: tuple[int, ...]
+    permit: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +145,14 @@ class Located:
         present: one a block, in the order of the request.
         offsets: arena offset of each present block's region.
         checksums: xxh3-64 of each chunk: present blocks x shards, block-major.
+        permit: to read them through the data port; empty if the server has none.
     """
 
     lease_remaining_ms: int
     present: tuple[bool, ...]
     offsets: tuple[int, ...]
     checksums: tuple[int, ...]
+    permit: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,20 @@ class MooncakeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DataPortInfo:
+    """The server's data port, and how a client proves that it reaches this server's.
+
+    Args:
+        host: empty: where the client found gRPC.
+        nonce: what the port greets with; another one with every boot.
+    """
+
+    host: str
+    port: int
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """The ways that bytes can travel to and from a server.
 
@@ -204,11 +222,13 @@ class Offer:
         piece_bytes: largest payload of one message of a stream.
         segment: None if the server offers no shared memory.
         mooncake: None if it has no Transfer Engine.
+        data_port: None if it has none.
     """
 
     piece_bytes: int
     segment: SegmentInfo | None = None
     mooncake: MooncakeInfo | None = None
+    data_port: DataPortInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

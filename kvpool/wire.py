@@ -17,6 +17,7 @@ from kvpool.types import (
     HASH_BYTES,
     BlockRun,
     Chunk,
+    DataPortInfo,
     Located,
     Lookup,
     MooncakeInfo,
@@ -173,7 +174,11 @@ def encode_pong(version: str, uptime_s: float, offer: Offer, boot_token: int) ->
 
 def _put_offer(offer: Offer, message: pb.OpenNamespaceResponse | pb.PingResponse) -> None:
     message.piece_bytes = offer.piece_bytes
-    for name, info in (("segment", offer.segment), ("mooncake", offer.mooncake)):
+    for name, info in (
+        ("segment", offer.segment),
+        ("mooncake", offer.mooncake),
+        ("data_port", offer.data_port),
+    ):
         if info is not None:
             part = getattr(message, name)
             for field in part.DESCRIPTOR.fields:
@@ -187,7 +192,12 @@ def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
         sent = getattr(message, name)
         return kind(**{field.name: getattr(sent, field.name) for field in sent.DESCRIPTOR.fields})
 
-    return Offer(message.piece_bytes, part("segment", SegmentInfo), part("mooncake", MooncakeInfo))
+    return Offer(
+        message.piece_bytes,
+        part("segment", SegmentInfo),
+        part("mooncake", MooncakeInfo),
+        part("data_port", DataPortInfo),
+    )
 
 
 _Info = TypeVar("_Info")
@@ -222,6 +232,7 @@ def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
         ticket_ttl_ms=grant.ticket_ttl_ms,
         statuses=bytes(grant.statuses),
         offsets=grant.offsets,
+        permit=grant.permit,
     )
 
 
@@ -233,7 +244,8 @@ def decode_statuses(packed: bytes) -> tuple[PutStatus, ...]:
 
 
 def decode_grant(message: pb.PutStartResponse) -> PutGrant:
-    return PutGrant(message.ticket_id, message.ticket_ttl_ms, decode_statuses(message.statuses), tuple(message.offsets))
+    statuses, offsets = decode_statuses(message.statuses), tuple(message.offsets)
+    return PutGrant(message.ticket_id, message.ticket_ttl_ms, statuses, offsets, message.permit)
 
 
 def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
@@ -253,6 +265,7 @@ def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
         present=bytes(located.present),
         offsets=located.offsets,
         checksums=located.checksums,
+        permit=located.permit,
     )
 
 
@@ -262,6 +275,7 @@ def decode_located(message: pb.GetResponse) -> Located:
         tuple(map(bool, message.present)),
         tuple(message.offsets),
         tuple(message.checksums),
+        message.permit,
     )
 
 

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
-    shown = "1GiB" if name == "memory" else field.default or "none"
+    shown = "1GiB" if name == "memory" else "none" if field.default == "" else field.default
     return f"{field.description} (default: {shown})"
 
 
@@ -39,6 +39,8 @@ def serve(
     listen: Annotated[str | None, typer.Option(help=_help("listen"))] = None,
     memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
+    data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
+    data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
     shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
@@ -90,12 +92,19 @@ async def _run(settings: ServerConfig) -> None:
         host = socket.gethostname()
     if server.engine is not None:
         log.warning("the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool")
+    if server.data is not None and _is_local(settings.data_listen) and not _is_local(settings.listen):
+        log.warning("other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone")
     endpoint = f"{host}:{server.port}"
     typer.echo(_welcome(endpoint, server))
     try:
         await server.wait()
     finally:
         await server.stop()
+
+
+def _is_local(address: str) -> bool:
+    host = split_address(address)[0]
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _welcome(endpoint: str, server: Server) -> str:

@@ -24,6 +24,14 @@ class ServerConfig(BaseModel):
     http_listen: str = Field(
         "127.0.0.1:50052", description="HOST:PORT for /metrics and /healthz. Port 0 takes a free one; empty: none."
     )
+    data_listen: str = Field(
+        "127.0.0.1:50053",
+        description="HOST:PORT where data workers move bytes over TCP, for clients that share no memory. Port 0 takes "
+        "a free one; empty: none, and the bytes go through gRPC.",
+    )
+    data_workers: int = Field(
+        0, ge=0, le=64, description="Processes that serve --data-listen; 0: one for each four cores, four at most."
+    )
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
     )
@@ -69,7 +77,7 @@ class ServerConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="How log lines look.")
 
-    @field_validator("listen", "http_listen")
+    @field_validator("listen", "http_listen", "data_listen")
     @classmethod
     def _check_address(cls, value: str, info: ValidationInfo) -> str:
         if value or info.field_name == "listen":

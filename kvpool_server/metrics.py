@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -64,20 +64,41 @@ class PoolCollector(Collector):
 
 
 class RpcMetrics:
-    """Calls by method and status, and bytes that passed through the server."""
+    """Calls by method and status, and bytes that passed through the server.
 
-    def __init__(self, registry: CollectorRegistry):
+    Args:
+        data_bytes: what the data workers have moved so far, by direction.
+    """
+
+    def __init__(self, registry: CollectorRegistry, data_bytes: Callable[[], dict[str, int]] = dict):
         self._seconds = Histogram(
             "kvpool_rpc_seconds", "Time in the server, by method and status.", ["method", "status"],
             buckets=_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._bytes = Counter(
-            "kvpool_stream_bytes", "Payload bytes through gRPC (shared-memory bytes never pass here).", ["direction"],
-            registry=registry,
-        )  # fmt: skip
+        self._bytes = {"read": 0, "write": 0}
+        self._data_bytes = data_bytes
+        registry.register(_Lazy(self._collect_bytes))
 
     def observe(self, method: str, status: str, seconds: float) -> None:
         self._seconds.labels(method, status).observe(seconds)
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
-        self._bytes.labels(direction).inc(nbytes)
+        self._bytes[direction] += nbytes
+
+    def _collect_bytes(self) -> Iterator[CounterMetricFamily]:
+        gloss = "Payload bytes through gRPC and the data port (shared-memory bytes never pass here)."
+        family = CounterMetricFamily("kvpool_stream_bytes", gloss, labels=["direction"])
+        through_workers = self._data_bytes()
+        for direction, nbytes in self._bytes.items():
+            family.add_metric([direction], nbytes + through_workers.get(direction, 0))
+        yield family
+
+
+class _Lazy(Collector):
+    """A collector that is a function."""
+
+    def __init__(self, collect: Callable[[], Iterator[CounterMetricFamily]]):
+        self._collect = collect
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        return self._collect()

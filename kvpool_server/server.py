@@ -25,6 +25,7 @@ from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer
 from kvpool.version import __version__
 from kvpool_server.config import ServerConfig, split_address
+from kvpool_server.data.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
@@ -50,6 +51,7 @@ class Server:
         port: of gRPC, once started (settings may say 0).
         http_port: of /metrics and /healthz; 0 if there is none.
         engine: Mooncake's, once started; None if it is off.
+        data: the data port's workers, once started; None if it is off.
     """
 
     def __init__(self, config: ServerConfig):
@@ -61,6 +63,7 @@ class Server:
         self._draining = False
         self._publisher: Publisher | None = None
         self.engine: Engine | None = None
+        self.data: DataWorkers | None = None
         self._prefaulted_bytes = 0
         self._prefault_stop = threading.Event()
 
@@ -77,11 +80,15 @@ class Server:
         self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits)
         self._segment = await self._create_segment(arena.arena_bytes)
         try:
+            if config.data_listen:
+                self.data = self._start_workers()
             arena.back(self._prefault_step())
             if config.kv_events:
                 self._publisher = self._publish_events()
             if config.mooncake != "off":
                 self.engine = await self._register_arena(arena)
+            if self.data is not None and not await self.data.ready():
+                log.warning("no data worker is ready yet; clients that open before one is take gRPC")
             await self._listen()
         except MemoryError as error:
             self._abandon()
@@ -93,12 +100,29 @@ class Server:
         self._prefault_thread = threading.Thread(target=self._prefault, name="kvpool-prefault", daemon=True)
         self._prefault_thread.start()
         self._expire_task = asyncio.create_task(self._expire())
+        self._watch_task = asyncio.create_task(self.data.watch()) if self.data is not None else None
         log.info(
             "listening", version=__version__, grpc=f"{split_address(config.listen)[0]}:{self.port}",
-            http_port=self.http_port or None, arena_bytes=arena.arena_bytes, segment=self._segment.path,
+            http_port=self.http_port or None, data_port=self.data.info.port if self.data else None,
+            arena_bytes=arena.arena_bytes, segment=self._segment.path,
         )  # fmt: skip
 
+    def _start_workers(self) -> DataWorkers:
+        config = self.config
+        host, port = split_address(config.data_listen)
+        listens_everywhere = host in ("0.0.0.0", "::")
+        told = "" if listens_everywhere or host == split_address(config.listen)[0] else host
+        count = config.data_workers or default_count()
+        try:
+            return DataWorkers(host, port, told, count, self._segment.info())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.data_listen} for the data port: {error.strerror}; see --data-listen"
+            ) from None
+
     def _abandon(self) -> None:
+        if self.data is not None:
+            self.data.stop()
         if self._publisher is not None:
             self._publisher.close()
         self.engine = None  # Before the memory that it lets others into.
@@ -133,8 +157,9 @@ class Server:
 
     def _offer(self) -> Offer:
         segment = self._segment.info()
+        data_port = self.data.info if self.data is not None else None
         if self.engine is None:
-            return Offer(PIECE_BYTES, segment)
+            return Offer(PIECE_BYTES, segment, None, data_port)
         mooncake = MooncakeInfo(
             self.engine.session,
             self.engine.protocol,
@@ -143,7 +168,7 @@ class Server:
             segment.nonce,
             segment.nonce_offset,
         )
-        return Offer(PIECE_BYTES, segment, mooncake)
+        return Offer(PIECE_BYTES, segment, mooncake, data_port)
 
     async def _create_segment(self, nbytes: int) -> Segment:
         """Makes the arena's memory; waits a little for engines to let go of a predecessor's."""
@@ -173,8 +198,9 @@ class Server:
             self._segment.bytes,
             self._offer(),
             self.boot_token,
-            RpcMetrics(registry),
+            RpcMetrics(registry, self.data.nbytes if self.data is not None else dict),
             lambda: self._prefaulted_bytes,
+            self.data.signer if self.data is not None else None,
         )
         add_service(self._service, self._grpc)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -220,6 +246,9 @@ class Server:
         await self._set_serving(False)
         self._service.end_streams()
         await self._grpc.stop(self.config.drain_ms / 1000)
+        if self.data is not None and self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.to_thread(self.data.stop)
         self._expire_task.cancel()
         self._prefault_stop.set()
         if self._http is not None:

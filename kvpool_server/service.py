@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import structlog
 
 from kvpool import wire
+from kvpool.data_port import Kind, Signer, pack_offsets
 from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey, PutStatus, ShardRange
@@ -43,6 +45,7 @@ class PoolService(PoolServicer):
         memory: the arena, uint8 [arena_bytes].
         offer: how clients can get at that memory.
         prefaulted_bytes: how much of the arena is backed by memory so far.
+        signer: makes permits for the data port; None if there is none.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class PoolService(PoolServicer):
         boot_token: int,
         metrics: RpcMetrics,
         prefaulted_bytes: Callable[[], int],
+        signer: Signer | None = None,
     ):
         self._pool = pool
         self._memory = memory
@@ -60,6 +64,7 @@ class PoolService(PoolServicer):
         self._boot_token = boot_token
         self._metrics = metrics
         self._prefaulted_bytes = prefaulted_bytes
+        self._signer = signer
         self._started = time.monotonic()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -163,12 +168,16 @@ class PoolService(PoolServicer):
     # Put
 
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
-        grant = self._pool.put_start(
-            wire.decode_namespace(request.namespace),
-            self._runs(request.runs),
-            wire.decode_shards(request.shards),
-            request.ticket_ttl_ms,
-        )
+        namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        shards = wire.decode_shards(request.shards)
+        asked_ns = time.monotonic_ns()
+        grant = self._pool.put_start(namespace, runs, shards, request.ticket_ttl_ms)
+        if self._signer is not None and grant.ticket_id:
+            region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
+            deadline_ns = asked_ns + grant.ticket_ttl_ms * 1_000_000
+            offsets = pack_offsets(grant.offsets)
+            permit = self._signer.permit(Kind.WRITE, grant.ticket_id, deadline_ns, region_bytes, offsets)
+            grant = dataclasses.replace(grant, permit=permit)
         return wire.encode_grant(grant, self._boot_token)
 
     async def Write(self, pieces: AsyncIterator[Piece], context: Any) -> pb.WriteResponse:
@@ -190,12 +199,16 @@ class PoolService(PoolServicer):
     # Get
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
-        located = self._pool.get(
-            request.lease_id,
-            wire.decode_namespace(request.namespace),
-            self._runs(request.runs),
-            wire.decode_shards(request.shards),
-        )
+        namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        shards = wire.decode_shards(request.shards)
+        asked_ns = time.monotonic_ns()
+        located = self._pool.get(request.lease_id, namespace, runs, shards)
+        if self._signer is not None and located.offsets:
+            region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
+            deadline_ns = asked_ns + located.lease_remaining_ms * 1_000_000
+            offsets = pack_offsets(located.offsets)
+            permit = self._signer.permit(Kind.READ, request.lease_id, deadline_ns, region_bytes, offsets)
+            located = dataclasses.replace(located, permit=permit)
         return wire.encode_located(located, self._boot_token)
 
     async def Read(self, request: pb.ReadRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Piece]:

@@ -5,7 +5,8 @@ copy of its own and a stream can send one batch while the next is being filled.
 
 Invariants every transport keeps (tests/contracts asserts them):
 - `fill` and `drain` see every region once, in order, with buffers of exactly `region_bytes`.
-- An exception in a callback ends the transfer and reaches the caller unchanged.
+- An exception in a callback ends the transfer and reaches the caller unchanged. In `fill`, it does so once nothing of
+  the write is under way any more; where that cannot be had, what was in the way is raised from it.
 - Nothing waits longer than `timeout_s`.
 """
 
@@ -43,23 +44,40 @@ class Transport(Protocol):
 
     name: str
     one_sided: bool
-    """Whether bytes of a write that failed, or was given up, may still arrive: its ticket has to expire then."""
+    """Whether bytes of a write that itself failed, or was given up, may still arrive: its ticket has to expire then."""
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:
         """The memory that all buffers given to callbacks lie in, where that is the pool's own; else None."""
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         """Brings bytes into the regions of a ticket.
+
+        Args:
+            permit: as the server gave it with these regions; for transports that have to show it.
 
         Raises:
             TransferError, PoolTimeoutError, UnavailableError, LeaseExpiredError.
         """
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         """Brings the bytes of leased regions to the caller. Raises as `write` does."""
 

@@ -11,10 +11,14 @@ from kvpool.errors import KVPoolError, TransferError
 from kvpool.mooncake import Engine, address_towards
 from kvpool.segment import Segment
 from kvpool.transport.base import Transport
+from kvpool.transport.data import DataTransport, prove
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.stream import StreamTransport
 from kvpool.types import MooncakeInfo, Offer, SegmentInfo
+
+PROVE_S = 1.0
+"""How long a data port may take to greet, at least: whoever gives up on it streams through gRPC until the next boot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,8 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
         return Choice(_shm(config, offer.segment), "transport=shm")
     if config.transport == "mooncake":
         return Choice(_mooncake(config, offer.mooncake), "transport=mooncake")
-    stream = StreamTransport(channel, config.endpoint, offer.piece_bytes, config.stall_timeout_ms / 1000)
     if config.transport == "stream":
-        return Choice(stream, "transport=stream")
+        return _stream(config, offer, channel, ["transport=stream"])
     reasons = []
     try:
         return Choice(_shm(config, offer.segment), "client and server share memory")
@@ -50,7 +53,28 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
             reasons.append(f"no mooncake: {error}")
     else:
         reasons.append("no mooncake: the server offers no RDMA")
-    return Choice(stream, "; ".join(reasons))
+    return _stream(config, offer, channel, reasons)
+
+
+def _stream(config: ClientConfig, offer: Offer, channel: grpc.Channel, reasons: list[str]) -> Choice:
+    """Over the data port, if that can be reached; else through gRPC, which is there in any case."""
+    stall_s = config.stall_timeout_ms / 1000
+    if offer.data_port is None:
+        reasons.append("over gRPC: the server has no data port")
+    else:
+        host = _host(config)
+        try:
+            prove(offer.data_port, host, max(stall_s, PROVE_S))
+        except KVPoolError as error:
+            reasons.append(f"over gRPC: {error}")
+        else:
+            transport = DataTransport(offer.data_port, host, config.stream_connections, stall_s, stall_s)
+            return Choice(transport, "; ".join([*reasons, f"over {transport.place}"]))
+    return Choice(StreamTransport(channel, config.endpoint, offer.piece_bytes, stall_s), "; ".join(reasons))
+
+
+def _host(config: ClientConfig) -> str:
+    return config.endpoint.rpartition(":")[0].strip("[]")
 
 
 def _shm(config: ClientConfig, segment: SegmentInfo | None) -> ShmTransport:
@@ -65,9 +89,8 @@ def _mooncake(config: ClientConfig, info: MooncakeInfo | None) -> MooncakeTransp
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
             "or use transport=stream"
         )
-    host = config.endpoint.rpartition(":")[0].strip("[]")
     transport = MooncakeTransport(
-        info, lambda: Engine.start(address_towards(host), info.protocol), config.stall_timeout_ms / 1000
+        info, lambda: Engine.start(address_towards(_host(config)), info.protocol), config.stall_timeout_ms / 1000
     )
     try:
         transport.prove(config.data_timeout_ms / 1000)

@@ -41,7 +41,14 @@ class MemoryTransport:
         self.faults = faults if faults is not None else Faults()
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         self._raise_next()
         deadline = self._clock() + timeout_s
@@ -50,7 +57,14 @@ class MemoryTransport:
             fill(start, [self._arena[offset : offset + region_bytes] for offset in offsets[start:stop]])
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         self._raise_next()
         deadline = self._clock() + timeout_s

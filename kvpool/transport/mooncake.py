@@ -16,17 +16,27 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvpool.errors import PoolTimeoutError, TransferError
-from kvpool.mooncake import Engine
-from kvpool.transport.base import Clock, Drain, Fill, batches
-from kvpool.transport.lanes import MAX_LANES, Lane, Lanes
+import numpy as np
+
+from kvpool.errors import KVPoolError, TransferError, UnavailableError
+from kvpool.mooncake import Bytes, Engine, State
+from kvpool.transport.base import BATCH_BYTES, Clock, Drain, Fill
+from kvpool.transport.lanes import MAX_LANES, Batch, Lanes, Transfer
+from kvpool.transport.trip import Trip
 from kvpool.types import MooncakeInfo
 
 DEPTH = 2
-_LOOK_S = 0.25
+WINDOW = 64
+"""Transfers that a lane has under way at once; an engine queues about 2,000 for a peer, and fails more."""
+
+LEG_BYTES = 1 << 20
+
+_POLL_SHARE = 1 / 8
+_POLL_S = (20e-6, 20e-3)
+_SPIN_S = 50e-6
 
 
 class MooncakeTransport:
@@ -63,7 +73,8 @@ class MooncakeTransport:
         return f"MooncakeTransport({self._info.session}, {self._info.protocol})"
 
     def _open(self) -> Lanes:
-        lanes = Lanes(self._start(), self._info)
+        engine, info = self._start(), self._info
+        lanes = Lanes(lambda closed: _EngineCarrier(engine, info, closed), f"the Transfer Engine at {info.session}")
         # Also at the interpreter's end, which a thread inside the engine would not survive.
         self._end = weakref.finalize(self, lanes.close)
         return lanes
@@ -74,52 +85,45 @@ class MooncakeTransport:
         Raises:
             TransferError, PoolTimeoutError, UnavailableError: this engine does not reach the server's memory.
         """
-        nbytes = len(self._info.nonce)
-        with self._trip([], nbytes, timeout_s) as trip:
-            lane = trip.board(nbytes)
-            lane.read([self._info.nonce_offset], nbytes)
-            trip.wait()
-            if lane.rows(1, nbytes)[0].tobytes() != self._info.nonce:
-                raise TransferError(f"the Transfer Engine at {self._info.session} is another server's")
+        read: list[bytes] = []
+        transfer = Transfer(False, 0, [self._info.nonce_offset], len(self._info.nonce))
+        with self._trip([], 0, timeout_s, float("inf")) as trip:
+            trip.read(transfer, lambda _, rows: read.append(rows[0].tobytes()), transfer.region_bytes)
+        if read != [self._info.nonce]:
+            raise TransferError(f"the Transfer Engine at {self._info.session} is another server's")
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
-        with self._trip(offsets, region_bytes, timeout_s) as trip:
-            for start, stop in batches(len(offsets), region_bytes, batch_bytes):
-                lane = trip.board((stop - start) * region_bytes)
-                fill(start, lane.rows(stop - start, region_bytes))
-                trip.check_clock()
-                lane.write(offsets[start:stop], region_bytes)
-            trip.land_all()
+        with self._trip(offsets, region_bytes, timeout_s, float("inf")) as trip:
+            trip.write(Transfer(True, ticket_id, offsets, region_bytes), fill, batch_bytes)
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
-        plan = batches(len(offsets), region_bytes, batch_bytes)
-        sent = 0
         with self._trip(offsets, region_bytes, timeout_s, self._stall_timeout_s) as trip:
-            for nth, (start, stop) in enumerate(plan):
-                while sent < min(nth + DEPTH, len(plan)):
-                    first, last = plan[sent]
-                    lane = trip.board_if_free((last - first) * region_bytes)
-                    if lane is None:
-                        break
-                    lane.read(offsets[first:last], region_bytes)
-                    sent += 1
-                lane = trip.wait()
-                trip.check_clock()
-                drain(start, lane.rows(stop - start, region_bytes))
-                trip.land()
+            trip.read(Transfer(False, lease_id, offsets, region_bytes), drain, batch_bytes)
 
-    def _trip(
-        self, offsets: Sequence[int], region_bytes: int, timeout_s: float, stall_timeout_s: float = float("inf")
-    ) -> _Trip:
+    def _trip(self, offsets: Sequence[int], region_bytes: int, timeout_s: float, stall_timeout_s: float) -> Trip:
         if offsets and max(offsets) + region_bytes > self._info.nbytes:
             raise TransferError(
                 f"a region ends at {max(offsets) + region_bytes}, beyond the arena's {self._info.nbytes} bytes"
             )
-        return _Trip(self._in_service(), self._clock, timeout_s, stall_timeout_s)
+        return Trip(self._in_service(), DEPTH, self._clock, timeout_s, stall_timeout_s)
 
     def _in_service(self) -> Lanes:
         """The lanes; new ones where a peer that stood still has taken half of them for good."""
@@ -135,70 +139,83 @@ class MooncakeTransport:
             self._end()
 
 
-class _Trip:
-    """One call's way: the lanes it holds, in the order of their batches, and its deadline. A context manager."""
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """One transfer of the engine's: addresses here and at the peer."""
 
-    def __init__(self, lanes: Lanes, clock: Clock, timeout_s: float, stall_timeout_s: float):
-        self._lanes = lanes
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._deadline = clock() + timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._held: deque[Lane] = deque()
+    here: int
+    there: int
+    nbytes: int
 
-    def __enter__(self) -> _Trip:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        while self._held:
-            self._held.popleft().let_go()
+class _EngineCarrier:
+    """Carries by one-sided transfers, which nothing can stop."""
 
-    def _remaining_s(self) -> float:
-        return self._deadline - self._clock()
+    def __init__(self, engine: Engine, info: MooncakeInfo, closed: threading.Event):
+        self._engine = engine
+        self._info = info
+        self._closed = closed
 
-    def check_clock(self) -> None:
-        """Raises PoolTimeoutError once the deadline has passed."""
-        if self._remaining_s() < 0:
-            raise PoolTimeoutError(f"one-sided transfer took more than {self._timeout_s:.3f} s")
+    def grow(self, old: Bytes, nbytes: int) -> Bytes:
+        if len(old):
+            self._engine.unregister(old)
+        grown: Bytes = np.empty(max(BATCH_BYTES, 1 << (nbytes - 1).bit_length()), np.uint8)
+        self._engine.register(grown)
+        return grown
 
-    def board(self, nbytes: int) -> Lane:
-        """One more lane; if the call has enough, or none is free, once its first batch has arrived."""
-        if len(self._held) == DEPTH:
-            self.land()
-        lane = self.board_if_free(nbytes)
-        if lane is None:
-            self.land()
-            lane = self.board_if_free(nbytes)
-            assert lane is not None, "a call without lanes waits for one"
-        return lane
+    def begin(self, batch: Batch, here: Bytes) -> None:
+        """The engine queues no more than a window; all is done in `finish`."""
 
-    def board_if_free(self, nbytes: int) -> Lane | None:
-        """One more lane, or None if none is free. A call that has none waits for its first."""
-        lane = self._lanes.take(nbytes, 0.0 if self._held else self._remaining_s())
-        if lane is not None:
-            self._held.append(lane)
-        elif not self._held:
-            raise PoolTimeoutError(
-                f"all {MAX_LANES} ways to the Transfer Engine were taken for {self._timeout_s:.3f} s, "
-                f"{self._lanes.num_lost} of them by transfers that were given up and do not end"
-            )
-        return lane
+    def finish(self, batch: Batch, here: Bytes) -> None:
+        engine, legs = self._engine, self._legs(batch, here)
+        submit = engine.submit_write if batch.transfer.is_write else engine.submit_read
+        failure: KVPoolError | None = None
+        under_way: list[int] = []
+        at = 0
+        since = time.monotonic()
+        while under_way or (at < len(legs) and failure is None):
+            if self._closed.is_set():
+                raise UnavailableError(f"the way to the Transfer Engine at {self._info.session} was closed")
+            for leg in legs[at : at + WINDOW - len(under_way)] if failure is None else ():
+                at += 1
+                if not (transfer_id := submit(self._info.session, leg.here, leg.there, leg.nbytes)):
+                    failure = UnavailableError(
+                        f"cannot reach the Transfer Engine of kvpool-server at {self._info.session}; is the server "
+                        "running, and are the engine's ports open?"
+                    )
+                    break
+                under_way.append(transfer_id)
+            states = [engine.state(transfer_id) for transfer_id in under_way]
+            if State.FAILED in states and failure is None:
+                verb = "write to" if batch.transfer.is_write else "read from"
+                failure = TransferError(f"a {verb} the arena by the Transfer Engine at {self._info.session} failed")
+            waiting = [each for each, state in zip(under_way, states, strict=True) if state is State.UNDER_WAY]
+            if len(waiting) < len(under_way):
+                under_way, since = waiting, time.monotonic()
+                batch.progressed()
+            elif (waited := time.monotonic() - since) > _SPIN_S:
+                time.sleep(min(max(waited * _POLL_SHARE, _POLL_S[0]), _POLL_S[1]))
+        if failure is not None:
+            raise failure
 
-    def wait(self) -> Lane:
-        """The lane of the first batch, once that has arrived. Raises what went wrong with it."""
-        lane = self._held[0]
-        while not lane.ended.wait(min(max(self._remaining_s(), 0), self._stall_timeout_s / 4, _LOOK_S)):
-            self.check_clock()
-            if time.monotonic() - lane.progressed_at > self._stall_timeout_s:
-                raise PoolTimeoutError(f"a one-sided read brought nothing for {self._stall_timeout_s:.3f} s")
-        lane.raise_failure()
-        return lane
+    def _legs(self, batch: Batch, here: Bytes) -> list[_Leg]:
+        """Neighbours travel together, in parts that show progress often enough."""
+        legs: list[_Leg] = []
+        address, base, region_bytes = here.ctypes.data, self._info.base_address, batch.transfer.region_bytes
+        for nth, offset in enumerate(batch.offsets):
+            last = legs[-1] if legs else None
+            if (
+                last is not None
+                and last.there + last.nbytes == base + offset
+                and last.nbytes + region_bytes <= LEG_BYTES
+            ):
+                legs[-1] = _Leg(last.here, last.there, last.nbytes + region_bytes)
+            else:
+                legs.append(_Leg(address + nth * region_bytes, base + offset, region_bytes))
+        return legs
 
-    def land(self) -> None:
-        """Waits for the first batch, and gives its lane back."""
-        self.wait()
-        self._held.popleft().let_go()
+    def give_up(self, batch: Batch) -> None:
+        """It goes on, and the lane waits for it."""
 
-    def land_all(self) -> None:
-        while self._held:
-            self.land()
+    def close(self) -> None:
+        """The engine ends with its last reference."""

@@ -34,12 +34,26 @@ class ShmTransport:
         return self._segment.bytes
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         self._visit(offsets, region_bytes, fill, batch_bytes, timeout_s)
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         self._visit(offsets, region_bytes, drain, batch_bytes, timeout_s)
 

@@ -52,7 +52,14 @@ class StreamTransport:
         return f"StreamTransport({self._endpoint}, pieces of {self._piece_bytes} bytes)"
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         failures: list[BaseException] = []
         # gRPC asks for pieces in a thread of its own, maybe after the call has failed and the caller has gone on:
@@ -92,7 +99,14 @@ class StreamTransport:
             raise TransferError(f"kvpool-server took {reply.nbytes} of {expected} bytes")
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         request = pb.ReadRequest(lease_id=lease_id, offsets=offsets, region_bytes=region_bytes)
         call: Any = self._read(request, timeout=timeout_s)

@@ -150,8 +150,18 @@ class MooncakeEngine(_message.Message):
     nonce_offset: int
     def __init__(self, session: _Optional[str] = ..., protocol: _Optional[str] = ..., base_address: _Optional[int] = ..., nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ...) -> None: ...
 
+class DataPort(_message.Message):
+    __slots__ = ("host", "port", "nonce")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    nonce: bytes
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake")
+    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +169,7 @@ class OpenNamespaceResponse(_message.Message):
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOONCAKE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     fingerprint: bytes
     segment: Segment
@@ -166,7 +177,8 @@ class OpenNamespaceResponse(_message.Message):
     piece_bytes: int
     max_batch_blocks: int
     mooncake: MooncakeEngine
-    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ...) -> None: ...
+    data_port: DataPort
+    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms")
@@ -229,18 +241,20 @@ class PutStartRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., shards: _Optional[_Union[ShardRange, _Mapping]] = ..., ticket_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class PutStartResponse(_message.Message):
-    __slots__ = ("boot_token", "ticket_id", "ticket_ttl_ms", "statuses", "offsets")
+    __slots__ = ("boot_token", "ticket_id", "ticket_ttl_ms", "statuses", "offsets", "permit")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    PERMIT_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     ticket_id: int
     ticket_ttl_ms: int
     statuses: bytes
     offsets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, boot_token: _Optional[int] = ..., ticket_id: _Optional[int] = ..., ticket_ttl_ms: _Optional[int] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+    permit: bytes
+    def __init__(self, boot_token: _Optional[int] = ..., ticket_id: _Optional[int] = ..., ticket_ttl_ms: _Optional[int] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[_Iterable[int]] = ..., permit: _Optional[bytes] = ...) -> None: ...
 
 class PutEndRequest(_message.Message):
     __slots__ = ("ticket_id", "checksums")
@@ -287,18 +301,20 @@ class GetRequest(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., shards: _Optional[_Union[ShardRange, _Mapping]] = ...) -> None: ...
 
 class GetResponse(_message.Message):
-    __slots__ = ("boot_token", "lease_remaining_ms", "present", "offsets", "checksums")
+    __slots__ = ("boot_token", "lease_remaining_ms", "present", "offsets", "checksums", "permit")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PERMIT_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     lease_remaining_ms: int
     present: bytes
     offsets: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, boot_token: _Optional[int] = ..., lease_remaining_ms: _Optional[int] = ..., present: _Optional[bytes] = ..., offsets: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    permit: bytes
+    def __init__(self, boot_token: _Optional[int] = ..., lease_remaining_ms: _Optional[int] = ..., present: _Optional[bytes] = ..., offsets: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., permit: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_ids",)
@@ -449,20 +465,22 @@ class PingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PingResponse(_message.Message):
-    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes")
+    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     MOONCAKE_FIELD_NUMBER: _ClassVar[int]
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     version: str
     uptime_seconds: float
     segment: Segment
     mooncake: MooncakeEngine
     piece_bytes: int
-    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
+    data_port: DataPort
+    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

@@ -36,7 +36,15 @@ def test_import_kvpool_is_quick() -> None:
     assert min(seconds() for _ in range(5)) < 0.3
 
 
+def test_a_data_worker_starts_without_what_it_does_not_need() -> None:
+    loaded = _loaded_after("import kvpool_server.data.worker")
+    assert "kvpool_server" in loaded
+    assert not loaded & {*FORBIDDEN, "grpc", "google", "asyncio", "pydantic", "structlog", "typer"}
+
+
 def test_every_public_name_is_there() -> None:
     import kvpool
 
     assert all(hasattr(kvpool, name) for name in kvpool.__all__)
+    assert {*kvpool.__all__} <= {*dir(kvpool)}
+    assert not hasattr(kvpool, "nothing_of_this_name")

@@ -28,6 +28,8 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
     [
         ("listen", "0.0.0.0:7", "0.0.0.0:7"),
         ("http_listen", "", ""),
+        ("data_listen", "0.0.0.0:8", "0.0.0.0:8"),
+        ("data_workers", 3, 3),
         ("memory", "2MiB", 2 << 20),
         ("shm_dir", "/tmp", "/tmp"),
         ("mooncake", "tcp", "tcp"),
@@ -104,7 +106,7 @@ def test_addresses(address: tuple[str, tuple[str, int]]) -> None:
     assert load({"listen": address[0]}, None, {}).listen == address[0]
 
 
-@pytest.mark.parametrize("name", ["listen", "http_listen"])
+@pytest.mark.parametrize("name", ["listen", "http_listen", "data_listen"])
 @pytest.mark.parametrize("address", ["localhost", ":50051", "host:", "host:port", "host:65536", "host:-1"])
 def test_bad_addresses_are_named(name: str, address: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*is not HOST:PORT") as caught:
@@ -112,8 +114,9 @@ def test_bad_addresses_are_named(name: str, address: str) -> None:
     assert repr(address) in str(caught.value)
 
 
-def test_only_http_can_be_switched_off() -> None:
+def test_all_but_grpc_can_be_switched_off() -> None:
     assert load({"http_listen": ""}, None, {}).http_listen == ""
+    assert load({"data_listen": ""}, None, {}).data_listen == ""
     with pytest.raises(ConfigError, match="listen = ''"):
         load({"listen": ""}, None, {})
 

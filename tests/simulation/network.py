@@ -280,7 +280,14 @@ class SimTransport:
         self._arena: Bytes = server.memory
 
     def write(
-        self, ticket_id: int, offsets: Sequence[int], region_bytes: int, fill: Fill, batch_bytes: int, timeout_s: float
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:
@@ -296,7 +303,14 @@ class SimTransport:
         self._visit(offsets, visit, timeout_s)
 
     def read(
-        self, lease_id: int, offsets: Sequence[int], region_bytes: int, drain: Drain, batch_bytes: int, timeout_s: float
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
     ) -> None:
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:

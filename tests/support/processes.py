@@ -39,7 +39,9 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def server_command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "kvpool_server", *flags]
+    """A server's command; its data port is a free one unless `flags` say otherwise."""
+    data = () if "--data-listen" in flags else ("--data-listen", "127.0.0.1:0")
+    return [sys.executable, "-m", "kvpool_server", *flags, *data]
 
 
 def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +61,12 @@ class ServerProcess:
     """
 
     def __init__(self, log_dir: Path, shm_dir: str, *flags: str):
-        defaults = {"--listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0", "--memory": "8MiB", "--shm-dir": shm_dir}
+        defaults = {
+            "--listen": "127.0.0.1:0",
+            "--http-listen": "127.0.0.1:0",
+            "--memory": "8MiB",
+            "--shm-dir": shm_dir,
+        }
         missing = [part for flag, value in defaults.items() if flag not in flags for part in (flag, value)]
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))

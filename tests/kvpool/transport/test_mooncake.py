@@ -258,7 +258,7 @@ def test_a_lane_that_was_given_up_comes_back_with_its_batchs_end_behind_it(
     came_back = Lanes.came_back
 
     def note(self: Lanes, lane: lanes.Lane) -> None:
-        ended.append(lane.ended.is_set())
+        ended.append(lane._ended.is_set())
         came_back(self, lane)
 
     monkeypatch.setattr(Lanes, "came_back", note)

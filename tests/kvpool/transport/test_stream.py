@@ -10,14 +10,24 @@ from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
 from kvpool.transport.base import Buffers
 from kvpool.transport.stream import StreamTransport
-from tests.conftest import StartServer
+from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+from tests.support.processes import ServerProcess
 from tests.vllm_plugin.faults import stopped
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+    """One without a data port: all bytes go through gRPC."""
+    flags = ("--memory", "64MiB", "--grace-ms", "100", "--data-listen", "")
+    server = ServerProcess(tmp_path_factory.mktemp("stream"), shm_dir, *flags)
+    yield server
+    server.stop()
+
+
 @pytest.fixture
-def rig(stream_client: Client) -> Iterator[Rig]:
-    regions = ServerRegions(stream_client)
+def rig(server: ServerProcess, connect: Connect) -> Iterator[Rig]:
+    regions = ServerRegions(connect(server, transport="stream"))
     transport = regions.open(256).transport
     assert isinstance(transport, StreamTransport)
     yield Rig(transport, regions)
@@ -92,7 +102,7 @@ def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
 
 
 def test_a_read_that_stands_still_is_given_up_long_before_its_deadline(pool_server: StartServer) -> None:
-    server = pool_server("--memory", "64MiB")
+    server = pool_server("--memory", "64MiB", "--data-listen", "")
     region_bytes, count = 1 << 20, 32  # Far more than is on its way at any time.
     config = ClientConfig(server.endpoint, transport="stream", stall_timeout_ms=200)
     with Client(config) as client, ExitStack() as stack:

@@ -1,0 +1,429 @@
+"""The `stream` transport over a data port: the contract with and without threads, and whatever goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
+from kvpool.data_port import pack_offsets as pack
+from kvpool.errors import (
+    InvalidRequestError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+)
+from kvpool.transport import data
+from kvpool.transport.base import Buffers
+from kvpool.transport.data import DataTransport
+from kvpool.types import ShardRange
+from tests.conftest import Connect, StartServer
+from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.workers import Permitted, Port, data_port, is_worker, workers_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[Port]:
+    with data_port() as port:
+        yield port
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "threads"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def rig(port: Port, direct: bool) -> Iterator[Rig]:
+    ids, at = itertools.count(1), itertools.count(0, 4 * MIB)
+
+    def regions(num_regions: int, region_bytes: int) -> Regions:
+        # Every other one has a gap before it, so that some are neighbours and some are not.
+        start = next(at) if num_regions * region_bytes < 3 * MIB else 16 * MIB
+        offsets = tuple(start + nth * region_bytes + nth // 2 * 8 for nth in range(num_regions))
+        return Regions(next(ids), offsets, lambda: next(ids))
+
+    with closing(port.connect(direct)) as transport:
+        yield Rig(Permitted(transport, port), regions)
+
+
+class TestContract(TransportContract):
+    @pytest.fixture
+    def rig(self, rig: Rig) -> Rig:
+        return rig
+
+
+def _never(first: int, buffers: Buffers) -> None:
+    raise AssertionError("bytes arrived")
+
+
+def _ignore(first: int, buffers: Buffers) -> None:
+    pass
+
+
+def _sevens(first: int, buffers: Buffers) -> None:
+    for buffer in buffers:
+        buffer[:] = 7
+
+
+@pytest.fixture
+def transport(port: Port, direct: bool) -> Iterator[DataTransport]:
+    with closing(port.connect(direct)) as transport:
+        yield transport
+
+
+def test_a_forged_permit_moves_nothing(port: Port, transport: DataTransport) -> None:
+    before = port.arena.copy()
+    granted = port.permit(Kind.WRITE, 1, [0], 64)
+    for offsets, region_bytes, permit in (
+        ([64], 64, granted),
+        ([0, 64], 64, granted),
+        ([0], 128, granted),
+        ([0], 64, granted[:8] + bytes(16)),
+    ):
+        with pytest.raises(TransferError, match="not for these regions, or of another boot"):
+            transport.write(1, offsets, region_bytes, _sevens, MIB, DEADLINE_S, permit)
+    with pytest.raises(TransferError, match="not for these regions"):
+        transport.read(1, [0], 64, _never, MIB, DEADLINE_S, granted)  # It is one to write.
+    assert np.array_equal(port.arena, before)
+
+
+def test_an_expired_permit_moves_nothing(port: Port, transport: DataTransport) -> None:
+    before = port.arena.copy()
+    for kind, move, visit in ((Kind.WRITE, transport.write, _sevens), (Kind.READ, transport.read, _never)):
+        permit = port.permit(kind, 1, [0], 64, ttl_s=0)
+        with pytest.raises(LeaseExpiredError, match="has expired"):
+            move(1, [0], 64, visit, MIB, DEADLINE_S, permit)  # type: ignore[arg-type]
+    assert np.array_equal(port.arena, before)
+
+
+def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, transport: DataTransport) -> None:
+    for offset in (len(port.arena) - 63, 1 << 63, (1 << 64) - 1):
+        permit = port.permit(Kind.READ, 1, [offset], 64)
+        with pytest.raises(InvalidRequestError, match="beyond the arena"):
+            transport.read(1, [offset], 64, _never, MIB, DEADLINE_S, permit)
+
+
+def test_a_transport_goes_on_after_a_refusal(port: Port, transport: DataTransport) -> None:
+    with pytest.raises(TransferError):
+        transport.write(1, [0], 64, _sevens, MIB, DEADLINE_S, bytes(24))
+    transport.write(1, [0], 64, _sevens, MIB, DEADLINE_S, port.permit(Kind.WRITE, 1, [0], 64))
+    assert set(port.arena[:64]) == {7}
+
+
+def test_nothing_is_written_once_a_permit_has_expired_on_the_way(port: Port) -> None:
+    """A client that stops in the middle, as one that was stopped would: what it sends afterwards goes nowhere."""
+    port.arena[: 2 * MIB] = 0
+    with _greeted(port) as client:
+        client.sendall(_shown(port, Kind.WRITE, [0], 2 * MIB, ttl_s=0.3) + Header(Kind.MOVE, 0, 1).encode())
+        client.sendall(bytes([1]) * MIB)
+        time.sleep(0.5)
+        client.sendall(bytes([1]) * MIB)
+        assert _reply(client) is Status.EXPIRED
+    assert set(port.arena[:MIB]) == {1} and set(port.arena[MIB : 2 * MIB]) == {0}
+
+
+def _greeted(port: Port) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port.info.port), timeout=10)
+    assert client.recv(GREETING_BYTES, socket.MSG_WAITALL) == MAGIC + port.info.nonce
+    return client
+
+
+def _shown(port: Port, kind: Kind, offsets: list[int], region_bytes: int, ttl_s: float = 60.0) -> bytes:
+    permit = port.permit(kind, 1, offsets, region_bytes, ttl_s)
+    return Header(kind, 0, len(offsets), 1, region_bytes, permit).encode() + pack(offsets).tobytes()
+
+
+def _reply(client: socket.socket) -> Status:
+    return Reply.decode(client.recv(REPLY_BYTES, socket.MSG_WAITALL))[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: someone who is lost\r\n\r\n",
+        bytes(HEADER_BYTES),
+        b"\xff" * HEADER_BYTES,
+        Header(Kind.MOVE, 0, 1).encode(),
+        Header(Kind.READ, 0, 65_537).encode(),
+    ],
+)
+def test_who_speaks_another_language_is_told_so_and_hung_up_on(port: Port, words: bytes) -> None:
+    with _greeted(port) as client:
+        client.sendall(words)
+        status, message_bytes, _ = Reply.decode(client.recv(REPLY_BYTES, socket.MSG_WAITALL))
+        assert status is Status.INVALID
+        assert len(client.recv(message_bytes, socket.MSG_WAITALL)) == message_bytes > 0
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1) == b""
+
+
+def test_regions_that_the_permit_does_not_have_are_refused(port: Port) -> None:
+    with _greeted(port) as client:
+        client.sendall(_shown(port, Kind.READ, [0, 64], 64) + Header(Kind.MOVE, 1, 3).encode())
+        assert _reply(client) is Status.INVALID
+
+
+def test_too_many_connections_are_told_that_there_is_no_room(direct: bool) -> None:
+    with data_port(MIB, max_connections=1) as port, closing(port.connect(direct)) as transport:
+        with _greeted(port):
+            permit = port.permit(Kind.READ, 1, [0], 64)
+            with pytest.raises(UnavailableError, match="no room for another connection; give --data-workers more"):
+                transport.read(1, [0], 64, _never, MIB, DEADLINE_S, permit)
+        wait_for(lambda: _moves(port, transport), "room, once the other has gone")
+
+
+def _moves(port: Port, transport: DataTransport) -> bool:
+    try:
+        transport.read(1, [0], 64, _ignore, MIB, DEADLINE_S, port.permit(Kind.READ, 1, [0], 64))
+    except UnavailableError:
+        return False
+    return True
+
+
+def test_bytes_are_counted(direct: bool) -> None:
+    with data_port(MIB) as port, closing(port.connect(direct)) as transport:
+        transport.write(1, [0, 100], 100, _sevens, 100, DEADLINE_S, port.permit(Kind.WRITE, 1, [0, 100], 100))
+        transport.read(1, [0], 100, _ignore, 100, DEADLINE_S, port.permit(Kind.READ, 1, [0], 100))
+        wait_for(lambda: port.tally.tolist() == [100, 200], "the tally")
+
+
+def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
+    port: Port, transport: DataTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    connect = data.connect
+    monkeypatch.setattr(data, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
+    permit = port.permit(Kind.READ, 1, [0], 64)
+    for _ in range(3):
+        transport.read(1, [0], 64, _ignore, MIB, DEADLINE_S, permit)
+    assert len(made) == 1
+    monkeypatch.setattr(data, "IDLE_S", 0.0)
+    transport.read(1, [0], 64, _ignore, MIB, DEADLINE_S, permit)
+    assert len(made) == 2
+
+
+def test_nothing_is_left_of_a_closed_transport(port: Port, direct: bool) -> None:
+    def left() -> tuple[set[str], int]:
+        sockets = [link for link in map(_target, os.listdir("/proc/self/fd")) if link.startswith("socket:")]
+        return {thread.name for thread in threading.enumerate() if "lane" in thread.name}, len(sockets)
+
+    wait_for(lambda: not left()[0], "lanes of other tests to end")
+    time.sleep(0.1)
+    before = left()
+    transport = port.connect(direct)
+    offsets = list(range(0, 8 * MIB, MIB))
+    transport.read(1, offsets, MIB, _ignore, MIB, DEADLINE_S, port.permit(Kind.READ, 1, offsets, MIB))
+    assert left() != before
+    transport.close()
+    wait_for(lambda: left() == before, "its threads and sockets to be gone")
+    with pytest.raises(TransferError, match="is closed"):
+        transport.read(1, [0], 64, _never, MIB, DEADLINE_S, port.permit(Kind.READ, 1, [0], 64))
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def test_closing_ends_calls_under_way(port: Port, direct: bool) -> None:
+    transport = port.connect(direct)
+    offsets = list(range(0, 32 * MIB, MIB))
+    permit = port.permit(Kind.READ, 1, offsets, MIB)
+    with pytest.raises((TransferError, UnavailableError)):
+        transport.read(1, offsets, MIB, lambda *_: transport.close(), MIB, DEADLINE_S, permit)
+
+
+@pytest.fixture
+def server(pool_server: StartServer) -> ServerProcess:
+    return pool_server("--memory", "64MiB", "--data-workers", "2", "--grace-ms", "3600000")
+
+
+@pytest.fixture
+def as_direct(direct: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Clients move bytes in the way of few cores, or of many."""
+    monkeypatch.setattr(data, "THREADS_FROM_CORES", 1 << 20 if direct else 0)
+    return direct
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
+    spec = namespace_spec(group_spec(chunk_bytes=100_000, num_shards=2))
+    run, payloads = run_of(*range(30)), [payload(idx, 200_000) for idx in range(30)]
+    writer, reader = connect(server, transport="stream"), connect(server, transport="stream")
+    opened = writer.open_namespace(spec)
+    assert isinstance(opened.transport, DataTransport) and opened.transport.name == "stream"
+    assert writer.put_blocks(opened, run, payloads).receipt.num_complete == 30
+    namespace = reader.open_namespace(spec)
+    found = reader.lookup(namespace, [run])
+    blocks = reader.get_blocks(namespace, found.lease_id, run)
+    for block, expected in zip(blocks, payloads, strict=True):
+        assert block is not None
+        np.testing.assert_array_equal(block, expected)
+    half = reader.get_blocks(namespace, found.lease_id, run, shards=ShardRange(1, 1))
+    np.testing.assert_array_equal(half[7], payloads[7][100_000:])
+
+
+class Stored:
+    """A client, and 24 blocks of 1 MiB that it has put."""
+
+    def __init__(self, client: Client):
+        self.client = client
+        self.namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
+        self.run = run_of(*range(24))
+        client.put_blocks(self.namespace, self.run, [payload(idx, MIB) for idx in range(24)])
+
+    def get(self, drain: object) -> None:
+        lease_id = self.client.lookup(self.namespace, [self.run]).lease_id
+        self.client.get(self.namespace, lease_id, [self.run], drain, batch_bytes=MIB)  # type: ignore[arg-type]
+
+    def check(self) -> bool:
+        """Whether what is got is what was put; False while nobody serves."""
+        seen: list[bytes] = []
+        try:
+            self.get(lambda _, buffers: seen.extend(buffer.tobytes() for buffer in buffers))
+        except (TransferError, UnavailableError, PoolTimeoutError):
+            return False
+        assert seen == [payload(idx, MIB).tobytes() for idx in range(24)]
+        return True
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: ServerProcess, connect: Connect) -> None:
+    stored = Stored(connect(server, transport="stream"))
+    before = workers_of(server)
+    assert len(before) == 2
+
+    def drain(indices: list[int], buffers: Buffers) -> None:
+        if indices[0] == 2:
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises((TransferError, UnavailableError)):
+        stored.get(drain)
+    wait_for(stored.check, "the next workers")
+    wait_for(lambda: len(workers_of(server)) == 2, "both of them")
+    assert not {*before} & {*workers_of(server)}
+    assert server.stderr.count("a data worker died") == 2
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_a_server_killed_in_the_middle_is_an_error_and_leaves_no_worker(
+    server: ServerProcess, connect: Connect
+) -> None:
+    stored = Stored(connect(server, transport="stream"))
+    workers = workers_of(server)
+
+    def drain(indices: list[int], buffers: Buffers) -> None:
+        if indices[0] == 2:
+            server.kill()
+
+    started = time.monotonic()
+    with pytest.raises((TransferError, UnavailableError)):
+        stored.get(drain)
+    assert time.monotonic() - started < DEADLINE_S
+    wait_for(lambda: not any(map(is_worker, workers)), "the workers to end with their server")
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_a_server_that_stops_leaves_no_worker_not_even_one_that_is_stopped(server: ServerProcess) -> None:
+    workers = workers_of(server)
+    os.kill(workers[0], signal.SIGSTOP)
+    server.terminate()
+    assert server.wait() == 0
+    assert not any(map(is_worker, workers))
+    assert "Traceback" not in server.stderr
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_deadline(
+    server: ServerProcess, connect: Connect
+) -> None:
+    stored = Stored(connect(server, transport="stream", stall_timeout_ms=300, data_timeout_ms=2_000))
+    client, workers = stored.client, workers_of(server)
+    lease_id = client.lookup(stored.namespace, [stored.run]).lease_id
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises((PoolTimeoutError, UnavailableError), match=r"brought nothing for 0\.300 s|no answer"):
+            client.get(stored.namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
+        assert time.monotonic() - started < 2
+        run = run_of(*range(100, 124))
+        with pytest.raises((PoolTimeoutError, UnavailableError)):
+            client.put(stored.namespace, [run], lambda _, buffers: None)
+        assert time.monotonic() - started < 6
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+    assert not client.stats().counters.get("tickets_revoked"), "its slots could be another's while bytes arrive"
+    wait_for(stored.check, "the workers to go on")
+
+
+@pytest.mark.usefixtures("as_direct")
+def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProcess, connect: Connect) -> None:
+    """Nothing of it is under way once the caller hears of it."""
+    client = connect(server, transport="stream")
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
+
+    def fill(indices: Sequence[int], buffers: Buffers) -> None:
+        if indices[0] == 9:
+            raise ValueError("of the caller's")
+
+    with pytest.raises(ValueError, match="of the caller's"):
+        client.put(namespace, [run_of(*range(12))], fill, batch_bytes=MIB)
+    wait_for(lambda: client.stats().counters.get("tickets_revoked"), "the ticket to be revoked")
+    assert client.stats().num_quarantined == 0
+
+
+def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
+    client = connect(server, transport="stream", stall_timeout_ms=300)
+    with closing(client.try_transport().transport):
+        assert client.try_transport().why.startswith("transport=stream; over the data port 127.0.0.1:")
+    for pid in workers_of(server):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        choice = client.try_transport()
+    finally:
+        for pid in workers_of(server):
+            os.kill(pid, signal.SIGCONT)
+    assert choice.transport.name == "stream" and not isinstance(choice.transport, DataTransport)
+    assert "over gRPC: cannot reach the data port 127.0.0.1:" in choice.why and "no answer in time" in choice.why
+
+
+def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, connect: Connect) -> None:
+    choice = connect(pool_server("--data-listen", ""), transport="stream").try_transport()
+    assert choice.why == "transport=stream; over gRPC: the server has no data port"
+
+
+def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
+    with pytest.raises(TransferError, match="is another server's"):
+        data.connect(("127.0.0.1", port.info.port), bytes(range(16)), 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match="no answer in time"):
+        data.connect(silent.getsockname(), port.info.nonce, 0.1)
+    with pytest.raises(UnavailableError, match="Connection refused"):
+        data.connect(("127.0.0.1", 1), port.info.nonce, 5.0)
+
+
+def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:
+    server = pool_server("--data-listen", "127.0.0.2:0")
+    with Client(ClientConfig(server.endpoint, transport="stream")) as client:
+        assert "over the data port 127.0.0.2:" in client.try_transport().why

@@ -1,0 +1,117 @@
+"""Data workers of tests: in this process, over an arena of the test's own, or a server's, by their ids."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvpool.data_port import Kind, Signer, pack_offsets
+from kvpool.transport.base import Drain, Fill
+from kvpool.transport.data import DataTransport
+from kvpool.types import DataPortInfo
+from kvpool_server.data.worker import MAX_CONNECTIONS, TALLY_COLUMNS, Worker
+from tests.support.processes import ServerProcess
+
+KEY, NONCE = b"k" * 32, b"n" * 16
+
+
+class Port:
+    """A data port in this process.
+
+    Attributes:
+        arena: uint8 [nbytes].
+        tally: payload bytes read, and written.
+    """
+
+    def __init__(self, nbytes: int, max_connections: int):
+        self.arena = np.zeros(nbytes, np.uint8)
+        self.tally = np.zeros(TALLY_COLUMNS, np.uint64)
+        self.signer = Signer(KEY)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE)
+        worker = Worker(self.listener, self.arena.data, KEY, NONCE, self.tally, max_connections)
+        self.thread = threading.Thread(target=worker.serve, daemon=True)
+        self.thread.start()
+
+    def connect(self, direct: bool, stall_timeout_s: float = 5.0, num_connections: int = 3) -> DataTransport:
+        return DataTransport(self.info, "127.0.0.1", num_connections, 5.0, stall_timeout_s, direct)
+
+    def permit(
+        self, kind: Kind, holding_id: int, offsets: Sequence[int], region_bytes: int, ttl_s: float = 60.0
+    ) -> bytes:
+        deadline_ns = time.monotonic_ns() + int(ttl_s * 1e9)
+        return self.signer.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
+
+
+@contextmanager
+def data_port(nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS) -> Iterator[Port]:
+    """A data port until the end of the block."""
+    port = Port(nbytes, max_connections)
+    try:
+        yield port
+    finally:
+        port.listener.shutdown(socket.SHUT_RDWR)
+        port.listener.close()
+        port.thread.join(5)
+        assert not port.thread.is_alive()
+
+
+class Permitted:
+    """A transport whose every call has a permit: for tests that ask for what a server would grant them."""
+
+    name, one_sided, memory = DataTransport.name, DataTransport.one_sided, DataTransport.memory
+
+    def __init__(self, transport: DataTransport, port: Port):
+        self.inner = transport
+        self._port = port
+
+    def write(
+        self,
+        ticket_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        fill: Fill,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
+    ) -> None:
+        permit = permit or self._port.permit(Kind.WRITE, ticket_id, offsets, region_bytes)
+        self.inner.write(ticket_id, offsets, region_bytes, fill, batch_bytes, timeout_s, permit)
+
+    def read(
+        self,
+        lease_id: int,
+        offsets: Sequence[int],
+        region_bytes: int,
+        drain: Drain,
+        batch_bytes: int,
+        timeout_s: float,
+        permit: bytes = b"",
+    ) -> None:
+        permit = permit or self._port.permit(Kind.READ, lease_id, offsets, region_bytes)
+        self.inner.read(lease_id, offsets, region_bytes, drain, batch_bytes, timeout_s, permit)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def workers_of(server: ServerProcess) -> list[int]:
+    """Ids of a server's data workers that are alive."""
+    children: list[int] = []
+    for task in Path(f"/proc/{server.pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    return [pid for pid in children if is_worker(pid)]
+
+
+def is_worker(pid: int) -> bool:
+    """Whether this process is a data worker, and no zombie."""
+    try:
+        return b"kvpool_server.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
