@@ -46,12 +46,16 @@ from kvpool.types import (
     PutReceipt,
     PutStatus,
     ShardRange,
+    in_two,
+    join_located,
 )
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
 MAX_MESSAGE_BYTES = 64 << 20
 INLINE_BATCH_BYTES = 4 << 20
+HEAD_BLOCKS = 64
+"""A get of more asks for so many first, and for the others in a second call."""
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -385,33 +389,45 @@ class Client:
         """
         group = self._one_group(namespace, runs)
         shards = shards or ShardRange(0, group.num_shards)
-        asked_at = time.monotonic()
-        located = self.locate(namespace, lease_id, runs, shards)
-        lease_ends_at = asked_at + located.lease_remaining_ms / 1000
-        there = [idx for idx, present in enumerate(located.present) if present]
+        region_bytes = shards.count * group.chunk_bytes
+        there: list[int] = []
         sums: list[Checksums] = []
 
         def drain_and_sum(first: int, buffers: Buffers) -> None:
-            later = drain(there[first : first + len(buffers)], buffers)
+            later = drain(visited[first : first + len(buffers)], buffers)
             sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
-        timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
-        if there:
-            region_bytes = shards.count * group.chunk_bytes
-            namespace.transport.read(
-                lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s, located.permit
-            )
+        asked_at = time.monotonic()
+        # To say where many blocks lie takes a while: the first ones are on their way meanwhile.
+        parts = in_two(runs, HEAD_BLOCKS)
+        calls = [self._send_get(namespace, lease_id, part, shards) for part in parts]
+        answers: list[Located] = []
+        try:
+            for call in calls:
+                before = sum(len(answer.present) for answer in answers)
+                answers.append(located := self._located(namespace, call))
+                visited = [before + idx for idx, present in enumerate(located.present) if present]
+                there += visited
+                timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
+                if visited:
+                    namespace.transport.read(
+                        lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s, located.permit
+                    )
+        finally:
+            for call in calls:
+                call.cancel()
         found = [each for later in sums for each in later()]
-        if time.monotonic() > lease_ends_at:
+        whole = join_located(answers)
+        if time.monotonic() > asked_at + whole.lease_remaining_ms / 1000:
             raise LeaseExpiredError(f"lease {lease_id:#x} ran out while its blocks were read; raise lease_ttl_ms")
-        if found != list(located.checksums):
-            differs = [one != other for one, other in zip(found, located.checksums, strict=True)]
+        if found != list(whole.checksums):
+            differs = [one != other for one, other in zip(found, whole.checksums, strict=True)]
             corrupt = [idx for nth, idx in enumerate(there) if any(differs[nth * shards.count :][: shards.count])]
             hashes = [block_hash for run in runs for block_hash in run.block_hashes]
             bad = [hashes[idx] for idx in corrupt]
             self._verify_quietly(namespace, BlockRun(runs[0].group_idx, bad))
             raise ChecksumError(f"{len(bad)} blocks differ from their checksums, the first is {bad[0].hex()}")
-        return located
+        return whole
 
     def get_blocks(
         self, namespace: Namespace, lease_id: int, run: BlockRun, *, shards: ShardRange | None = None
@@ -428,6 +444,9 @@ class Client:
 
     def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
         """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
+        return self._located(namespace, self._send_get(namespace, lease_id, runs, shards))
+
+    def _send_get(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Any:
         if not lease_id:
             raise LeaseExpiredError("there is no lease: the lookup found nothing; a miss has no blocks to get")
         request = pb.GetRequest(
@@ -436,7 +455,15 @@ class Client:
             runs=wire.encode_runs(runs),
             shards=wire.encode_shards(shards),
         )
-        reply = self._call(self._stub.Get, request)
+        return self._send(self._stub.Get, request)
+
+    def _located(self, namespace: Namespace, call: Any) -> Located:
+        try:
+            reply = call.result()
+        except grpc.FutureCancelledError:
+            raise UnavailableError(f"{self!r} is closed") from None
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self.config.endpoint) from None
         self._check_boot(namespace, reply.boot_token)
         return wire.decode_located(reply)
 

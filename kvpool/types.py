@@ -6,6 +6,7 @@ Bitmaps are plain `int`s: bit i stands for shard i or block i.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,23 @@ class BlockRun:
 
     def __len__(self) -> int:
         return len(self.block_hashes)
+
+
+def in_two(runs: Sequence[BlockRun], count: int) -> list[list[BlockRun]]:
+    """Runs as they are, or, if they have more blocks than `count`, the first `count` blocks and the others."""
+    if sum(map(len, runs)) <= count:
+        return [list(runs)]
+    head: list[BlockRun] = []
+    for nth, run in enumerate(runs):
+        if not count:
+            return [head, list(runs[nth:])]
+        if len(run) > count:
+            head.append(BlockRun(run.group_idx, run.block_hashes[:count], run.parent_hash))
+            rest = BlockRun(run.group_idx, run.block_hashes[count:], run.block_hashes[count - 1])
+            return [head, [rest, *runs[nth + 1 :]]]
+        head.append(run)
+        count -= len(run)
+    raise AssertionError("fewer blocks than were counted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +171,16 @@ class Located:
     offsets: tuple[int, ...]
     checksums: tuple[int, ...]
     permit: bytes = b""
+
+
+def join_located(parts: Sequence[Located]) -> Located:
+    """What was located in parts, as one; each part has a permit of its own."""
+    return Located(
+        min(part.lease_remaining_ms for part in parts),
+        tuple(itertools.chain.from_iterable(part.present for part in parts)),
+        tuple(itertools.chain.from_iterable(part.offsets for part in parts)),
+        tuple(itertools.chain.from_iterable(part.checksums for part in parts)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

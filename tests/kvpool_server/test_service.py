@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client import Checksums, Client, Namespace, PendingLookup, VisitBlocks
+from kvpool.client import HEAD_BLOCKS, Checksums, Client, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -104,6 +104,13 @@ def test_what_was_put_is_found_and_read(client: Client, namespace: Namespace) ->
     assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "abc"]
     again = client.put_blocks(namespace, run, [payload(name, CHUNK) for name in "abc"])
     assert again.statuses == (PRESENT,) * 3 and again.nbytes == 0
+
+
+def test_many_blocks_are_located_in_two_calls_and_read_as_one(client: Client, namespace: Namespace) -> None:
+    stored = [name for name in range(HEAD_BLOCKS + 40) if name not in (3, HEAD_BLOCKS, HEAD_BLOCKS + 9)]
+    _store(client, namespace, *stored)
+    loaded = _load(client, namespace, run_of(*range(HEAD_BLOCKS + 40)))
+    assert loaded == [payload(n, CHUNK).tobytes() if n in stored else None for n in range(HEAD_BLOCKS + 40)]
 
 
 def test_payloads_may_be_bytes_or_arrays(client: Client, namespace: Namespace) -> None:
