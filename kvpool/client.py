@@ -54,8 +54,6 @@ from kvpool.v1.pool_pb2_grpc import PoolStub
 
 MAX_MESSAGE_BYTES = 64 << 20
 INLINE_BATCH_BYTES = 4 << 20
-HEAD_BLOCKS = 64
-"""A get of more asks for so many first, and for the others in a second call."""
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -371,6 +369,7 @@ class Client:
         *,
         shards: ShardRange | None = None,
         batch_bytes: int = BATCH_BYTES,
+        head_blocks: int = 0,
     ) -> Located:
         """Brings leased blocks to the caller, verified.
 
@@ -379,6 +378,8 @@ class Client:
             drain: takes block `indices[i]` (counted over all runs) from `buffers[i]`, uint8
                 [shards.count * chunk_bytes]. What it has taken counts only once `get` has returned.
             shards: which part of each block; all of it by default.
+            head_blocks: so many are located first and the others in a second call, meanwhile; worth its cost where
+                bytes travel without the caller, as to a GPU. 0: all at once.
 
         Returns:
             Where the blocks lay; blocks that are gone are not `present`, and `drain` never saw them.
@@ -398,8 +399,7 @@ class Client:
             sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
         asked_at = time.monotonic()
-        # To say where many blocks lie takes a while: the first ones are on their way meanwhile.
-        parts = in_two(runs, HEAD_BLOCKS)
+        parts = in_two(runs, head_blocks) if head_blocks else [list(runs)]
         calls = [self._send_get(namespace, lease_id, part, shards) for part in parts]
         answers: list[Located] = []
         try:

@@ -181,7 +181,13 @@ class ReceiveThread(TransferThread[LoadJob]):
             return self._copier.scatter(mark, part.group_idx, rows, buffers)
 
         located = self._session.client.get(
-            namespace, lease_id, part.runs, drain, shards=shards, batch_bytes=self._copier.batch_bytes
+            namespace,
+            lease_id,
+            part.runs,
+            drain,
+            shards=shards,
+            batch_bytes=self._copier.batch_bytes,
+            head_blocks=self._copier.head_blocks,
         )
         present = sum(located.present)
         self._recorder.add("loaded_bytes", present * shards.count * namespace.spec.groups[part.group_idx].chunk_bytes)

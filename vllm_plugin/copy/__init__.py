@@ -22,6 +22,9 @@ class Copier(Protocol):
     batch_bytes: int
     """How much is best moved at once."""
 
+    head_blocks: int
+    """How many blocks keep it busy while others are being located; 0: it moves nothing by itself."""
+
     def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
         """Learns of memory in which buffers will lie for long (the pool's, if it is shared); cheap to repeat."""
 
