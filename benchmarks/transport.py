@@ -7,9 +7,13 @@ removed, outside the timing, before the next round. Checksums are on for kvpool 
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Callable
 
-from benchmarks import valkey
+import typer
+
+from benchmarks import iperf, valkey
 from benchmarks.bare_socket import bare_socket
 from benchmarks.bare_stream import bare_stream
 from benchmarks.harness import Row, alternate, at_least, gb_per_s, kvpool_server, report, speed_ratio, timed
@@ -27,6 +31,7 @@ SHARD_COUNTS = (1, 8)
 COPY_SHARE = 0.6
 TIMES_MOONCAKE = 5.0
 STREAM_TIMES_MOONCAKE = 2.0
+IPERF_SHARE, IPERF_CORES = 0.7, 16
 STREAM_PUT_GB_S, STREAM_GET_GB_S, BARE_SHARE = 1.0, 1.5, 0.8
 
 
@@ -124,6 +129,22 @@ def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, 
     return rows
 
 
+def iperf_rows(rows: list[Row], samples: list[float]) -> list[Row]:
+    """How stream compares with iperf3; a target only where there are cores for many connections.
+
+    Args:
+        samples: of iperf3, taken before and after stream.
+    """
+    limit = statistics.mean(samples)
+    added = [Row("iperf3, one connection", limit, "GB/s")]
+    for way in ("put", "get"):
+        share = next(row.figure for row in rows if row.what == f"stream {way}") / limit
+        name = f"stream {way} / iperf3"
+        many = (os.cpu_count() or 1) >= IPERF_CORES
+        added.append(at_least(name, share, "x", IPERF_SHARE) if many else Row(name, share, "x"))
+    return added
+
+
 def main() -> None:
     """Measures and reports."""
     source, sink = pair(BATCH_BYTES)
@@ -134,7 +155,12 @@ def main() -> None:
         series = sweep(endpoint, store, source, sink)
         chunks = (source.reshape(-1, STREAM_CHUNK_BYTES), sink.reshape(-1, STREAM_CHUNK_BYTES))
         with kvpool_server("512MiB", "--data-listen", "") as grpc_endpoint:
+            if without := iperf.missing():
+                print(f"iperf3 is left out: {without}", flush=True)
+            samples = [] if without else [iperf.iperf3_gb_s()]
             rows += stream_rows(endpoint, grpc_endpoint, store, *chunks)
+            if samples:
+                rows += iperf_rows(rows, [*samples, iperf.iperf3_gb_s()])
     report(
         "transport",
         rows,
@@ -152,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
