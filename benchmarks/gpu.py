@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -74,7 +76,10 @@ def main(
     }
     offloading = EngineSpec(model, offload, OPTIONS)
     rows: list[Row] = []
+    samples: dict[str, dict[str, list[float]]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end; what has been measured is reported"))
     with contextlib.ExitStack() as peers:
+        peers.callback(lambda: _report(rows, rounds, tokens, questions, samples))
         master = peers.enter_context(mooncake_store.master())
         mooncake = mooncake_store.engine(model, master, logs, POOL_GIB << 29, OPTIONS)  # Half of it in each engine.
         theirs = {"vLLM offloading": offloading, "Mooncake": mooncake}
@@ -83,8 +88,9 @@ def main(
             pooled = EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS)
             specs = {"alone": EngineSpec(model, None, OPTIONS), "kvpool": pooled, "second kvpool": pooled}
             engines = start_all(peers, theirs, logs) | start_all(ours, specs, logs)
-            prompts, measured, samples = _measure_prompts(engines, rounds, tokens)
+            prompts, measured, taken = _measure_prompts(engines, rounds, tokens)
             rows += measured
+            samples |= taken
             rows += _measure_decoding(engines, prompts)
             asked = _questions(tokens, questions)
             rows += _measure_questions(engines, ["kvpool", "second kvpool"], asked)
@@ -93,7 +99,13 @@ def main(
         engines |= start_all(peers, {f"second {name}": spec for name, spec in theirs.items()}, logs)
         for name in theirs:
             rows += _measure_questions(engines, [name, f"second {name}"], asked)
-    harness.report("gpu", rows, rounds=rounds, tokens=tokens, questions=questions, samples=samples)
+
+
+def _report(
+    rows: Sequence[Row], rounds: int, tokens: int, questions: int, samples: Mapping[str, Mapping[str, Sequence[float]]]
+) -> None:
+    if rows:
+        harness.report("gpu", rows, rounds=rounds, tokens=tokens, questions=questions, samples=samples)
 
 
 def prompt_of(tokens: int, name: str) -> list[int]:

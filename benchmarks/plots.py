@@ -212,6 +212,7 @@ def hit_ratios(result: Result) -> Figure | None:
 
 PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "transport": throughput,
+    "transport-16-cores": throughput,
     "lookup": lookups,
     "vllm": first_tokens,
     "gpu": first_tokens,

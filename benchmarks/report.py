@@ -29,6 +29,8 @@ QUESTIONS = {
     "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
 stream. A plain memcpy + xxh3 is itself only 6 to 7 times Mooncake here, so 5 times leaves three quarters of copy speed
 for us; what is missing is the latency of the two or three calls around a batch.""",
+    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
+no more than 4 GB/s there: that bounds shm, and the puts of stream.""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
