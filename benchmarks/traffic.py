@@ -37,7 +37,7 @@ class Traffic:
     def put(self) -> float:
         """Seconds of one put into an empty pool."""
         self._client.remove(self._namespace, [self._run])
-        return timed(lambda: self._client.put(self._namespace, [self._run], self._fill))
+        return timed(lambda: self._client.put_blocks(self._namespace, self._run, list(self._source)))
 
     def get(self) -> float:
         """Seconds of lookup, get and release; `last_get_s` is the get's part."""
@@ -65,10 +65,6 @@ class Traffic:
         """Leaves the pool as empty as it was."""
         self._client.remove(self._namespace, [self._run])
         self._client.close()
-
-    def _fill(self, indices: Sequence[int], buffers: Buffers) -> None:
-        for idx, buffer in zip(indices, buffers, strict=True):
-            buffer[:] = self._source[idx]
 
     def _drain(self, indices: Sequence[int], buffers: Buffers) -> None:
         for idx, buffer in zip(indices, buffers, strict=True):

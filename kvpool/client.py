@@ -66,11 +66,22 @@ Checksums = Callable[[], Sequence[int]]
 """Gives the checksum of each chunk of some buffers, in order, once their bytes have all been moved."""
 
 
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """What the callback of a put returns whose blocks lie ready: they are sent from there, or copied.
+
+    Args:
+        buffers: one a block, contiguous; they stay as they are until the put has ended.
+    """
+
+    buffers: Buffers
+
+
 class VisitBlocks(Protocol):
     """What a caller of `put` or `get` does with the blocks' bytes."""
 
-    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | None:
-        """Fills or drains blocks `indices`, one buffer each.
+    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | InPlace | None:
+        """Fills or drains blocks `indices`, one buffer each; a put's may say where they lie instead.
 
         Returns:
             How to come by the checksums of what was moved, for callers that compute them on the way; asked for once all
@@ -278,13 +289,22 @@ class Client:
         sums: list[Checksums] = []
         failures: list[Exception] = []
 
-        def fill_and_sum(first: int, buffers: Buffers) -> None:
+        def fill_and_sum(first: int, buffers: Buffers) -> Buffers | None:
             try:
-                later = fill(granted[first : first + len(buffers)], buffers)
+                filled = fill(granted[first : first + len(buffers)], buffers)
             except Exception as error:
                 failures.append(error)
                 raise
-            sums.append(later or _sum_now(buffers, group.chunk_bytes))
+            if not isinstance(filled, InPlace):
+                sums.append(filled or _sum_now(buffers, group.chunk_bytes))
+                return None
+            if namespace.transport.in_place:
+                sums.append(_sum_now(filled.buffers, group.chunk_bytes))
+                return filled.buffers
+            for buffer, block in zip(buffers, filled.buffers, strict=True):
+                buffer[:] = block
+            sums.append(_sum_now(buffers, group.chunk_bytes))
+            return None
 
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
         try:
@@ -319,12 +339,8 @@ class Client:
             if len(payload) != expected:
                 raise InvalidRequestError(f"payload {idx} has {len(payload)} bytes; the group's blocks have {expected}")
 
-        def fill(indices: Sequence[int], buffers: Buffers) -> None:
-            for idx, buffer in zip(indices, buffers, strict=True):
-                content = payloads[idx]
-                buffer[:] = content if isinstance(content, np.ndarray) else np.frombuffer(content, np.uint8)
-
-        return self.put(namespace, [run], fill, shards=shards)
+        blocks = [_bytes_of(each) for each in payloads]
+        return self.put(namespace, [run], lambda indices, _: InPlace([blocks[idx] for idx in indices]), shards=shards)
 
     def put_start(self, namespace: Namespace, runs: Sequence[BlockRun], shards: ShardRange) -> PutGrant:
         """Reserves regions. Raises OutOfSpaceError; nothing changed then."""
@@ -396,6 +412,7 @@ class Client:
 
         def drain_and_sum(first: int, buffers: Buffers) -> None:
             later = drain(visited[first : first + len(buffers)], buffers)
+            assert not isinstance(later, InPlace), "a get's bytes lie where they arrive"
             sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
         asked_at = time.monotonic()
@@ -591,6 +608,11 @@ class Client:
         if len(groups) != 1:
             raise InvalidRequestError(f"a put or get moves blocks of one group; these are of {sorted(groups)}")
         return namespace.group(runs[0].group_idx)
+
+
+def _bytes_of(payload: Any) -> npt.NDArray[np.uint8]:
+    """Bytes or an array as a contiguous array: itself, where it is one."""
+    return np.ascontiguousarray(payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, np.uint8))
 
 
 def _sum_now(regions: Buffers, chunk_bytes: int) -> Checksums:

@@ -28,8 +28,13 @@ the checksum."""
 class Fill(Protocol):
     """The callback of a write."""
 
-    def __call__(self, first: int, buffers: Buffers, /) -> None:
-        """Writes regions [first, first + len(buffers)) into `buffers`, each uint8 of `region_bytes`."""
+    def __call__(self, first: int, buffers: Buffers, /) -> Buffers | None:
+        """Writes regions [first, first + len(buffers)) into `buffers`, each uint8 of `region_bytes`.
+
+        Returns:
+            None; or, if the transport is `in_place`, where the bytes lie instead: as many arrays, contiguous, which
+            stay as they are until the write has ended.
+        """
 
 
 class Drain(Protocol):
@@ -45,6 +50,9 @@ class Transport(Protocol):
     name: str
     one_sided: bool
     """Whether bytes of a write that itself failed, or was given up, may still arrive: its ticket has to expire then."""
+
+    in_place: bool
+    """Whether it sends bytes from where a `fill` says that they lie."""
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:

@@ -82,6 +82,7 @@ class DataTransport:
     name = "stream"
     memory = None
     one_sided = True
+    in_place = True
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class _Connection:
             is_write = batch.transfer.is_write
             # Words that travel with the bytes behind them wake the worker once.
             connection.sendall(self._words(batch), socket.MSG_MORE if is_write else 0)
-            for piece in pieces([here.data]) if is_write else ():
+            source = [here] if batch.source is None else batch.source
+            for piece in pieces([each.data for each in source]) if is_write else ():
                 while piece:
                     self._bound_wait(connection, batch)
                     piece = send_some(connection, piece)

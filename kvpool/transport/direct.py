@@ -84,14 +84,13 @@ class Ways:
         deadline = time.monotonic() + timeout_s
         with self._taken(timeout_s) as way:
             for start, stop in batches(len(transfer.offsets), transfer.region_bytes, batch_bytes):
-                batch = Batch(transfer, start, stop, deadline)
-                here = way.here(batch.nbytes)
+                here = way.here((stop - start) * transfer.region_bytes)
                 try:
-                    fill(start, list(here.reshape(stop - start, transfer.region_bytes)))
+                    source = fill(start, list(here.reshape(stop - start, transfer.region_bytes)))
                 except Exception as error:
                     way.settle(error)
                     raise
-                way.begin(batch, here)
+                way.begin(Batch(transfer, start, stop, deadline, source), here)
                 if len(way.begun) == AHEAD:
                     way.finish(here)
             way.finish_all()

@@ -48,14 +48,18 @@ class Batch:
 
     Args:
         deadline: by `time.monotonic`.
+        source: of a write, where its bytes lie, one array a region; None: in the lane's buffer.
 
     Attributes:
         progressed_at: when bytes were last known to have moved.
         given_up: nobody waits for it any more.
     """
 
-    def __init__(self, transfer: Transfer, first: int, stop: int, deadline: float):
+    def __init__(
+        self, transfer: Transfer, first: int, stop: int, deadline: float, source: Sequence[Bytes] | None = None
+    ):
         self.transfer = transfer
+        self.source = source
         self.first, self.stop = first, stop
         self.deadline = deadline
         self.given_up = False

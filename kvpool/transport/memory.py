@@ -33,6 +33,7 @@ class MemoryTransport:
 
     name = "memory"
     one_sided = False
+    in_place = False
     memory = None
 
     def __init__(self, arena: npt.NDArray[np.uint8], faults: Faults | None = None, clock: Clock = time.monotonic):

@@ -54,6 +54,7 @@ class MooncakeTransport:
     name = "mooncake"
     memory = None
     one_sided = True
+    in_place = False
 
     def __init__(
         self,

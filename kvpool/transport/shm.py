@@ -20,6 +20,7 @@ class ShmTransport:
 
     name = "shm"
     one_sided = False
+    in_place = False
 
     def __init__(self, segment: Segment, clock: Clock = time.monotonic):
         self._segment = segment

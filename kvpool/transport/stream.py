@@ -31,6 +31,7 @@ class StreamTransport:
 
     name = "stream"
     one_sided = False
+    in_place = False
     memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):

@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from kvpool.errors import KVPoolError, PoolTimeoutError
-from kvpool.transport.base import Clock, Drain, Fill, batches
+from kvpool.transport.base import Buffers, Clock, Drain, Fill, batches
 from kvpool.transport.lanes import MAX_LANES, Batch, Lane, Lanes, Transfer
 
 _LOOK_S = 0.25
@@ -44,12 +44,12 @@ class Trip:
         for start, stop in batches(len(transfer.offsets), transfer.region_bytes, batch_bytes):
             lane = self._board((stop - start) * transfer.region_bytes)
             try:
-                fill(start, lane.rows(stop - start, transfer.region_bytes))
+                source = fill(start, lane.rows(stop - start, transfer.region_bytes))
             except Exception as error:
                 self._settle(error)
                 raise
             self._check_clock()
-            lane.send(self._batch(transfer, start, stop))
+            lane.send(self._batch(transfer, start, stop, source))
         self._land_all()
 
     def _settle(self, error: Exception) -> None:
@@ -77,8 +77,8 @@ class Trip:
             drain(start, lane.rows(stop - start, transfer.region_bytes))
             self._land()
 
-    def _batch(self, transfer: Transfer, start: int, stop: int) -> Batch:
-        return Batch(transfer, start, stop, time.monotonic() + max(self._remaining_s(), 0))
+    def _batch(self, transfer: Transfer, start: int, stop: int, source: Buffers | None = None) -> Batch:
+        return Batch(transfer, start, stop, time.monotonic() + max(self._remaining_s(), 0), source)
 
     def _remaining_s(self) -> float:
         return self._deadline - self._clock()

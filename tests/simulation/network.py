@@ -272,6 +272,7 @@ class SimTransport:
 
     name = "simulated"
     one_sided = False
+    in_place = False
     memory = None
 
     def __init__(self, server: SimServer):

@@ -88,6 +88,21 @@ def transport(port: Port, direct: bool) -> Iterator[DataTransport]:
         yield transport
 
 
+def test_bytes_that_lie_ready_are_sent_from_there(port: Port, transport: DataTransport) -> None:
+    region_bytes = 300_000
+    offsets = [nth * region_bytes + nth // 2 * 8 for nth in range(7)]
+    blocks = [payload(idx, region_bytes) for idx in range(7)]
+
+    def fill(first: int, buffers: Buffers) -> Buffers:
+        _sevens(first, buffers)
+        return blocks[first : first + len(buffers)]
+
+    permit = port.permit(Kind.WRITE, 1, offsets, region_bytes)
+    transport.write(1, offsets, region_bytes, fill, 2 * region_bytes, DEADLINE_S, permit)
+    for offset, block in zip(offsets, blocks, strict=True):
+        assert np.array_equal(port.arena[offset : offset + region_bytes], block)
+
+
 def test_a_forged_permit_moves_nothing(port: Port, transport: DataTransport) -> None:
     before = port.arena.copy()
     granted = port.permit(Kind.WRITE, 1, [0], 64)
