@@ -137,7 +137,7 @@ class _Stream:
     """One call: whoever asks sends, and a thread of its own reads the replies.
 
     gRPC's own streams have two more threads on the way, one that takes requests out of an iterator and one that hands
-    replies on; waking them is a sixth of a short lookup's time. So this drives the call itself, on a queue of its own
+    replies on; to wake them takes a good part of a short lookup. So this drives the call itself, on a queue of its own
     ("segregated"), as gRPC's streams of one thread do. That is no public interface of gRPC: what differs in another
     release raises AttributeError or TypeError here, when the call is opened.
 

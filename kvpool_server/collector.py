@@ -1,9 +1,9 @@
 """Keeps Python's cyclic garbage collector from stopping the server.
 
-An entry is an object that the collector tracks, so a full collection takes 400 ms among a million of them, and seconds
-among ten million; nobody is answered meanwhile. Entries need no collector: they are freed by their reference counts. So
-what has come through one full collection is looked at by no later one (`gc.freeze`), and full collections come more
-often: each sees what is new since the last, and takes 15 ms at most. Cycles among young objects are found as ever.
+An entry is an object that the collector tracks, so a full collection among millions of them takes a good part of a
+second; nobody is answered meanwhile. Entries need no collector: they are freed by their reference counts. So what has
+come through one full collection is looked at by no later one (`gc.freeze`), and full collections come more often: each
+sees only what is new since the last. Cycles among young objects are found as ever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 
 THRESHOLDS = (700, 10, 3)
-"""Python's own are 700, 10, 10 (with which a full collection takes 50 ms)."""
+"""Python's own are 700, 10, 10: more entries are new by the time of a full collection."""
 
 
 def keep_collections_short() -> None:
