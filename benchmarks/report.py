@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from benchmarks.harness import RESULTS, change
 from benchmarks.plots import draw
 
@@ -17,20 +19,24 @@ PLOTS = DOCUMENT.parent / "plots"
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` the one that does, with whatever
+`make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` those that do, with whatever
 python3, vLLM and kvpool are installed. Each is one module that prints a table, beside the result before, and writes
 `benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
-are measured in alternation in one run; figures are medians, ratios are medians of the rounds' ratios. Absolute times on
-shared machines drift: look at the ratios, and at the load. `python -m benchmarks.report` writes this page and plots.
+are measured in alternation in one run; figures are medians, ratios are medians of the rounds' ratios. "Reach" is the
+target that was set before measuring; what misses it is named above each table. Absolute times on shared machines drift,
+by half and more from day to day: look at the ratios, and at the load, of which the benchmark's own processes are a part.
+`python -m benchmarks.report` writes this page and plots.
 """
 
 QUESTIONS = {
     "vllm": "What a pool does to a real engine (vLLM on the CPU), beside none, a dead one, and MooncakeStoreConnector.",
     "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
-stream. A plain memcpy + xxh3 is itself only 6 to 7 times Mooncake here, so 5 times leaves three quarters of copy speed
-for us; what is missing is the latency of the two or three calls around a batch.""",
+stream. What shm misses beside memcpy + xxh3 is the latency of the two or three calls around a batch. A bare TCP socket
+is itself not twice Mooncake here, and a put of stream has to be summed before it is sent: on two cores, which sender
+and receiver keep busy, that adds to its time.""",
     "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
-no more than 4 GB/s there: that bounds shm, and the puts of stream.""",
+about 4 GB/s there, which bounds shm and the puts of stream. Mooncake, which has no sums, is ahead of both: sums in
+several threads would be the remedy.""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
@@ -48,7 +54,7 @@ no netem; `benchmarks.link`). What it can carry at most is the link without dela
     "memory": """Server memory beyond the arena, an entry. Ten million entries take
 `python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
 and no part of `make bench`.""",
-    "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake.
+    "gpu": """A real GPU, Llama-3.1-8B's shape, beside none and vLLM's in-process offloading to CPU memory.
 Warm: what one process stored, another loads, checksums on. `--questions` is 20 in the scenario as it was published;
 where it says less, time on the machine was short.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
@@ -59,7 +65,7 @@ long for many ranks as for one, and their shares are smaller.""",
 
 
 def main() -> None:
-    """Write the page and say where."""
+    """Writes the page and says where."""
     parts = [INTRODUCTION]
     for name, question in QUESTIONS.items():
         path = RESULTS / f"{name}.json"
@@ -119,15 +125,14 @@ def _table(result: dict[str, Any]) -> list[str]:
 
 
 def _sweep(result: dict[str, Any]) -> list[str]:
-    """The plot's lines, one a row."""
-    lines = []
+    """The plot's lines, one a row, a table a panel."""
+    tables: dict[str, list[str]] = {}
     for series in result.get("series", ()):
         sizes = [f"{x:,} {series['x_unit']}" for x in series["x"]]
         heading = f"| {series['plot']}, {series['y_unit']} | {' | '.join(sizes)} |"
-        if heading not in lines:
-            lines += ["", heading, "|---" * (len(sizes) + 1) + "|"]
-        lines.append(f"| {series['name']} | {' | '.join(f'{y:.3g}' for y in series['y'])} |")
-    return lines
+        table = tables.setdefault(heading, ["", heading, "|---" * (len(sizes) + 1) + "|"])
+        table.append(f"| {series['name']} | {' | '.join(f'{y:.3g}' for y in series['y'])} |")
+    return [line for table in tables.values() for line in table]
 
 
 def _short(commit: str) -> str:
@@ -139,4 +144,4 @@ def _kind(machine: dict[str, Any]) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -71,7 +71,7 @@ class InPlace:
     """What the callback of a put returns whose blocks lie ready: they are sent from there, or copied.
 
     Args:
-        buffers: one a block, contiguous; they stay as they are until the put has ended.
+        buffers: one a block, uint8 [bytes of the block], contiguous; they stay as they are until the put has ended.
     """
 
     buffers: Buffers
@@ -292,6 +292,8 @@ class Client:
         def fill_and_sum(first: int, buffers: Buffers) -> Buffers | None:
             try:
                 filled = fill(granted[first : first + len(buffers)], buffers)
+                if isinstance(filled, InPlace):
+                    _check_blocks(filled.buffers, len(buffers), region_bytes)
             except Exception as error:
                 failures.append(error)
                 raise
@@ -335,11 +337,11 @@ class Client:
         expected = (shards.count if shards else group.num_shards) * group.chunk_bytes
         if len(payloads) != len(run):
             raise InvalidRequestError(f"{len(payloads)} payloads for {len(run)} blocks")
-        for idx, payload in enumerate(payloads):
-            if len(payload) != expected:
-                raise InvalidRequestError(f"payload {idx} has {len(payload)} bytes; the group's blocks have {expected}")
-
         blocks = [_bytes_of(each) for each in payloads]
+        for idx, block in enumerate(blocks):
+            if block.nbytes != expected or block.dtype != np.uint8:
+                found = f"{block.nbytes} bytes of {block.dtype}"
+                raise InvalidRequestError(f"payload {idx} has {found}; the group's blocks have {expected} of uint8")
         return self.put(namespace, [run], lambda indices, _: InPlace([blocks[idx] for idx in indices]), shards=shards)
 
     def put_start(self, namespace: Namespace, runs: Sequence[BlockRun], shards: ShardRange) -> PutGrant:
@@ -416,16 +418,17 @@ class Client:
             sums.append(later or _sum_now(buffers, group.chunk_bytes))
 
         asked_at = time.monotonic()
-        parts = in_two(runs, head_blocks) if head_blocks else [list(runs)]
+        parts = in_two(runs, head_blocks) if head_blocks > 0 else [list(runs)]
         calls = [self._send_get(namespace, lease_id, part, shards) for part in parts]
         answers: list[Located] = []
+        ends_at = asked_at + self.config.data_timeout_ms / 1000
         try:
             for call in calls:
                 before = sum(len(answer.present) for answer in answers)
                 answers.append(located := self._located(namespace, call))
                 visited = [before + idx for idx, present in enumerate(located.present) if present]
                 there += visited
-                timeout_s = min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000
+                timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
                 if visited:
                     namespace.transport.read(
                         lease_id, located.offsets, region_bytes, drain_and_sum, batch_bytes, timeout_s, located.permit
@@ -611,8 +614,20 @@ class Client:
 
 
 def _bytes_of(payload: Any) -> npt.NDArray[np.uint8]:
-    """Bytes or an array as a contiguous array: itself, where it is one."""
-    return np.ascontiguousarray(payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, np.uint8))
+    """Bytes or an array as a contiguous array of one axis: itself, where it is one."""
+    array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, np.uint8)
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _check_blocks(blocks: Buffers, count: int, nbytes: int) -> None:
+    """Raises InvalidRequestError unless these are so many blocks of so many bytes, as they can be sent."""
+    if len(blocks) != count:
+        raise InvalidRequestError(f"{len(blocks)} blocks lie in place; the put asked for {count}")
+    for block in blocks:
+        if not isinstance(block, np.ndarray) or block.dtype != np.uint8 or not block.flags.c_contiguous:
+            raise InvalidRequestError(f"a block in place is {type(block).__name__}, not a contiguous array of uint8")
+        if block.shape != (nbytes,):
+            raise InvalidRequestError(f"a block in place has shape {block.shape}; it must be ({nbytes},)")
 
 
 def _sum_now(regions: Buffers, chunk_bytes: int) -> Checksums:

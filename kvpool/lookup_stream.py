@@ -6,6 +6,7 @@ server answers in order, so that the oldest question is always the one that is a
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.v1 import pool_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+MAX_UNSENT = 1024
+"""Lookups that wait for a server to take them; with more it has stopped, and they would only be kept in memory."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -59,7 +66,7 @@ class StreamedLookup:
             grpc.RpcError: it failed, or its deadline has passed. (An answer that is there is given even so.)
         """
         remaining = max(0.0, self._ends_at - time.monotonic())
-        if not self._settled.acquire(timeout=remaining if timeout is None else min(timeout, remaining)):
+        if not self._settled.acquire(timeout=remaining if timeout is None else max(0.0, min(timeout, remaining))):
             if time.monotonic() < self._ends_at:
                 raise grpc.FutureTimeoutError
             raise StreamedError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
@@ -70,7 +77,10 @@ class StreamedLookup:
         return self._reply
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls back once the server has answered, however late, or never will; from whichever thread that is."""
+        """Calls back once the server has answered, however late, or never will; from whichever thread that is.
+
+        What it raises is logged. It must not wait for another lookup: the thread may be the one that hears the answers.
+        """
         with self._lock:
             if not self._is_settled:
                 self._callbacks.append(callback)
@@ -85,7 +95,10 @@ class StreamedLookup:
             self._settled.release()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                log.exception("a callback of a lookup failed")
 
 
 class LookupStream:
@@ -178,13 +191,17 @@ class _Stream:
             None,
             None,
         )
-        threading.Thread(target=self._read, name="kvpool-lookups", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
+        self._thread.start()
 
     def send(self, request: bytes, lookup: StreamedLookup) -> bool:
         """False if the stream has ended."""
         with self._lock:  # What is sent and what is waited for, in the same order.
             if self._ended:
                 return False
+            if len(self._unsent) >= MAX_UNSENT:
+                lookup.settle(None, StreamedError(grpc.StatusCode.UNAVAILABLE, "the server takes no more lookups"))
+                return True
             self._waiting.append(lookup)
             self._unsent.append(request)
             if _SENT not in self._due:
@@ -202,6 +219,9 @@ class _Stream:
         with self._lock:
             if not self._ended:
                 self._call.cancel(self._cancelled, "the client is closed")
+        if threading.current_thread() is not self._thread:
+            # A thread that ends with the interpreter instead may hold gRPC's locks, for which the exit waits for ever.
+            self._thread.join(CLOSE_S)
 
     def _read(self) -> None:
         while self._due:

@@ -105,7 +105,7 @@ class DataTransport:
             self._ways = Ways(make, self.place)
         else:
             self._ways = _Striped(Lanes(make, self.place), num_connections, stall_timeout_s)
-        self._end = weakref.finalize(self, self._ways.close)
+        self._end = weakref.finalize(self, _close_in, os.getpid(), self._ways)
 
     def __repr__(self) -> str:
         return f"DataTransport({self.place}, {self._num_connections} connections)"
@@ -143,6 +143,12 @@ class DataTransport:
 
     def close(self) -> None:
         self._end()
+
+
+def _close_in(process_id: int, ways: Ways | _Striped) -> None:
+    """Only in the process that opened them: to hang up in a fork of it would end its parent's transfers."""
+    if os.getpid() == process_id:
+        ways.close()
 
 
 class _Striped:
@@ -261,6 +267,14 @@ class _Connection:
         except (OSError, EOFError) as error:
             self._drop()
             raise TransferError(f"the connection to {self._place} ended: {_reason(error)}") from None
+        except KVPoolError:
+            self._drop()
+            raise
+        except (
+            Exception
+        ) as error:  # Nothing touches the buffers once the connection is closed: the way can be used again.
+            self._drop()
+            raise TransferError(f"the way to {self._place} broke down: {error!r}") from error
         except BaseException:
             self._drop()
             raise

@@ -100,8 +100,11 @@ class Worker:
                 time.sleep(ACCEPT_AGAIN_S)  # Too many files are open, or the client has gone already.
                 continue
             if self._room.acquire(blocking=False):
-                threading.Thread(target=self._converse, args=(client,), name="kvpool-data", daemon=True).start()
-                continue
+                try:
+                    threading.Thread(target=self._converse, args=(client,), name="kvpool-data", daemon=True).start()
+                    continue
+                except RuntimeError:  # No memory for a thread: those that are there go on.
+                    self._room.release()
             with client:
                 client.setblocking(False)
                 _try_to_say(client, MAGIC + NO_ROOM)

@@ -116,8 +116,15 @@ class DataWorkers:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for row, seat in enumerate(self._seats):
-                if (status := seat.process.poll()) is not None and not self._stopping:
+                if (status := seat.process.poll()) is None or self._stopping:
+                    continue
+                try:
                     self._replace(row, seat, status)
+                except (
+                    Exception
+                ):  # No memory, no process, no file: what killed a worker may keep the next from starting.
+                    log.exception("a data worker could not be replaced; it is tried again", next_in_s=REPLACE_S[1])
+                    seat.replace_at = time.monotonic() + REPLACE_S[1]
 
     def _replace(self, row: int, seat: _Seat, status: int) -> None:
         now = time.monotonic()

@@ -31,6 +31,12 @@ class Group:
         self.full_mask = (1 << spec.num_shards) - 1
         self.index: dict[bytes, Entry] = {}
 
+    def forget(self, block_hash: bytes) -> None:
+        """Takes a block out of the index."""
+        del self.index[block_hash]
+        if not self.index:
+            self.index = {}  # A dict never gives its table back, and an empty group may never be used again.
+
 
 class Entry:
     """One block.

@@ -478,7 +478,7 @@ class Pool:
         assert entry.live
         entry.live = False
         self._space.queue(entry.group.spec.slot_bytes).note_dropped(entry)
-        del entry.group.index[entry.block_hash]
+        entry.group.forget(entry.block_hash)
         self._num_live -= 1
         if entry.complete:
             self._num_complete -= 1

@@ -138,6 +138,24 @@ def test_an_answer_that_nobody_asked_for_ends_the_stream(served: Served) -> None
     assert served.whim.num_streams == 2
 
 
+def test_a_callback_that_fails_ends_no_other_lookup(served: Served) -> None:
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    served.lookups.future(pb.LookupRequest(lease_ttl_ms=100), TIMEOUT_S).add_done_callback(fail)
+    for ttl_ms in (101, 102):
+        assert served.lookups(pb.LookupRequest(lease_ttl_ms=ttl_ms), TIMEOUT_S).lease_ttl_ms == ttl_ms
+
+
+def test_a_wait_of_less_than_nothing_is_none(served: Served) -> None:
+    lookup = served.lookups.future(pb.LookupRequest(lease_ttl_ms=WAIT), TIMEOUT_S)
+    for timeout_s in (-1, -0.5):
+        with pytest.raises(grpc.FutureTimeoutError):
+            lookup.result(timeout_s)
+    served.whim.go_on.set()
+    assert lookup.result().lease_ttl_ms == WAIT
+
+
 def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:
     pending = served.lookups.future(pb.LookupRequest(lease_ttl_ms=WAIT), TIMEOUT_S)
     served.lookups.close()

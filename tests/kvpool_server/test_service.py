@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client import Checksums, Client, Namespace, PendingLookup, VisitBlocks
+from kvpool.client import Checksums, Client, InPlace, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -633,11 +633,39 @@ def test_a_get_of_several_groups_is_refused_before_it_is_sent(client: Client, na
 def test_payloads_of_a_wrong_size_or_number_are_refused_before_they_are_sent(
     client: Client, namespace: Namespace
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=f"payload 1 has {CHUNK - 1} bytes; the group's blocks have {CHUNK}"):
+    with pytest.raises(
+        InvalidRequestError, match=f"payload 1 has {CHUNK - 1} bytes of uint8; the group's blocks have {CHUNK}"
+    ):
         client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK), bytes(CHUNK - 1)])
     with pytest.raises(InvalidRequestError, match="1 payloads for 2 blocks"):
         client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK)])
+    with pytest.raises(InvalidRequestError, match=f"payload 0 has {CHUNK} bytes of uint16"):
+        client.put_blocks(namespace, run_of("a"), [np.zeros(CHUNK // 2, np.uint16)])
     assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "a ticket was left"
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [np.zeros(CHUNK, np.int64)] * 2,
+        [np.zeros(CHUNK // 2, np.uint16)] * 2,
+        [np.zeros((CHUNK // 2, 2), np.uint8)] * 2,
+        [np.zeros(2 * CHUNK, np.uint8)[::2]] * 2,
+        [np.zeros(CHUNK, np.uint8), np.zeros(1, np.uint8)],
+        [np.zeros(CHUNK, np.uint8)],
+        [bytes(CHUNK)] * 2,
+    ],
+)
+def test_blocks_in_place_that_are_no_such_blocks_are_refused_and_harm_nobody(
+    client: Client, namespace: Namespace, blocks: list[Any]
+) -> None:
+    with pytest.raises(InvalidRequestError, match="in place"):
+        client.put(namespace, [run_of("a", "b")], lambda *_: InPlace(blocks))
+    for nth in range(20):  # More than there are ways to a data port.
+        with pytest.raises(InvalidRequestError):
+            client.put(namespace, [run_of(nth, -nth - 1)], lambda *_: InPlace(blocks))
+    run = _store(client, namespace, "c", "d")
+    assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "cd"]
 
 
 # Faults

@@ -1,9 +1,9 @@
 """CUDA's driver, called without letting go of Python's lock (the GIL).
 
 Ranks of a tensor-parallel engine wait for their next step in a loop that lets go of the lock and takes it back about a
-million times a second. Whoever lets go of it beside them waits a wake-up and more to have it again, and torch lets go of it
-in every call: with a call for each block a rank's load took four times as long as the bytes. So what only begins
-something on the device, which takes no time to speak of, keeps the lock here, and what waits lets go of it.
+million times a second. Whoever lets go of it beside them has to be woken to have it again, often in vain, and torch
+lets go of it in every call: with a call for each block a rank's load took four times as long as the bytes. So what only
+begins something on the device, which takes no time to speak of, keeps the lock here, and what waits lets go of it.
 """
 
 from __future__ import annotations
