@@ -24,7 +24,7 @@ python3, vLLM and kvpool are installed. Each is one module that prints a table, 
 `benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
 are measured in alternation in one run; figures are medians, ratios are medians of the rounds' ratios. "Reach" is the
 target that was set before measuring; what misses it is named above each table. Absolute times on shared machines drift,
-by half and more from day to day: look at the ratios, and at the load, of which the benchmark's own processes are a part.
+by half and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
 `python -m benchmarks.report` writes this page and plots.
 """
 

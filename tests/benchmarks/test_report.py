@@ -99,3 +99,15 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
 
 def test_every_committed_result_is_on_the_page():
     assert {path.stem for path in RESULTS.glob("*.json")} <= report.QUESTIONS.keys()
+
+
+def test_a_panel_has_a_table_of_its_own_whatever_the_order_of_its_lines() -> None:
+    series = [
+        {"plot": plot, "name": name, "x_unit": "KiB", "x": [16], "y_unit": "GB/s", "y": [y], "limit": False}
+        for name, y in (("shm", 1.0), ("stream", 2.0))
+        for plot in ("put", "get")
+    ]
+    assert report._sweep({"series": series}) == [
+        *["", "| put, GB/s | 16 KiB |", "|---|---|", "| shm | 1 |", "| stream | 2 |"],
+        *["", "| get, GB/s | 16 KiB |", "|---|---|", "| shm | 1 |", "| stream | 2 |"],
+    ]

@@ -1,6 +1,7 @@
 """One test a rule. Random histories are in tests/simulation."""
 
 import itertools
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -638,3 +639,12 @@ def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(ben
         (label, 0, block_hash("b")): block_hash("a"),
         (label, 0, block_hash("c")): block_hash("b"),
     }
+
+
+def test_a_group_that_has_become_empty_keeps_no_table(bench: Bench) -> None:
+    bench.store("a", "b", "c")
+    group = bench.pool._catalog.group(bench.name, 0)
+    bench.pool.clear(bench.name)
+    assert sys.getsizeof(group.index) == sys.getsizeof({})
+    bench.store("a")
+    assert bench.present("a", "b") == ["a"]
