@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.client import Client
-from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
+from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.version import __version__
 
@@ -29,9 +29,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
-def ping(endpoint: Endpoint = DEFAULT_ENDPOINT) -> None:
+def ping(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    transport: Annotated[str, typer.Option(help=f"Try this one: {', '.join(TRANSPORTS)}.")] = "auto",
+) -> None:
     """Is the server there, and how would bytes travel?"""
-    with _client(endpoint) as client:
+    with _client(endpoint, transport) as client:
         version, uptime_s = client.ping()
         typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
         choice = client.try_transport()
@@ -142,8 +145,8 @@ def _resolve(client: Client, prefix: str) -> bytes:
     return matching[0]
 
 
-def _client(endpoint: str) -> Client:
-    return Client(ClientConfig(endpoint=endpoint, timeout_ms=5_000))
+def _client(endpoint: str, transport: str = "auto") -> Client:
+    return Client(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=5_000))
 
 
 @app.callback(invoke_without_command=True)

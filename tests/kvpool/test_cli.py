@@ -86,6 +86,12 @@ def test_ping(cli: Cli) -> None:
     assert second == "bytes would travel by shm: client and server share memory"
 
 
+def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
+    assert cli("ping", "--transport", "stream").splitlines()[1].startswith("bytes would travel by stream: ")
+    done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
+    assert done.returncode == 1 and "'pigeon' is not one of auto, shm, mooncake, stream" in done.stderr
+
+
 def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> None:
     done = run_command(KVPOOL, "ping", KVPOOL_ENDPOINT=server.endpoint)
     assert done.returncode == 0 and server.endpoint in done.stdout
