@@ -62,7 +62,7 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     if code is grpc.StatusCode.UNAVAILABLE:
         details = details.rpartition("Failed to connect to remote host: ")[2]
         if "HTTP/2" in details:
-            details = "something else than gRPC answers there, which --listen has, and not --http-listen or --data-listen"
+            details = "no gRPC answers there; --listen has it, --http-listen and --data-listen have not"
         return errors.UnavailableError(
             f"cannot reach kvpool-server at {endpoint} ({details}); is it running, and is the endpoint right?"
         )
