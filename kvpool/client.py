@@ -419,13 +419,17 @@ class Client:
 
         asked_at = time.monotonic()
         parts = in_two(runs, head_blocks) if head_blocks > 0 else [list(runs)]
-        calls = [self._send_get(namespace, lease_id, part, shards) for part in parts]
+        requests = [self._get_request(namespace, lease_id, part, shards) for part in parts]
+        # A call that is waited for at once takes fewer threads.
+        calls = [self._send(self._stub.Get, request) for request in requests] if len(parts) > 1 else []
         answers: list[Located] = []
         ends_at = asked_at + self.config.data_timeout_ms / 1000
         try:
-            for call in calls:
+            for nth, request in enumerate(requests):
                 before = sum(len(answer.present) for answer in answers)
-                answers.append(located := self._located(namespace, call))
+                reply = self._answer(calls[nth]) if calls else self._call(self._stub.Get, request)
+                self._check_boot(namespace, reply.boot_token)
+                answers.append(located := wire.decode_located(reply))
                 visited = [before + idx for idx, present in enumerate(located.present) if present]
                 there += visited
                 timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
@@ -464,28 +468,22 @@ class Client:
 
     def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
         """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
-        return self._located(namespace, self._send_get(namespace, lease_id, runs, shards))
+        reply = self._call(self._stub.Get, self._get_request(namespace, lease_id, runs, shards))
+        self._check_boot(namespace, reply.boot_token)
+        return wire.decode_located(reply)
 
-    def _send_get(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Any:
+    @staticmethod
+    def _get_request(
+        namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
+    ) -> pb.GetRequest:
         if not lease_id:
             raise LeaseExpiredError("there is no lease: the lookup found nothing; a miss has no blocks to get")
-        request = pb.GetRequest(
+        return pb.GetRequest(
             lease_id=lease_id,
             namespace=namespace.fingerprint,
             runs=wire.encode_runs(runs),
             shards=wire.encode_shards(shards),
         )
-        return self._send(self._stub.Get, request)
-
-    def _located(self, namespace: Namespace, call: Any) -> Located:
-        try:
-            reply = call.result()
-        except grpc.FutureCancelledError:
-            raise UnavailableError(f"{self!r} is closed") from None
-        except grpc.RpcError as error:
-            raise wire.error_of(error, self.config.endpoint) from None
-        self._check_boot(namespace, reply.boot_token)
-        return wire.decode_located(reply)
 
     def release(self, lease_ids: Sequence[int]) -> int:
         """Ends leases; returns how many were live."""
@@ -594,6 +592,17 @@ class Client:
             return method.future(request, timeout=self._timeout_s(timeout_ms))
         except ValueError:
             raise UnavailableError(f"{self!r} is closed") from None
+
+    def _answer(self, call: Any) -> Any:
+        """Waits for the answer of a call that was begun; its own deadline ends the wait."""
+        try:
+            return call.result(timeout=self._timeout_s())
+        except grpc.FutureTimeoutError:
+            raise PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time") from None
+        except grpc.FutureCancelledError:
+            raise UnavailableError(f"{self!r} is closed") from None
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self.config.endpoint) from None
 
     def _send_and_forget(self, method: Any, request: Any) -> None:
         with contextlib.suppress(UnavailableError):
