@@ -27,9 +27,11 @@ class Fleet:
         self.endpoint = endpoint
 
     def start(self, role: str = "kv_both", extra: dict[str, Any] | None = None, **toy: Any) -> ToyEngine:
-        patient = {"lookup_timeout_ms": 5_000, "salt": self._salt, "decline_slow_loads": False, **(extra or {})}
+        # On a busy machine a store is slow, and what waits for room to be pinned may not be stored at all.
+        patient = {"lookup_timeout_ms": 5_000, "decline_slow_loads": False, "max_pinned_fraction": 1.0}
+        extra = {**patient, "salt": self._salt, **(extra or {})}
         options = toy.pop("options", {})
-        return self._make(self._config(self.endpoint, role=role, extra=patient, **options), **toy)
+        return self._make(self._config(self.endpoint, role=role, extra=extra, **options), **toy)
 
 
 def stats_of(server: ServerProcess) -> PoolStats:

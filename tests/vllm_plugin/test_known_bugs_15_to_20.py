@@ -276,7 +276,7 @@ def test_bug_20_blocks_of_a_resumed_request_are_appended(steps_ahead: int, fresh
 
     def scenario(deadline_s: float) -> None:
         fleet = fresh_fleet()
-        first = fleet.start(num_blocks=16, steps_ahead=steps_ahead)
+        first = fleet.start(num_blocks=16, steps_ahead=steps_ahead, extra={"max_pinned_fraction": 1.0})
         preempted = count_preemptions(first)
         assert first.generate(*prompts, max_tokens=60) == [answer(prompt, 60) for prompt in prompts]
         assert preempted, "the scenario wants preemption"
