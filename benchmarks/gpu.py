@@ -66,9 +66,7 @@ def main(
 ) -> None:
     """Time prompts, decoding and batches of questions in engines that take turns on one GPU."""
     logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-gpu-"))
-    model = logs / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    model = write_model(logs)
     offload = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -106,6 +104,14 @@ def _report(
 ) -> None:
     if rows:
         harness.report("gpu", rows, rounds=rounds, tokens=tokens, questions=questions, samples=samples)
+
+
+def write_model(folder: Path) -> Path:
+    """Writes the model's shape, for engines that make weights up; its folder."""
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    return model
 
 
 def prompt_of(tokens: int, name: str) -> list[int]:

@@ -9,7 +9,6 @@ Needs 2 or 4 GPUs with 110 GiB each, and 64 GiB of the host's memory.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ import typer
 
 from benchmarks import harness
 from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
-from benchmarks.gpu import LLAMA_8B, OPTIONS, empty_own_cache, prompt_of
+from benchmarks.gpu import OPTIONS, empty_own_cache, prompt_of, write_model
 from benchmarks.harness import Row, at_least
 
 POOL_GIB = 24
@@ -38,9 +37,7 @@ def main(
 ) -> None:
     """Time prompts that are stored and loaded by one rank, by two and by four."""
     logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-gpus-"))
-    model = logs / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    model = write_model(logs)
     sizes = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))

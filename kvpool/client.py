@@ -297,15 +297,14 @@ class Client:
             except Exception as error:
                 failures.append(error)
                 raise
-            if not isinstance(filled, InPlace):
-                sums.append(filled or _sum_now(buffers, group.chunk_bytes))
-                return None
-            if namespace.transport.in_place:
-                sums.append(_sum_now(filled.buffers, group.chunk_bytes))
-                return filled.buffers
-            for buffer, block in zip(buffers, filled.buffers, strict=True):
-                buffer[:] = block
-            sums.append(_sum_now(buffers, group.chunk_bytes))
+            if isinstance(filled, InPlace):
+                if namespace.transport.in_place:
+                    sums.append(_sum_now(filled.buffers, group.chunk_bytes))
+                    return filled.buffers
+                for buffer, block in zip(buffers, filled.buffers, strict=True):
+                    buffer[:] = block
+                filled = None
+            sums.append(filled or _sum_now(buffers, group.chunk_bytes))
             return None
 
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
@@ -428,8 +427,7 @@ class Client:
             for nth, request in enumerate(requests):
                 before = sum(len(answer.present) for answer in answers)
                 reply = self._answer(calls[nth]) if calls else self._call(self._stub.Get, request)
-                self._check_boot(namespace, reply.boot_token)
-                answers.append(located := wire.decode_located(reply))
+                answers.append(located := self._located(namespace, reply))
                 visited = [before + idx for idx, present in enumerate(located.present) if present]
                 there += visited
                 timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
@@ -468,7 +466,10 @@ class Client:
 
     def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
         """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
-        reply = self._call(self._stub.Get, self._get_request(namespace, lease_id, runs, shards))
+        request = self._get_request(namespace, lease_id, runs, shards)
+        return self._located(namespace, self._call(self._stub.Get, request))
+
+    def _located(self, namespace: Namespace, reply: pb.GetResponse) -> Located:
         self._check_boot(namespace, reply.boot_token)
         return wire.decode_located(reply)
 
