@@ -32,6 +32,7 @@ from kvpool.errors import (
 from kvpool.hashing import checksum
 from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.sums import SUMMER, Checksums
 from kvpool.transport.base import BATCH_BYTES, Buffers, Transport
 from kvpool.transport.choice import Choice, choose
 from kvpool.types import (
@@ -60,10 +61,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-
-
-Checksums = Callable[[], Sequence[int]]
-"""Gives the checksum of each chunk of some buffers, in order, once their bytes have all been moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +284,7 @@ class Client:
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
         region_bytes = shards.count * group.chunk_bytes
         sums: list[Checksums] = []
+        stay = namespace.transport.memory is not None  # Else the transport uses its buffers again and again.
         failures: list[Exception] = []
 
         def fill_and_sum(first: int, buffers: Buffers) -> Buffers | None:
@@ -299,12 +297,12 @@ class Client:
                 raise
             if isinstance(filled, InPlace):
                 if namespace.transport.in_place:
-                    sums.append(_sum_now(filled.buffers, group.chunk_bytes))
+                    sums.append(SUMMER.begin(filled.buffers, group.chunk_bytes, stay=True))
                     return filled.buffers
                 for buffer, block in zip(buffers, filled.buffers, strict=True):
                     buffer[:] = block
                 filled = None
-            sums.append(filled or _sum_now(buffers, group.chunk_bytes))
+            sums.append(filled or SUMMER.begin(buffers, group.chunk_bytes, stay=stay))
             return None
 
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
@@ -410,11 +408,12 @@ class Client:
         region_bytes = shards.count * group.chunk_bytes
         there: list[int] = []
         sums: list[Checksums] = []
+        stay = namespace.transport.memory is not None  # Else the transport uses its buffers again and again.
 
         def drain_and_sum(first: int, buffers: Buffers) -> None:
             later = drain(visited[first : first + len(buffers)], buffers)
             assert not isinstance(later, InPlace), "a get's bytes lie where they arrive"
-            sums.append(later or _sum_now(buffers, group.chunk_bytes))
+            sums.append(later or SUMMER.begin(buffers, group.chunk_bytes, stay=stay))
 
         asked_at = time.monotonic()
         parts = in_two(runs, head_blocks) if head_blocks > 0 else [list(runs)]
@@ -638,8 +637,3 @@ def _check_blocks(blocks: Buffers, count: int, nbytes: int) -> None:
             raise InvalidRequestError(f"a block in place is {type(block).__name__}, not a contiguous array of uint8")
         if block.shape != (nbytes,):
             raise InvalidRequestError(f"a block in place has shape {block.shape}; it must be ({nbytes},)")
-
-
-def _sum_now(regions: Buffers, chunk_bytes: int) -> Checksums:
-    sums = [checksum(region[at : at + chunk_bytes]) for region in regions for at in range(0, len(region), chunk_bytes)]
-    return lambda: sums

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.client import Checksums, Namespace
+from kvpool.client import Namespace
 from kvpool.errors import (
     InvalidRequestError,
     KVPoolError,
@@ -21,6 +21,7 @@ from kvpool.errors import (
     OutOfSpaceError,
     UnavailableError,
 )
+from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.types import PutStatus
 from vllm_plugin.copy import Copier

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client import Checksums, Client, InPlace, Namespace, PendingLookup, VisitBlocks
+from kvpool.client import Client, InPlace, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -35,6 +35,7 @@ from kvpool.errors import (
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
 from kvpool.segment import Segment
+from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client import Checksums
+from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.layout import Layout
 

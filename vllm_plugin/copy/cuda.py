@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from kvpool.client import Checksums
+from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.copy import BlockIds, driver, xxh3
 from vllm_plugin.copy.paged import PagedBlocks
