@@ -1,8 +1,7 @@
 """What kvpool does to an engine on a real GPU, beside none, vLLM's own in-process CPU offloading, and Mooncake.
 
 Llama-3.1-8B's shape with random weights; the engines share one GPU and take turns. Questions: what does a prompt cost
-that is stored, and one that another engine has stored; what do loads do to those who decode; and how long does a batch
-of questions about long documents take on two engines that cannot keep the documents themselves?
+that is stored, and one that another engine has stored; and what do loads and stores do to those who decode?
 
 Needs CUDA, 130 GiB of its memory, and 100 GiB of the host's.
 """
@@ -12,13 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,55 +50,46 @@ OPTIONS: dict[str, Any] = {
 POOL_GIB = 24
 WARM_REACH_MS = 83
 COLD_REACH = 1.02
-NUM_DOCUMENTS, QUESTION_TOKENS, ANSWER_TOKENS, IN_FLIGHT = 8, 128, 64, 4
 
 
 def main(
     rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 7,
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 20_000,
-    questions: Annotated[int, typer.Option(help="Questions about each document.")] = 20,
     logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
 ) -> None:
-    """Time prompts, decoding and batches of questions in engines that take turns on one GPU."""
+    """Time prompts and decoding in engines that take turns on one GPU."""
     logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-gpu-"))
     model = write_model(logs)
-    offload = {
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(mooncake_store.master())
+        endpoint = stack.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))
+        pooled = pooled_engine(model, endpoint)
+        specs = {
+            "alone": EngineSpec(model, None, OPTIONS),
+            "kvpool": pooled,
+            "second kvpool": pooled,
+            "vLLM offloading": offloading_engine(model),
+            "Mooncake": mooncake_store.engine(model, master, logs, POOL_GIB << 30, OPTIONS),
+        }
+        engines = start_all(stack, specs, logs)
+        prompts, rows, samples = _measure_prompts(engines, rounds, tokens)
+        rows += _measure_decoding(engines, prompts)
+    harness.report("gpu", rows, rounds=rounds, tokens=tokens, samples=samples)
+
+
+def pooled_engine(model: Path, endpoint: str) -> EngineSpec:
+    """An engine with kvpool's connector."""
+    return EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS)
+
+
+def offloading_engine(model: Path) -> EngineSpec:
+    """An engine with vLLM's own connector to the host's memory."""
+    transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_GIB << 30, "block_size": 16},
     }
-    offloading = EngineSpec(model, offload, OPTIONS)
-    rows: list[Row] = []
-    samples: dict[str, dict[str, list[float]]] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end; what has been measured is reported"))
-    with contextlib.ExitStack() as peers:
-        peers.callback(lambda: _report(rows, rounds, tokens, questions, samples))
-        master = peers.enter_context(mooncake_store.master())
-        mooncake = mooncake_store.engine(model, master, logs, POOL_GIB << 29, OPTIONS)  # Half of it in each engine.
-        theirs = {"vLLM offloading": offloading, "Mooncake": mooncake}
-        with contextlib.ExitStack() as ours:
-            endpoint = ours.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))
-            pooled = EngineSpec(model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000), OPTIONS)
-            specs = {"alone": EngineSpec(model, None, OPTIONS), "kvpool": pooled, "second kvpool": pooled}
-            engines = start_all(peers, theirs, logs) | start_all(ours, specs, logs)
-            prompts, measured, taken = _measure_prompts(engines, rounds, tokens)
-            rows += measured
-            samples |= taken
-            rows += _measure_decoding(engines, prompts)
-            asked = _questions(tokens, questions)
-            rows += _measure_questions(engines, ["kvpool", "second kvpool"], asked)
-            rows += _measure_questions(engines, ["alone"], asked[: max(4, len(asked) // 10)])
-        # Only now is there room for a second engine of each peer.
-        engines |= start_all(peers, {f"second {name}": spec for name, spec in theirs.items()}, logs)
-        for name in theirs:
-            rows += _measure_questions(engines, [name, f"second {name}"], asked)
-
-
-def _report(
-    rows: Sequence[Row], rounds: int, tokens: int, questions: int, samples: Mapping[str, Mapping[str, Sequence[float]]]
-) -> None:
-    if rows:
-        harness.report("gpu", rows, rounds=rounds, tokens=tokens, questions=questions, samples=samples)
+    return EngineSpec(model, transfer, OPTIONS)
 
 
 def write_model(folder: Path) -> Path:
@@ -189,44 +175,6 @@ def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[
             ]
             print(rows[-2], rows[-1], flush=True)
     return rows
-
-
-def _questions(tokens: int, questions: int) -> list[list[int]]:
-    """All questions about all documents, in any order."""
-    asked = [
-        prompt_of(tokens, f"document {document}") + prompt_of(QUESTION_TOKENS, f"question {document} {nth}")
-        for document in range(NUM_DOCUMENTS)
-        for nth in range(questions)
-    ]
-    random.Random(0).shuffle(asked)
-    return asked
-
-
-def _measure_questions(
-    engines: Mapping[str, Engine], names: Sequence[str], asked: Sequence[Sequence[int]]
-) -> list[Row]:
-    """How many questions a second some engines answer that share them."""
-    sharing = [engines[name] for name in names]
-    for engine in sharing:
-        empty_own_cache(engine)
-    started = time.perf_counter()
-    with ThreadPoolExecutor(len(sharing)) as threads:
-        shares = [threads.submit(_ask, engine, asked[nth :: len(sharing)]) for nth, engine in enumerate(sharing)]
-    seconds = time.perf_counter() - started
-    hits = sum(share.result() for share in shares) / sum(map(len, asked))
-    label = f"{len(asked)} questions, {names[0]}" + ("" if len(names) > 1 else ", one engine")
-    rows = [Row(label, len(asked) / seconds, "questions/s"), Row(f"{label}: tokens not computed", hits, "ratio")]
-    print(*rows, flush=True)
-    return rows
-
-
-def _ask(engine: Engine, prompts: Sequence[Sequence[int]]) -> int:
-    """Returns how many tokens were not computed."""
-    cached = 0
-    for first in range(0, len(prompts), IN_FLIGHT):
-        answers = engine.generate(prompts[first : first + IN_FLIGHT], max_tokens=ANSWER_TOKENS)
-        cached += sum(answer.cached_tokens for answer in answers)
-    return cached
 
 
 if __name__ == "__main__":
