@@ -284,7 +284,6 @@ class Client:
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
         region_bytes = shards.count * group.chunk_bytes
         sums: list[Checksums] = []
-        stay = namespace.transport.memory is not None  # Else the transport uses its buffers again and again.
         failures: list[Exception] = []
 
         def fill_and_sum(first: int, buffers: Buffers) -> Buffers | None:
@@ -297,12 +296,14 @@ class Client:
                 raise
             if isinstance(filled, InPlace):
                 if namespace.transport.in_place:
-                    sums.append(SUMMER.begin(filled.buffers, group.chunk_bytes, stay=True))
+                    sums.append(SUMMER.begin(filled.buffers, group.chunk_bytes))
                     return filled.buffers
                 for buffer, block in zip(buffers, filled.buffers, strict=True):
                     buffer[:] = block
                 filled = None
-            sums.append(filled or SUMMER.begin(buffers, group.chunk_bytes, stay=stay))
+            sums.append(later := filled or SUMMER.begin(buffers, group.chunk_bytes))
+            if not filled and namespace.transport.memory is None:
+                later()  # The transport uses its buffers again.
             return None
 
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
@@ -408,12 +409,15 @@ class Client:
         region_bytes = shards.count * group.chunk_bytes
         there: list[int] = []
         sums: list[Checksums] = []
-        stay = namespace.transport.memory is not None  # Else the transport uses its buffers again and again.
 
-        def drain_and_sum(first: int, buffers: Buffers) -> None:
+        def drain_and_sum(first: int, buffers: Buffers) -> Checksums | None:
             later = drain(visited[first : first + len(buffers)], buffers)
             assert not isinstance(later, InPlace), "a get's bytes lie where they arrive"
-            sums.append(later or SUMMER.begin(buffers, group.chunk_bytes, stay=stay))
+            if later is not None:
+                sums.append(later)
+                return None
+            sums.append(SUMMER.begin(buffers, group.chunk_bytes))
+            return sums[-1]
 
         asked_at = time.monotonic()
         parts = in_two(runs, head_blocks) if head_blocks > 0 else [list(runs)]

@@ -5,7 +5,6 @@ One core copies and sums 4 GB/s on a host of a GPU; a network brings more.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ Checksums = Callable[[], Sequence[int]]
 
 CORES_A_THREAD = 4
 MAX_THREADS = 4
-SLICE_BYTES = 512 << 10
+WORTH_BYTES = 256 << 10
 """What is worth waking a thread for."""
 
 
@@ -40,26 +39,16 @@ class Summer:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 
-    def begin(self, buffers: Buffers, chunk_bytes: int, *, stay: bool) -> Checksums:
+    def begin(self, buffers: Buffers, chunk_bytes: int) -> Checksums:
         """Sums every `chunk_bytes` of some buffers.
 
         Args:
-            buffers: uint8, contiguous, of whole chunks.
-            stay: they keep their bytes until the sums have been asked for; else all is computed before this returns.
+            buffers: uint8, contiguous, of whole chunks; they keep their bytes until the sums have been asked for.
         """
         chunks = [buffer[at : at + chunk_bytes] for buffer in buffers for at in range(0, len(buffer), chunk_bytes)]
-        num_slices = min(self._num_threads + 1, len(chunks), len(chunks) * chunk_bytes // SLICE_BYTES)
-        if not self._num_threads or num_slices < 2:
-            return _known([checksum(chunk) for chunk in chunks])
-        if stay:
+        if self._num_threads and len(chunks) * chunk_bytes >= WORTH_BYTES:
             return self._later(chunks)
-        cuts = [len(chunks) * nth // num_slices for nth in range(num_slices + 1)]
-        first, *others = [chunks[start:stop] for start, stop in itertools.pairwise(cuts)]
-        under_way = [self._later(each) for each in others]
-        sums = _sum_all(first)
-        for later in under_way:
-            sums += later()
-        return _known(sums)
+        return _known([checksum(chunk) for chunk in chunks])
 
     def _later(self, chunks: Buffers) -> Checksums:
         with self._lock:

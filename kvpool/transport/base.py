@@ -40,8 +40,13 @@ class Fill(Protocol):
 class Drain(Protocol):
     """The callback of a read."""
 
-    def __call__(self, first: int, buffers: Buffers, /) -> None:
-        """Takes regions [first, first + len(buffers)) from `buffers`; they are not to be written, or kept."""
+    def __call__(self, first: int, buffers: Buffers, /) -> Callable[[], object] | None:
+        """Takes regions [first, first + len(buffers)) from `buffers`, which are not to be written.
+
+        Returns:
+            None, and the buffers are not looked at any more; or what waits until that is so: the transport calls it
+            before it uses them for other bytes.
+        """
 
 
 class Transport(Protocol):

@@ -107,7 +107,9 @@ class Ways:
                     asked += 1
                 here = way.here((stop - start) * transfer.region_bytes)
                 way.finish(here)
-                drain(start, list(here.reshape(stop - start, transfer.region_bytes)))
+                drained = drain(start, list(here.reshape(stop - start, transfer.region_bytes)))
+                if drained is not None:
+                    drained()
 
     @contextmanager
     def _taken(self, timeout_s: float) -> Iterator[Way]:

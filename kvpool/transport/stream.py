@@ -117,7 +117,9 @@ class StreamTransport:
             with patience:
                 for start, stop in batches(len(offsets), region_bytes, batch_bytes):
                     rows = zip(staging, offsets[start:stop], strict=False)
-                    drain(start, [self._receive(call, patience, row, offset) for row, offset in rows])
+                    drained = drain(start, [self._receive(call, patience, row, offset) for row, offset in rows])
+                    if drained is not None:
+                        drained()
         except grpc.RpcError as error:
             if patience.lost:
                 raise PoolTimeoutError(

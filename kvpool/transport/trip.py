@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from kvpool.errors import KVPoolError, PoolTimeoutError
 from kvpool.transport.base import Buffers, Clock, Drain, Fill, batches
@@ -64,18 +65,39 @@ class Trip:
         """Sends for batches ahead, and drains each when it has arrived."""
         plan = batches(len(transfer.offsets), transfer.region_bytes, batch_bytes)
         sent = 0
+        looked_at: Callable[[], object] | None = None  # Of the first lane, whose batch has been drained.
         for nth, (start, stop) in enumerate(plan):
-            while sent < min(nth + self._depth, len(plan)):
-                first, last = plan[sent]
-                lane = self._board_if_free((last - first) * transfer.region_bytes)
-                if lane is None:
-                    break
-                lane.send(self._batch(transfer, first, last))
-                sent += 1
-            lane = self._wait()
+            sent = self._send_for(transfer, plan, sent)
+            if sent == nth and looked_at is not None:  # There was no other lane.
+                self._land_drained(looked_at)
+                looked_at = None
+                sent = self._send_for(transfer, plan, sent)
+            lane = self._wait(0 if looked_at is None else 1)
             self._check_clock()
-            drain(start, lane.rows(stop - start, transfer.region_bytes))
-            self._land()
+            drained = drain(start, lane.rows(stop - start, transfer.region_bytes))
+            if looked_at is not None:
+                self._land_drained(looked_at)
+            if drained is None:
+                self._land()
+            looked_at = drained
+        if looked_at is not None:
+            self._land_drained(looked_at)
+
+    def _send_for(self, transfer: Transfer, plan: Sequence[tuple[int, int]], sent: int) -> int:
+        """Sends for more batches of a plan, as far as there are lanes; returns how many have been sent for."""
+        while sent < len(plan) and len(self._held) < self._depth:
+            first, last = plan[sent]
+            lane = self._board_if_free((last - first) * transfer.region_bytes)
+            if lane is None:
+                break
+            lane.send(self._batch(transfer, first, last))
+            sent += 1
+        return sent
+
+    def _land_drained(self, looked_at: Callable[[], object]) -> None:
+        """Gives the first lane back, once nobody looks at its buffer any more."""
+        looked_at()
+        self._land()
 
     def _batch(self, transfer: Transfer, start: int, stop: int, source: Buffers | None = None) -> Batch:
         return Batch(transfer, start, stop, time.monotonic() + max(self._remaining_s(), 0), source)
@@ -110,9 +132,9 @@ class Trip:
             )
         return lane
 
-    def _wait(self) -> Lane:
-        """The lane of the first batch, once that has arrived. Raises what went wrong with it."""
-        lane = self._held[0]
+    def _wait(self, nth: int = 0) -> Lane:
+        """The lane of the first batch, or of a later one, once that has arrived. Raises what went wrong with it."""
+        lane = self._held[nth]
         while not lane.wait(min(max(self._remaining_s(), 0), self._stall_timeout_s / 4, _LOOK_S)):
             self._check_clock()
             if lane.has_stood_still_s() > self._stall_timeout_s:

@@ -136,6 +136,28 @@ class TransportContract:
         rig.transport.read(regions.seal(), regions.offsets, region_bytes, drain, 2 * region_bytes, DEADLINE_S)
         assert read == {idx: payload(idx, region_bytes).tobytes() for idx in range(3)}
 
+    @pytest.mark.parametrize("waits", [{0, 1, 2, 3, 4, 5, 6}, {1, 2, 5}])
+    def test_buffers_stay_until_a_drain_no_longer_looks_at_them(
+        self, rig: Rig, stored: tuple[Regions, int], waits: set[int]
+    ) -> None:
+        regions, lease_id = stored
+        kept: dict[int, np.ndarray] = {}
+
+        def drain(first: int, buffers: Buffers) -> Callable[[], object] | None:
+            if first not in waits:
+                return None
+            kept[first] = buffers[0]
+
+            def wait() -> None:
+                time.sleep(0.01)
+                assert kept.pop(first).tobytes() == payload(first, REGION_BYTES).tobytes()
+
+            return wait
+
+        rig.transport.read(lease_id, regions.offsets, REGION_BYTES, drain, 1, DEADLINE_S)
+        for idx, buffer in kept.items():  # Those that are never used again.
+            assert buffer.tobytes() == payload(idx, REGION_BYTES).tobytes()
+
     def test_regions_may_be_read_in_any_order(self, rig: Rig, stored: tuple[Regions, int]) -> None:
         regions, lease_id = stored
         order = [5, 0, 3]
