@@ -57,8 +57,8 @@ and no part of `make bench`.""",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
 connector over TCP. Warm: what one process stored, another loads, checksums on.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
-flight, 64 tokens each; neither can keep more than two documents. Pairs take turns; the one without a pool is asked a
-tenth of the questions.""",
+flight, 64 tokens each; neither can keep more than two documents. Pairs take turns; Mooncake's is asked a quarter of the
+questions, and the one without a pool a tenth.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is of its whole load, from asking where the blocks lie to the last checksum. What is not bytes takes as
 long for many ranks as for one, and their shares are smaller.""",
