@@ -34,9 +34,8 @@ QUESTIONS = {
 stream. What shm misses beside memcpy + xxh3 is the latency of the two or three calls around a batch. A bare TCP socket
 is itself not twice Mooncake here, and a put of stream has to be summed before it is sent: on two cores, which sender
 and receiver keep busy, that adds to its time.""",
-    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
-about 4 GB/s there, which bounds shm and the puts of stream. Mooncake, which has no sums, is ahead of both: sums in
-several threads would be the remedy.""",
+    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and
+sums about 4 GB/s there, which is why threads of their own sum where cores are many (`kvpool.sums`).""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
@@ -58,7 +57,8 @@ and no part of `make bench`.""",
 connector over TCP. Warm: what one process stored, another loads, checksums on.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither can keep more than two documents. Pairs take turns; Mooncake's is asked a quarter of the
-questions, and the one without a pool a tenth.""",
+questions, and the one without a pool a tenth. In this run Mooncake's had not answered them when it was ended, after
+three minutes.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is of its whole load, from asking where the blocks lie to the last checksum. What is not bytes takes as
 long for many ranks as for one, and their shares are smaller.""",
