@@ -214,6 +214,7 @@ PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "transport": throughput,
     "transport-16-cores": throughput,
     "lookup": lookups,
+    "lookup-10-million": lookups,
     "vllm": first_tokens,
     "gpu": first_tokens,
     "clients": many_clients,
