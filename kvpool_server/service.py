@@ -66,7 +66,7 @@ class PoolService(PoolServicer):
         self._prefaulted_bytes = prefaulted_bytes
         self._signer = signer
         self._started = time.monotonic()
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
         for name in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "PutRevoke", "Get", "Release", "Write",
                      "PutChunks", "Verify", "Remove", "Clear", "Ping", "Stats", "ListNamespaces"):  # fmt: skip
@@ -144,25 +144,30 @@ class PoolService(PoolServicer):
     ) -> AsyncIterator[pb.LookupReply]:
         task = asyncio.current_task()
         assert task is not None
-        self._streams.add(task)
         try:
-            async for request in requests:
+            while not self._ending:
+                self._idle_streams.add(task)
+                request = await anext(requests)
+                self._idle_streams.discard(task)
                 try:
                     with self._observed("Lookup"):
                         reply = pb.LookupReply(found=self._lookup(request))
                 except KVPoolError as error:
                     reply = wire.encode_lookup_error(error)
                 yield reply
+        except StopAsyncIteration:
+            pass
         except asyncio.CancelledError:
             if not self._ending:
                 raise  # The client has gone.
         finally:
-            self._streams.discard(task)
+            self._idle_streams.discard(task)
 
     def end_streams(self) -> None:
         """Ends the calls that would last as long as their clients."""
         self._ending = True
-        for task in list(self._streams):
+        # The others look for themselves: gRPC forgets to end a call that is cancelled while a reply is on its way.
+        for task in list(self._idle_streams):
             task.cancel()
 
     # Put

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -236,6 +237,32 @@ def test_lookups_under_way_fail_when_the_server_dies_and_the_next_ones_find_its_
     started = time.monotonic()
     again.stop()
     assert time.monotonic() - started < 5, "an idle stream of lookups must not hold up the end"
+
+
+def test_a_server_ends_at_once_while_clients_ask(pool_server: StartServer) -> None:
+    server = pool_server("--memory", "1MiB", "--drain-ms", "30000")
+    asked = threading.Semaphore(0)
+
+    def ask() -> None:
+        client = Client(ClientConfig(server.endpoint, timeout_ms=30_000))
+        with contextlib.suppress(KVPoolError), contextlib.closing(client):
+            namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+            while True:
+                client.lookup(namespace, [run_of("a")])
+                asked.release()
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        assert asked.acquire(timeout=30)
+    started = time.monotonic()
+    server.stop()
+    taken_s = time.monotonic() - started
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert taken_s < 15, "a lookup that was being answered holds up the end"
 
 
 def test_a_closed_client_leaves_no_thread(pool_server: StartServer) -> None:
