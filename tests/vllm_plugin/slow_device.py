@@ -21,7 +21,7 @@ class SlowDevice:
         go: while it is not set, nothing is done.
     """
 
-    LATE_S = 0.02
+    LATE_S = 0.2
 
     def __init__(self) -> None:
         self.go = threading.Event()
