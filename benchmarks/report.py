@@ -45,8 +45,9 @@ second: 64 clients that each ask again at once keep every core busy, and then wa
 whose turn takes longer than that (more of them, fewer cores) wants a higher `timeout_ms`.""",
     "replay": """Which share of the blocks of a chat service's prompts a pool of a given size would have had when they
 came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
-more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. A policy of
-eviction is one entry of `benchmarks.replay.POLICIES`. Without the trace (`--trace PATH`) this is skipped.""",
+more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. Then made-up
+traces of one shape each (`benchmarks.workloads`), where the default policy is not to lose what `lru` has. Without the
+trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
     "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",

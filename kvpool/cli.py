@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import sys
 import time
 from typing import Annotated
 
@@ -158,6 +160,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """Entry point of the console script: errors are sentences, not tracebacks."""
+    for point in importlib.metadata.entry_points(group="kvpool.commands"):
+        # Other packages' commands are loaded only for who wants them.
+        if sys.argv[1:2] in ([], ["--help"], [point.name]):
+            app.add_typer(point.load(), name=point.name)
     try:
         app()
     except KVPoolError as error:

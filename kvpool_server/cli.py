@@ -41,6 +41,7 @@ def serve(
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
     data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
+    policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
     shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,

@@ -35,6 +35,11 @@ class ServerConfig(BaseModel):
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
     )
+    policy: Literal["density", "lru"] = Field(
+        "density",
+        description="Whom to evict: density, who will serve the fewest hits, as it learns; lru, who was used least "
+        "recently. `kvpool bench replay` compares them on a trace.",
+    )
     shm_dir: str = Field("/dev/shm", description="RAM-backed directory for the arena; clients on this host map it.")
     mooncake: Literal["off", "tcp", "rdma"] = Field(
         "off", description="Also serve bytes through Mooncake's Transfer Engine: off, tcp or rdma."

@@ -34,6 +34,7 @@ from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import PoolCollector, RpcMetrics
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
 
@@ -77,7 +78,8 @@ class Server:
         _check_memory(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
-        self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits)
+        policy = POLICIES[config.policy]
+        self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, policy)
         self._segment = await self._create_segment(arena.arena_bytes)
         try:
             if config.data_listen:

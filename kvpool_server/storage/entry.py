@@ -50,7 +50,8 @@ class Entry:
         pending_until: the latest deadline of a ticket there ever was for it.
         checksums: xxh3-64 of each present shard.
         leases: live leases that cover it.
-        used: the pool's tick at its last use.
+        used: the stamp of its last use: which call of the pool it was and, for policies that ask, of which kind.
+        depth: how many blocks of its prefix were there before it.
         queued: whether the eviction queue holds it.
     """
 
@@ -58,6 +59,7 @@ class Entry:
         "block_hash",
         "checksums",
         "children",
+        "depth",
         "group",
         "leases",
         "live",
@@ -79,6 +81,7 @@ class Entry:
         self.parent = parent
         self.parent_hash = parent_hash
         self.children = 0
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.offset = offset
         self.present = 0
         self.pending = 0

@@ -34,6 +34,8 @@ from kvpool.types import (
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.catalog import Catalog, Namespace
 from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.storage.eviction.queue import TICK
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.storage.leases import Lease, Register, Ticket
 from kvpool_server.storage.limits import Limits
@@ -52,26 +54,32 @@ class Pool:
         arena: slots to give out.
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
+        policy: makes what decides who goes, for each slot size.
 
     Attributes:
         observer: hears what becomes readable and what stops being so. Give one before the first call.
     """
 
     def __init__(
-        self, arena: Arena, clock: Callable[[], float], new_id: Callable[[], int], limits: Limits | None = None
+        self,
+        arena: Arena,
+        clock: Callable[[], float],
+        new_id: Callable[[], int],
+        limits: Limits | None = None,
+        policy: Callable[[], Policy] = POLICIES[DEFAULT_POLICY],
     ):
         self.arena = arena
         self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
         self.observer = Observer()
-        self._space = Space(arena)
+        self._space = Space(arena, policy)
         self._clock = clock
         self._new_id = new_id
         self._catalog = Catalog(self.limits, arena.extent_bytes)
         self._leases: Register[Lease] = Register()
         self._tickets: Register[Ticket] = Register()
         self._quarantine = Quarantine()
-        self._tick = 0
+        self._stamp = 0
         self._num_live = 0
         self._num_complete = 0
 
@@ -111,24 +119,29 @@ class Pool:
         """Which blocks are complete; with a TTL, a lease on them. Without one nothing is renewed."""
         groups = self._catalog.groups(fingerprint, runs)
         found: list[Entry] = []
-        hits = tuple(self._hits(group, run, prefix_only, found) for group, run in zip(groups, runs, strict=True))
+        hits: list[RunHits] = []
+        stops: list[int] = []
+        for group, run in zip(groups, runs, strict=True):
+            hits.append(self._hits(group, run, prefix_only, found))
+            stops.append(len(found))
         self.counters["lookups"] += 1
         self.counters["lookup_blocks"] += sum(map(len, runs))
         self.counters["lookup_hits"] += len(found)
         if not lease_ttl_ms or not found:
-            return Lookup(hits)
+            return Lookup(tuple(hits))
         now = self.expire()
         if len(self._leases) >= self.limits.max_leases:
             self.counters["leases_refused"] += 1
-            return Lookup(hits)
+            return Lookup(tuple(hits))
         ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
         lease = Lease(self._new_id(), now + ttl_ms / 1000, found)
         self._leases.add(lease)
-        tick = self._next_tick(groups)
+        stamp = self._next_stamp(groups)
         for entry in found:
             entry.leases += 1
-            entry.used = tick
-        return Lookup(hits, lease.id, ttl_ms)
+        for group, start, stop in zip(groups, [0, *stops], stops, strict=False):
+            self._space.policy(group.spec.slot_bytes).used(found[start:stop], stamp)
+        return Lookup(tuple(hits), lease.id, ttl_ms)
 
     @staticmethod
     def _hits(group: Group, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
@@ -169,17 +182,25 @@ class Pool:
         offsets = iter(self._make_room(group, runs))
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket = Ticket(self._new_id(), now + ttl_ms / 1000, [], shards)
-        tick = self._next_tick([group])
+        stamp = self._next_stamp([group])
+        policy = self._space.policy(group.spec.slot_bytes)
         statuses = []
         for run in runs:
             parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
+            renewed: list[Entry] = []
+            stored: list[Entry] = []
             for block_hash in run.block_hashes:
                 entry = group.index.get(block_hash)
                 if entry is None:
-                    entry = self._insert(group, block_hash, parent, parent_hash, next(offsets), tick)
-                entry.used = tick
+                    entry = self._insert(group, block_hash, parent, parent_hash, next(offsets), stamp)
+                    stored.append(entry)
+                else:
+                    renewed.append(entry)
                 statuses.append(self._reserve(entry, ticket))
                 parent, parent_hash = entry, block_hash
+            policy.renewed(renewed, stamp)
+            if stored:
+                policy.stored(stored, stored[0].parent, stamp)
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
         self.counters["put_blocks_granted"] += len(granted)
         self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
@@ -413,11 +434,11 @@ class Pool:
             )
         return lease
 
-    def _next_tick(self, groups: Sequence[Group]) -> int:
-        self._tick += 1
+    def _next_stamp(self, groups: Sequence[Group]) -> int:
+        self._stamp += TICK
         for group in groups:
-            self._space.touch(group.spec.slot_bytes, self._tick)
-        return self._tick
+            self._space.touch(group.spec.slot_bytes, self._stamp)
+        return self._stamp
 
     def _make_room(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
         """Slots for the blocks of a put that are not there yet."""
@@ -447,9 +468,9 @@ class Pool:
         return offsets
 
     def _insert(
-        self, group: Group, block_hash: bytes, parent: Entry | None, parent_hash: bytes, offset: int, tick: int
+        self, group: Group, block_hash: bytes, parent: Entry | None, parent_hash: bytes, offset: int, stamp: int
     ) -> Entry:
-        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, tick, parent_hash)
+        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, stamp, parent_hash)
         self.arena.assign(offset, entry)
         if parent is not None:
             parent.children += 1
@@ -471,13 +492,13 @@ class Pool:
 
     def _offer(self, entry: Entry) -> None:
         if entry.live and not entry.children and not entry.pending:
-            self._space.queue(entry.group.spec.slot_bytes).add(entry)
+            self._space.policy(entry.group.spec.slot_bytes).add(entry)
 
     def _drop(self, entry: Entry, not_before: float = 0.0) -> None:
         """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
         assert entry.live
         entry.live = False
-        self._space.queue(entry.group.spec.slot_bytes).note_dropped(entry)
+        self._space.policy(entry.group.spec.slot_bytes).dropped(entry)
         entry.group.forget(entry.block_hash)
         self._num_live -= 1
         if entry.complete:

@@ -4,35 +4,40 @@ Slot sizes share the arena fairly. A size that needs room takes it, in this orde
 1. from slots and extents that are free;
 2. an extent of a size whose every use is older than our own next victim (a model that is gone gives way);
 3. while it has less than its share of extents: the coldest extent of the size that has most;
-4. from its own least recently used entries.
+4. from its own entries, as the policy says.
 Decides only: the pool drops the victims, then takes the slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvpool_server.storage.arena import Arena, Extent
 from kvpool_server.storage.entry import Entry
-from kvpool_server.storage.eviction import PrefixLRU
+from kvpool_server.storage.eviction import Policy
 
 SAMPLED_SLOTS = 32
 """How many entries say how cold an extent is: enough to rank extents, few enough for extents of any size."""
 
 
 class Space:
-    """The arena and, for each slot size, its eviction queue and the tick of its last use."""
+    """The arena and, for each slot size, its eviction policy and the stamp of its last use."""
 
-    def __init__(self, arena: Arena):
+    def __init__(self, arena: Arena, policy: Callable[[], Policy]):
         self.arena = arena
-        self._queues: dict[int, PrefixLRU] = {}
+        self._policy = policy
+        self._policies: dict[int, Policy] = {}
         self._last_used: dict[int, int] = {}
 
-    def queue(self, slot_bytes: int) -> PrefixLRU:
-        return self._queues.setdefault(slot_bytes, PrefixLRU())
+    def policy(self, slot_bytes: int) -> Policy:
+        """Of one slot size."""
+        policy = self._policies.get(slot_bytes)
+        if policy is None:
+            policy = self._policies[slot_bytes] = self._policy()
+        return policy
 
-    def touch(self, slot_bytes: int, tick: int) -> None:
-        self._last_used[slot_bytes] = tick
+    def touch(self, slot_bytes: int, stamp: int) -> None:
+        self._last_used[slot_bytes] = stamp
 
     def victims(self, slot_bytes: int, count: int) -> list[Entry] | None:
         """Who must go so that `count` slots of this size can be taken. None if that cannot be: nothing has changed."""
@@ -48,7 +53,7 @@ class Space:
             short -= per_extent
         if short <= 0:
             return chosen
-        own = self.queue(slot_bytes).evict(short)
+        own = self.policy(slot_bytes).evict(short)
         return None if own is None else chosen + own
 
     def _donations(self, slot_bytes: int) -> Iterator[Extent]:
@@ -56,7 +61,7 @@ class Space:
         held = {size: len(self.arena.extents(size)) for size in self.arena.sizes() if size != slot_bytes}
         mine = len(self.arena.extents(slot_bytes))
         share = max(1, self.arena.num_extents // (len(held) + 1))
-        our_next = self.queue(slot_bytes).oldest()
+        our_next = self.policy(slot_bytes).next_stamp()
         colder = [] if our_next is None else [size for size in held if self._last_used.get(size, 0) < our_next]
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
             del held[size]

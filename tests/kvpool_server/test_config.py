@@ -38,6 +38,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("max_ttl_ms", 500, 500),
         ("grace_ms", 0, 0),
         ("drain_ms", 7, 7),
+        ("policy", "lru", "lru"),
         ("kv_events", "tcp://0.0.0.0:5557", "tcp://0.0.0.0:5557"),
         ("kv_events_replay", "ipc:///tmp/replay", "ipc:///tmp/replay"),
         ("kv_events_topic", "pool", "pool"),

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.types import BlockRun, Lookup, PutReceipt, PutStatus, ShardRange
 from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
 from tests.simulation.world import GROUPS, NAMES, SPECS, Group, HeldLease, HeldTicket, World
@@ -38,6 +39,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.world = World()
         self.ended: list[HeldTicket] = []
         self.released: list[HeldLease] = []
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, policy: str) -> None:
+        self.world = World(policy=policy)
 
     @rule(group=groups, names=names, ttl_ms=st.sampled_from([0, 50, 400, 5_000]), prefix_only=st.booleans())
     def lookup(self, group: Group, names: list[int], ttl_ms: int, prefix_only: bool) -> None:
@@ -151,8 +156,9 @@ class _Unchecked(Pool):
 
 
 class GraceIgnored(_Unchecked):
-    def __init__(self, arena: object, clock: object, new_id: object, limits: Limits):
-        super().__init__(arena, clock, new_id, Limits(max_batch_blocks=limits.max_batch_blocks, grace_ms=0))  # type: ignore[arg-type]
+    def __init__(self, arena: object, clock: object, new_id: object, limits: Limits, policy: object):
+        ungraceful = Limits(max_batch_blocks=limits.max_batch_blocks, grace_ms=0)
+        super().__init__(arena, clock, new_id, ungraceful, policy)  # type: ignore[arg-type]
 
 
 class LeaseIgnoredByEviction(_Unchecked):

@@ -17,6 +17,7 @@ from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, ShardRange
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
 from tests.support.clock import FakeClock
@@ -100,9 +101,10 @@ class World:
 
     Args:
         pool_class: `Pool`, or a broken one that the oracle must catch.
+        policy: one of `POLICIES`.
     """
 
-    def __init__(self, pool_class: type[Pool] = Pool):
+    def __init__(self, pool_class: type[Pool] = Pool, policy: str = DEFAULT_POLICY):
         self.clock = FakeClock()
         self.memory = np.full(EXTENT_BYTES * NUM_EXTENTS, POISON, np.uint8)
         self.stored: dict[Block, Stored] = {}
@@ -113,7 +115,7 @@ class World:
         self.reads: list[OpenRead] = []
         self._ids = itertools.count(1)
         self._contents = itertools.count(1)
-        self.pool = pool_class(WatchedArena(self), self.clock, lambda: next(self._ids), LIMITS)
+        self.pool = pool_class(WatchedArena(self), self.clock, lambda: next(self._ids), LIMITS, POLICIES[policy])
         self.fingerprints = [self.pool.open_namespace(spec)[0].fingerprint for spec in SPECS]
 
     # What the arena reports

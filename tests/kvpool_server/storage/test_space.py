@@ -8,6 +8,7 @@ from kvpool.errors import OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import ShardRange
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.eviction.lru import PrefixLRU
 from kvpool_server.storage.pool import Pool
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, payload, run_of
@@ -21,7 +22,7 @@ class Tenants:
 
     def __init__(self, num_extents: int):
         ids = itertools.count(1)
-        self.pool = Pool(Arena(num_extents * EXTENT, EXTENT), FakeClock(), lambda: next(ids))
+        self.pool = Pool(Arena(num_extents * EXTENT, EXTENT), FakeClock(), lambda: next(ids), policy=PrefixLRU)
         self._names = itertools.count()
         self._fingerprints: dict[int, bytes] = {}
 

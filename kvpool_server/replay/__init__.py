@@ -1,0 +1,1 @@
+"""Traces of prompts, replayed against the server's own pool: which policy, and how much memory, would serve them."""

@@ -1,0 +1,126 @@
+"""`kvpool bench replay`: which policy, and how much memory, would have served a trace?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvpool_server.replay.references import REFERENCES
+from kvpool_server.replay.replay import REQUESTS_A_STEP, replay
+from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
+from kvpool_server.storage.eviction import POLICIES
+
+DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
+LIMIT = "clairvoyant"
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure without a server.")
+
+
+@app.callback()
+def _group() -> None:
+    """Measure without a server."""
+
+
+@app.command("replay")
+def command(
+    trace: Annotated[
+        Path, typer.Argument(help="JSON lines with timestamp (ms) and hash_ids.", exists=True, dir_okay=False)
+    ],
+    policy: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(POLICIES)}; default: all.")] = None,
+    share: Annotated[
+        list[float] | None, typer.Option(help="Capacity in per cent of the distinct blocks; several; default: six.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit ratio against capacity into this SVG or PNG.")] = None,
+) -> None:
+    """How many blocks of a trace's prompts would a pool of a given size have had?
+
+    Beside the policies stand plain LRU, block by block, and a clairvoyant, whom nobody can beat.
+    """
+    policies, shares = policy or list(POLICIES), sorted(share or DEFAULT_SHARES)
+    if unknown := [name for name in policies if name not in POLICIES]:
+        _refuse(f"--policy {unknown[0]}: there is none; there are {', '.join(POLICIES)}")
+    if wrong := [each for each in shares if not 0 < each <= 100]:
+        _refuse(f"--share {wrong[0]:g}: a share of the distinct blocks is more than 0 and at most 100 per cent")
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        _refuse(f"--plot {plot}: give a name that ends in .svg or .png")
+    try:
+        requests = load(trace)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    total, distinct = num_blocks(requests), num_distinct(requests)
+    if not total:
+        _refuse(f"{trace}: no prompt has a block")
+    capacities = [max(1, int(distinct * each / 100)) for each in shares]
+    ratios = _replay_all(requests, policies, capacities, total)
+    _print(trace, len(requests), total, distinct, shares, capacities, ratios)
+    if plot is not None:
+        _draw(plot, shares, ratios)
+        typer.echo(f"plot: {plot}")
+
+
+def _replay_all(
+    requests: list[Request], policies: list[str], capacities: list[int], total: int
+) -> dict[str, list[float]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    steps_of_one = -(-len(requests) // REQUESTS_A_STEP)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=len(capacities) * (len(policies) * steps_of_one + len(REFERENCES)))
+        ratios = {
+            name: [replay(requests, capacity, name, lambda: progress.advance(task)) / total for capacity in capacities]
+            for name in policies
+        }
+        for name, count in REFERENCES.items():
+            ratios[name] = []
+            for capacity in capacities:
+                ratios[name].append(count(requests, capacity) / total)
+                progress.advance(task)
+    return ratios
+
+
+def _print(
+    trace: Path,
+    num_requests: int,
+    total: int,
+    distinct: int,
+    shares: list[float],
+    capacities: list[int],
+    ratios: dict[str, list[float]],
+) -> None:
+    table = Table(title=f"{trace.name}: {num_requests:,} prompts, {total:,} blocks, {distinct:,} of them distinct")
+    table.add_column("capacity", justify="right")
+    table.add_column("blocks", justify="right")
+    for name in ratios:
+        table.add_column(name, justify="right")
+    for nth, (each, capacity) in enumerate(zip(shares, capacities, strict=True)):
+        table.add_row(f"{each:g} %", f"{capacity:,}", *(f"{column[nth]:.3f}" for column in ratios.values()))
+    Console().print(table)
+
+
+def _draw(path: Path, shares: list[float], ratios: dict[str, list[float]]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        _refuse("--plot wants matplotlib: pip install matplotlib")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, column in ratios.items():
+        limit = name == LIMIT
+        axes.plot(shares, column, "--" if limit else "-o", color="grey" if limit else None, label=name)
+    axes.set_xscale("log")
+    axes.set_xticks(shares, [f"{each:g} %" for each in shares])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("capacity, of the trace's distinct blocks")
+    axes.set_ylabel("hits, of all blocks asked for")
+    axes.legend()
+    figure.savefig(path)
+
+
+def _refuse(why: str) -> NoReturn:
+    typer.echo(f"kvpool bench replay: {why}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,81 @@
+"""How many blocks of a service's prompts would a pool of a given size have had?
+
+Each request of a trace looks its blocks up, as an engine does, and then stores those that were missing: the server's
+own `Pool`, in this process, without bytes and without RPCs. A hit is a block of the prefix that was there when its
+request came.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from kvpool.errors import OutOfSpaceError
+from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.types import HASH_BYTES, BlockRun, ShardRange
+from kvpool_server.replay.trace import Request
+from kvpool_server.storage.arena import MAX_SLOTS_PER_EXTENT, Arena
+from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.storage.pool import Pool
+
+SLOT_BYTES = 2 << 20
+"""Of a block that is never there: an arena is offsets."""
+LEASE_MS = TICKET_MS = 10_000
+REQUESTS_A_STEP = 256
+
+
+class Clock:
+    """The trace's time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def replay(
+    requests: Sequence[Request],
+    capacity: int,
+    policy: str = DEFAULT_POLICY,
+    advance: Callable[[], object] = lambda: None,
+) -> int:
+    """Hits of a pool of `capacity` blocks.
+
+    A request with more blocks than the pool can hold stores none of them, as an engine's put of them would fail.
+
+    Args:
+        policy: one of `POLICIES`.
+        advance: is called once in `REQUESTS_A_STEP` requests.
+    """
+    clock = Clock()
+    pool = Pool(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
+    group = GroupSpec("full_attention", 512, 8, 128, 128, 1, SLOT_BYTES)
+    fingerprint = pool.open_namespace(NamespaceSpec("replay", (group,)))[0].fingerprint
+    shards = ShardRange(0, 1)
+    hits = 0
+    for nth, request in enumerate(requests):
+        if nth % REQUESTS_A_STEP == 0:
+            advance()
+        if not request.ids:
+            continue
+        clock.now = max(clock.now, request.at_s)
+        run = BlockRun(0, [block.to_bytes(HASH_BYTES, "big") for block in request.ids])
+        found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
+        hits += found.hits[0].num_leading
+        try:
+            grant = pool.put_start(fingerprint, [run], shards, TICKET_MS)
+        except OutOfSpaceError:
+            pass
+        else:
+            if grant.ticket_id:
+                pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+        pool.release([found.lease_id])
+    return hits
+
+
+def _arena(capacity: int) -> Arena:
+    """Room for `capacity` blocks; less by one an extent where they do not divide evenly."""
+    num_extents = -(-capacity // MAX_SLOTS_PER_EXTENT)
+    extent_bytes = capacity // num_extents * SLOT_BYTES
+    return Arena(num_extents * extent_bytes, extent_bytes)

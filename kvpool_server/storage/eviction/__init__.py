@@ -1,0 +1,16 @@
+"""Which blocks to let go of. A policy is one name of `POLICIES`; what all share is in `queue`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvpool_server.storage.eviction.density import HitDensity
+from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.storage.eviction.queue import Policy
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {"density": HitDensity, "lru": PrefixLRU}
+"""What `--policy` may say. Each makes the policy of one slot size."""
+
+DEFAULT_POLICY = "density"
+
+__all__ = ["DEFAULT_POLICY", "POLICIES", "Policy"]

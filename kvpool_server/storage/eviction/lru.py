@@ -1,0 +1,32 @@
+"""Least recently used first, and of one prefix the deepest block first."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.eviction.queue import Policy
+
+
+class PrefixLRU(Policy):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[int, int, Entry]] = []
+        self._ties = itertools.count()
+
+    def _push(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, (entry.used, next(self._ties), entry))
+
+    def _pop_next(self) -> tuple[int, Entry] | None:
+        if not self._heap:
+            return None
+        stamp, _, entry = heapq.heappop(self._heap)
+        return stamp, entry
+
+    def _sweep(self) -> int:
+        self._heap = [item for item in self._heap if item[2].live]
+        heapq.heapify(self._heap)
+        return len(self._heap)

@@ -1,0 +1,103 @@
+"""Replays of traces small enough to be counted by hand."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool_server.replay import command
+from kvpool_server.replay.references import REFERENCES, clairvoyant, lru
+from kvpool_server.replay.replay import replay
+from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
+from kvpool_server.storage.eviction import POLICIES
+
+Count = Callable[[Sequence[Request], int], int]
+
+TURNS = [Request(second, ids) for second, ids in enumerate([[1, 2], [3, 4], [1, 2], [3, 4]])]
+EVERYONE: dict[str, Count] = {**REFERENCES, **{name: functools.partial(replay, policy=name) for name in POLICIES}}
+
+
+@pytest.mark.parametrize("count", EVERYONE.values(), ids=EVERYONE)
+def test_where_everything_fits_only_first_uses_miss(count: Count) -> None:
+    assert count(TURNS, 4) == 4
+
+
+@pytest.mark.parametrize("count", EVERYONE.values(), ids=EVERYONE)
+def test_only_the_prefix_counts(count: Count) -> None:
+    assert count([Request(0, [1, 2, 3]), Request(1, [1, 9, 3])], 9) == 1
+
+
+def test_in_half_the_room_lru_has_lost_what_comes_next_and_the_clairvoyant_keeps_one_prefix() -> None:
+    assert lru(TURNS, 2) == replay(TURNS, 2, "lru") == 0
+    assert clairvoyant(TURNS, 2) == 2
+
+
+def test_the_pool_lets_go_of_the_end_of_a_prefix_and_plain_lru_of_its_start() -> None:
+    requests = [Request(second, ids) for second, ids in enumerate([[1, 2], [3], [4], [1, 2]])]
+    assert lru(requests, 3) == 0
+    assert replay(requests, 3, "lru") == 1
+    assert clairvoyant(requests, 3) == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_cannot_fit_stores_nothing(policy: str) -> None:
+    assert replay([Request(0, [1, 2, 3]), Request(1, [1, 2, 3])], 2, policy) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_has_more_than_the_clairvoyant(policy: str) -> None:
+    requests = [Request(nth, [nth % 7, 100 + nth % 7, 1000 + nth % 35]) for nth in range(300)]
+    for capacity in (3, 9, 20):
+        assert replay(requests, capacity, policy) <= clairvoyant(requests, capacity)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"timestamp": each.at_s * 1000, "hash_ids": each.ids}) + "\n" for each in TURNS))
+    return path
+
+
+def test_a_trace_is_read_and_what_is_none_is_named(trace: Path) -> None:
+    assert load(trace) == TURNS
+    assert (num_blocks(TURNS), num_distinct(TURNS)) == (8, 4)
+    with trace.open("a") as lines:
+        lines.write('{"timestamp": 1}\n')
+    with pytest.raises(ValueError, match="line 5"):
+        load(trace)
+
+
+def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    done = CliRunner().invoke(
+        command.app, ["replay", str(trace), "--share", "50", "--share", "100", "--plot", str(plot)]
+    )
+    assert done.exit_code == 0, done.output
+    for word in (*POLICIES, "clairvoyant", "50 %", "0.500"):
+        assert word in done.output
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--policy", "fifo"], "fifo"),
+        (["--share", "0"], "--share 0"),
+        (["--share", "101"], "--share 101"),
+        (["--plot", "plot.txt"], "plot.txt"),
+    ],
+)
+def test_what_the_command_cannot_do_it_names(trace: Path, arguments: list[str], named: str) -> None:
+    done = CliRunner().invoke(command.app, ["replay", str(trace), *arguments])
+    assert done.exit_code == 2
+    assert named in done.output
+
+
+def test_a_trace_without_blocks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"timestamp": 0, "hash_ids": []}\n')
+    done = CliRunner().invoke(command.app, ["replay", str(path)])
+    assert done.exit_code == 2 and "no prompt has a block" in done.output

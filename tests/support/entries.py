@@ -1,0 +1,45 @@
+"""Entries of no pool, for tests of what orders them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.eviction.queue import Policy
+from tests.support.values import block_hash, group_spec
+
+GROUP = Group(group_spec())
+
+P = TypeVar("P", bound=Policy)
+
+
+def make_entry(name: object, used: int = 0, parent: Entry | None = None) -> Entry:
+    """A complete one, maybe behind another."""
+    made = Entry(GROUP, block_hash(name), parent, 0, used)
+    made.present = GROUP.full_mask
+    if parent is not None:
+        parent.children += 1
+    return made
+
+
+def make_chain(name: str, *used: int) -> list[Entry]:
+    """A prefix: each entry the parent of the next."""
+    made: list[Entry] = []
+    for depth, stamp in enumerate(used):
+        made.append(make_entry(f"{name}{depth}", stamp, made[-1] if made else None))
+    return made
+
+
+def drop(policy: Policy, *gone: Entry) -> None:
+    """As the pool does it, in this order."""
+    for each in gone:
+        each.live = False
+        if each.parent is not None:
+            each.parent.children -= 1
+        policy.dropped(each)
+
+
+def queued(policy: P, *entries: Entry) -> P:
+    for each in entries:
+        policy.add(each)
+    return policy
