@@ -167,3 +167,18 @@ def test_a_bad_endpoint_is_one_sentence() -> None:
     done = run_command(KVPOOL, "ping", "--endpoint", "nowhere")
     assert done.returncode == 1
     assert done.stderr == "kvpool: endpoint 'nowhere' is not HOST:PORT, for example '127.0.0.1:50051'\n"
+
+
+def test_other_packages_add_commands_and_are_loaded_only_for_those() -> None:
+    assert "replay" in run_command(KVPOOL, "bench", "--help").stdout
+    assert "bench" in run_command(KVPOOL, "--help").stdout
+    script = """
+import sys
+sys.argv[1:] = ["--version"]
+from kvpool.cli import main
+try:
+    main()
+finally:
+    print(any(name.startswith("kvpool_server") for name in sys.modules))
+"""
+    assert run_command(sys.executable, "-c", script).stdout.splitlines()[-1] == "False"
