@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -48,6 +49,10 @@ def command(
         _refuse(f"--share {wrong[0]:g}: a share of the distinct blocks is more than 0 and at most 100 per cent")
     if plot is not None and plot.suffix not in (".svg", ".png"):
         _refuse(f"--plot {plot}: give a name that ends in .svg or .png")
+    if plot is not None and not plot.parent.is_dir():
+        _refuse(f"--plot {plot}: there is no folder {plot.parent}; make it first")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        _refuse("--plot wants matplotlib: pip install matplotlib")
     try:
         requests = load(trace)
     except (ValueError, OSError) as error:
@@ -102,10 +107,8 @@ def _print(
 
 
 def _draw(path: Path, shares: list[float], ratios: dict[str, list[float]]) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        _refuse("--plot wants matplotlib: pip install matplotlib")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, column in ratios.items():

@@ -2,7 +2,7 @@
 
 Slot sizes share the arena fairly. A size that needs room takes it, in this order:
 1. from slots and extents that are free;
-2. an extent of a size whose every use is older than our own next victim (a model that is gone gives way);
+2. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
 3. while it has less than its share of extents: the coldest extent of the size that has most;
 4. from its own entries, as the policy says.
 Decides only: the pool drops the victims, then takes the slots.
@@ -59,10 +59,12 @@ class Space:
     def _donations(self, slot_bytes: int) -> Iterator[Extent]:
         """Extents that other sizes give up to this one, coldest first. Looks at a size only when it is to give."""
         held = {size: len(self.arena.extents(size)) for size in self.arena.sizes() if size != slot_bytes}
+        if not held:
+            return
         mine = len(self.arena.extents(slot_bytes))
         share = max(1, self.arena.num_extents // (len(held) + 1))
-        our_next = self.policy(slot_bytes).next_stamp()
-        colder = [] if our_next is None else [size for size in held if self._last_used.get(size, 0) < our_next]
+        our_oldest = self.policy(slot_bytes).oldest_stamp()
+        colder = [] if our_oldest is None else [size for size in held if self._last_used.get(size, 0) < our_oldest]
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
             del held[size]
             for extent in self._movable(size):

@@ -17,6 +17,7 @@ from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.eviction import Policy
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.observer import Observer
 from kvpool_server.storage.pool import Pool
@@ -38,8 +39,15 @@ class ListenedPool(Pool):
     ledger_class: type[Ledger] = Ledger
     encoder_class: type[Encoder] = Encoder
 
-    def __init__(self, arena: Arena, clock: Callable[[], float], new_id: Callable[[], int], limits: Limits):
-        super().__init__(arena, clock, new_id, limits)
+    def __init__(
+        self,
+        arena: Arena,
+        clock: Callable[[], float],
+        new_id: Callable[[], int],
+        limits: Limits,
+        policy: Callable[[], Policy],
+    ):
+        super().__init__(arena, clock, new_id, limits, policy)
         self.ledger = self.ledger_class(
             lambda flush: None, self.counters, FIRST_SEQ, max_queued_blocks=MAX_QUEUED_BLOCKS, batch_blocks=BATCH_BLOCKS
         )

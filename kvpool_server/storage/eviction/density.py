@@ -21,7 +21,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction.hazards import PERIOD_CALLS, Hazards
 from kvpool_server.storage.eviction.queue import TICK, Policy
 
@@ -57,7 +57,7 @@ class HitDensity(Policy):
         self._buckets: dict[tuple[int, int], deque[tuple[int, Entry]]] = {}
         self._ranking: list[tuple[float, tuple[int, int]]] = []  # Ascending by negated density: the next victims last.
         self._rank_at = 0
-        self._ghosts: OrderedDict[bytes, int] = OrderedDict()
+        self._ghosts: OrderedDict[tuple[Group, bytes], int] = OrderedDict()
         self._num_resident = 0
         self._hazards = Hazards(NUM_KINDS)
         self._learned_at = 0
@@ -71,23 +71,24 @@ class HitDensity(Policy):
             turn = parent.used >> _TURN_SHIFT & _TURN_MASK
             step = (1 << (parent.used >> _STEP_SHIFT & _STEP_MASK)) - 1
             if parent.used & TAIL:
-                if parent.depth in SAMPLES:
-                    self._hazards.changed(parent.used % TICK, parent.used % TICK & ~TAIL, SAMPLES[parent.depth])
+                if (weight := SAMPLES.get(parent.depth)) is not None:
+                    kind = parent.used % TICK
+                    self._hazards.changed(kind, kind & ~TAIL, parent.used // TICK, self._now, weight)
                 parent.used &= ~TAIL
         step = min((step + len(entries)).bit_length() - 1, MAX_STEP) << _STEP_SHIFT
         for entry in entries:
-            if entry.depth in SAMPLES and (ghost := self._ghosts.pop(entry.block_hash, None)) is not None:
+            if (
+                entry.depth in SAMPLES
+                and (ghost := self._ghosts.pop((entry.group, entry.block_hash), None)) is not None
+            ):
                 self._hazards.asked(ghost % TICK, ghost // TICK, self._now, SAMPLES[entry.depth])
                 turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
-        kind = turn << _TURN_SHIFT | step
+        last = entries[-1]
         for entry in entries:
+            kind = turn << _TURN_SHIFT | step | (entry is last)
             entry.used = stamp | kind
             if (weight := SAMPLES.get(entry.depth)) is not None:
                 self._hazards.began(kind, self._now, weight)
-        last = entries[-1]
-        last.used |= TAIL
-        if last.depth in SAMPLES:
-            self._hazards.changed(kind, kind | TAIL, SAMPLES[last.depth])
         self._num_resident += len(entries)
 
     def used(self, entries: Sequence[Entry], stamp: int) -> None:
@@ -118,7 +119,7 @@ class HitDensity(Policy):
         super().dropped(entry)
         self._num_resident -= 1
         if entry.depth in SAMPLES:
-            self._ghosts[entry.block_hash] = entry.used
+            self._ghosts[entry.group, entry.block_hash] = entry.used
             while len(self._ghosts) > MIN_GHOSTS + GHOSTS_A_BLOCK * self._num_resident:
                 self._ghosts.popitem(last=False)
 
@@ -131,12 +132,20 @@ class HitDensity(Policy):
 
     # Candidates
 
+    def oldest_stamp(self) -> int | None:
+        epochs = [epoch for (epoch, _), bucket in self._buckets.items() if bucket]
+        return min(epochs) * self._epoch_calls * TICK if epochs else None
+
     def _push(self, entry: Entry) -> None:
         key = (entry.used // TICK // self._epoch_calls, entry.used % TICK)
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = deque()
             bisect.insort(self._ranking, (-self._density(key), key))
+            if len(self._buckets) > 2 * MAX_BUCKETS:
+                self._rank()  # Also where nothing is evicted: the first eviction is not to pay for all.
+                key = (entry.used // TICK // self._epoch_calls, entry.used % TICK)
+                bucket = self._buckets[key]
         if bucket and entry.used <= bucket[0][0]:
             bucket.appendleft((entry.used, entry))
         else:

@@ -13,6 +13,7 @@ Source: E. Kaplan, P. Meier, Nonparametric estimation from incomplete observatio
 from __future__ import annotations
 
 import bisect
+from collections import OrderedDict
 
 import numpy as np
 
@@ -21,7 +22,7 @@ FIRST_BIN_CALLS, GROWTH = 4.0, 1.25
 MAX_CHECKPOINTS = 512
 PERIOD_CALLS, KEEP = 256, 0.99
 """What each period leaves of the weight of what was seen before."""
-COHORT_CALLS = 64
+COHORT_CALLS, MAX_COHORTS = 64, 4_096
 """Blocks of a kind came together that came within so many calls."""
 COHORT_WEIGHT = 30.0
 """So many sampled blocks ought to have been asked for before their own fate counts as much as that of their kind."""
@@ -42,8 +43,9 @@ class Hazards:
         self._began = np.zeros(num_kinds)
         self._checkpoints: list[tuple[int, np.ndarray]] = [(-1, self._began.copy())]
         self._edges = EDGES[1:-1].tolist()
+        self._learned_at = 0
         self._densities: list[list[float]] = []
-        self._cohorts: dict[tuple[int, int], list[int]] = {}
+        self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
         self.learn(0)
 
     def began(self, kind: int, now: int, count: int) -> None:
@@ -53,12 +55,15 @@ class Hazards:
         cohort = self._cohorts.get(key)
         if cohort is None:
             cohort = self._cohorts[key] = [0, 0]
+            if len(self._cohorts) > MAX_COHORTS:
+                self._cohorts.popitem(last=False)
         cohort[0] += 1  # Not `count`: the blocks of one prompt share its fate, and are no more proof than one of them.
 
-    def changed(self, kind: int, other: int, count: int) -> None:
-        """Blocks have turned out to be of another kind."""
-        self._began[kind] -= count
-        self._began[other] += count
+    def changed(self, kind: int, other: int, since: int, now: int, count: int) -> None:
+        """Blocks that had become of a kind at `since` have turned out to be of another."""
+        weight = count * KEEP ** ((now - since) / PERIOD_CALLS)
+        self._began[kind] -= weight
+        self._began[other] += weight
 
     def asked(self, kind: int, since: int, now: int, count: int) -> None:
         """Blocks that had become of a kind at `since` were asked for, and begin anew."""
@@ -87,13 +92,12 @@ class Hazards:
         survival = _survival(self._asked, began, alike, PRIOR_WEIGHT)
         self._densities = _densities(survival).tolist()
         self._shares = (1 - survival).tolist()
-        oldest = (now - EDGES[-1]) // COHORT_CALLS
-        for key in [key for key in self._cohorts if key[0] < oldest]:
-            del self._cohorts[key]
-        self._asked *= KEEP
-        self._began *= KEEP
+        keep = KEEP ** ((now - self._learned_at) / PERIOD_CALLS)
+        self._learned_at = now
+        self._asked *= keep
+        self._began *= keep
         for _, counts in self._checkpoints:
-            counts *= KEEP
+            counts *= keep
         self._checkpoints.append((now, self._began.copy()))
         if len(self._checkpoints) > MAX_CHECKPOINTS:
             del self._checkpoints[1::2]
@@ -111,7 +115,7 @@ def _survival(asked: np.ndarray, began: np.ndarray, prior: np.ndarray, prior_wei
     """Which share is not asked for until each edge: [kinds, bins + 1]."""
     shares = [np.ones(len(asked))]
     for nth in range(NUM_BINS):
-        at_risk = began[nth] * shares[-1] + prior_weight * (1 - prior[:, :nth].sum(1))
+        at_risk = np.maximum(began[nth], 0.0) * shares[-1] + prior_weight * (1 - prior[:, :nth].sum(1))
         hits = asked[:, nth] + prior_weight * prior[:, nth]
         shares.append(shares[-1] * (1 - np.minimum(hits / np.maximum(at_risk, 1e-12), 1.0)))
     return np.stack(shares, 1)

@@ -17,6 +17,14 @@ class PrefixLRU(Policy):
         self._heap: list[tuple[int, int, Entry]] = []
         self._ties = itertools.count()
 
+    def oldest_stamp(self) -> int | None:
+        aside: list[Entry] = []
+        entry = self._pop({}, aside)
+        if entry is not None:
+            aside.append(entry)
+        self._requeue(aside)
+        return entry.used if entry is not None else None
+
     def _push(self, entry: Entry) -> None:
         heapq.heappush(self._heap, (entry.used, next(self._ties), entry))
 

@@ -65,15 +65,6 @@ class Policy(ABC):
 
     # What it is asked
 
-    def next_stamp(self) -> int | None:
-        """The stamp of the next victim; None if there is no candidate."""
-        aside: list[Entry] = []
-        entry = self._pop({}, aside)
-        if entry is not None:
-            aside.append(entry)
-        self._requeue(aside)
-        return entry.used if entry is not None else None
-
     def evict(self, count: int) -> list[Entry] | None:
         """Chooses `count` entries, to be dropped in this order. None if there are fewer: nothing has changed."""
         victims: list[Entry] = []
@@ -97,6 +88,10 @@ class Policy(ABC):
         return victims
 
     # What differs
+
+    @abstractmethod
+    def oldest_stamp(self) -> int | None:
+        """No candidate was used before this; None if there is none. Not necessarily the next victim's."""
 
     @abstractmethod
     def _push(self, entry: Entry) -> None:

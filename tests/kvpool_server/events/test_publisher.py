@@ -116,7 +116,7 @@ def test_a_block_is_told_of_when_its_last_shard_is_there(
 def test_eviction_and_corruption_are_told(
     pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
 ) -> None:
-    server = pool_server(*BOTH, "--memory", "1MiB")
+    server = pool_server(*BOTH, "--memory", "1MiB", "--policy", "lru")
     client, listener = connect(server), listen(*_endpoints(server))
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=256 << 10)))
     for name in "abcd":

@@ -70,6 +70,28 @@ def test_a_trace_is_read_and_what_is_none_is_named(trace: Path) -> None:
         load(trace)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 0, "hash_ids": ["a"]}',
+        '{"timestamp": 0, "hash_ids": "ab"}',
+        '{"timestamp": 0, "hash_ids": [-1]}',
+        '{"timestamp": 0, "hash_ids": [true]}',
+        '{"timestamp": 0, "hash_ids": null}',
+        '{"timestamp": 1e310, "hash_ids": [1]}',
+        '{"timestamp": NaN, "hash_ids": [1]}',
+        '{"timestamp": "now", "hash_ids": [1]}',
+        "[]",
+        "no JSON",
+    ],
+)
+def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    done = CliRunner().invoke(command.app, ["replay", str(path)])
+    assert done.exit_code == 2 and "line 1" in done.output
+
+
 def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     done = CliRunner().invoke(
@@ -88,6 +110,7 @@ def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> No
         (["--share", "0"], "--share 0"),
         (["--share", "101"], "--share 101"),
         (["--plot", "plot.txt"], "plot.txt"),
+        (["--plot", "nowhere/plot.svg"], "no folder nowhere"),
     ],
 )
 def test_what_the_command_cannot_do_it_names(trace: Path, arguments: list[str], named: str) -> None:

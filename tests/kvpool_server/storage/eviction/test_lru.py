@@ -11,7 +11,7 @@ def test_a_use_after_queueing_counts() -> None:
     a, b = make_entry("a", 1), make_entry("b", 2)
     queue = queued(PrefixLRU(), a, b)
     a.used = 3
-    assert queue.next_stamp() == 2
+    assert queue.oldest_stamp() == 2
     assert queue.evict(2) == [b, a]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.storage.eviction.density import MAX_BUCKETS, HitDensity
 from kvpool_server.storage.eviction.queue import SWEEP_AT_LEAST, TICK
 from tests.support.entries import drop, make_chain, make_entry, queued
 
@@ -66,17 +67,27 @@ def test_entries_that_are_written_or_dropped_are_no_candidates(make: Callable[[]
     written, dropped, idle = make_entry("w"), make_entry("d"), make_entry("i")
     policy = _stored(make(), TICK, [written], [dropped], [idle])
     written.pending, dropped.live = 1, False
-    assert policy.next_stamp() == idle.used
     assert policy.evict(1) == [idle]
 
 
-def test_the_next_stamp_is_looked_at_without_taking(make: Callable[[], Policy]) -> None:
-    policy = _stored(make(), TICK, [make_entry("a")], [make_entry("b")])
-    first = policy.next_stamp()
-    assert first is not None and first // TICK == 1
-    assert policy.next_stamp() == first
-    assert len(policy.evict(2) or ()) == 2
-    assert make().next_stamp() is None
+def test_no_candidate_is_older_than_the_oldest_stamp(make: Callable[[], Policy]) -> None:
+    policy = make()
+    assert policy.oldest_stamp() is None
+    a, b = make_entry("a"), make_entry("b")
+    _stored(policy, 8 * TICK, [a])
+    _stored(policy, 800 * TICK, [b])
+    first = policy.oldest_stamp()
+    assert first is not None and first <= a.used and first % TICK == 0
+    assert policy.oldest_stamp() == first, "looking has changed something"
+    assert set(policy.evict(2) or ()) == {a, b}
+
+
+def test_what_is_never_evicted_costs_no_more_and_more_memory() -> None:
+    policy = HitDensity()
+    for nth in range(20_000):
+        _stored(policy, nth * 8 * TICK, [make_entry(nth)])
+        assert len(policy._buckets) <= 2 * MAX_BUCKETS + 1
+    assert len(policy.evict(20_000) or ()) == 20_000
 
 
 def test_adding_twice_queues_once(make: Callable[[], Policy]) -> None:
