@@ -11,6 +11,7 @@ Source: Qin et al., Mooncake, FAST '25.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +19,10 @@ import typer
 
 from benchmarks.harness import Row, Series, at_least, progress, report
 from benchmarks.workloads import WORKLOADS
-from kvpool_server.replay.references import REFERENCES, clairvoyant
-from kvpool_server.replay.replay import REQUESTS_A_STEP, replay
-from kvpool_server.replay.trace import load, num_blocks, num_distinct
+from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
+from kvpool_server.replay.references import clairvoyant
+from kvpool_server.replay.replay import replay
+from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -46,18 +48,13 @@ def main(
     capacities = [max(1, distinct * share // 100) for share in SHARES]
     ratios: dict[str, list[float]] = {}
     seconds = 0.0
-    steps_of_one = -(-len(requests) // REQUESTS_A_STEP)
-    num_steps = len(SHARES) * (len(POLICIES) * steps_of_one + len(REFERENCES)) + len(WORKLOADS) * len(SHAPE_SHARES)
-    with progress("replays", num_steps) as advance:
+    steps = num_steps(requests, len(SHARES), len(POLICIES)) + len(WORKLOADS) * len(SHAPE_SHARES)
+    with progress("replays", steps) as advance:
         for policy in POLICIES:
             started = time.process_time()
-            ratios[_name(policy)] = [replay(requests, capacity, policy, advance) / total for capacity in capacities]
+            ratios[_name(policy)] = policy_ratios(requests, capacities, policy, advance)
             seconds += time.process_time() - started
-        for name, count in REFERENCES.items():
-            ratios[name] = []
-            for capacity in capacities:
-                ratios[name].append(count(requests, capacity) / total)
-                advance()
+        ratios |= reference_ratios(requests, capacities, advance)
         rows = [
             _row(name, share, ratio) for nth, share in enumerate(SHARES) for name, ratio in _at(nth, ratios).items()
         ]
@@ -69,9 +66,10 @@ def main(
                 REACH_BLOCKS_PER_S,
             )
         )
-        for shape in WORKLOADS:
+        for shape, make in WORKLOADS.items():
+            made = make()
             for share in SHAPE_SHARES:
-                rows += _shape_rows(shape, share)
+                rows += _shape_rows(shape, made, share)
                 advance()
     series = [Series("hit ratio", name, "%", SHARES, "of all blocks", ratios[name], name in LIMITS) for name in ratios]
     report(
@@ -101,9 +99,8 @@ def _row(name: str, share: int, ratio: float) -> Row:
     return Row(what, ratio, "")
 
 
-def _shape_rows(shape: str, share: int) -> list[Row]:
+def _shape_rows(shape: str, requests: Sequence[Request], share: int) -> list[Row]:
     """The default policy beside LRU of the same pool, and beside the clairvoyant."""
-    requests = WORKLOADS[shape]()
     total, capacity = num_blocks(requests), num_distinct(requests) * share // 100
     ours, leaf_first = (replay(requests, capacity, policy) / total for policy in (DEFAULT_POLICY, "lru"))
     what = f"{shape}, {share} %"

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvpool_server.replay.references import REFERENCES
-from kvpool_server.replay.replay import REQUESTS_A_STEP, replay
-from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
+from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
+from kvpool_server.replay.trace import load, num_blocks, num_distinct
 from kvpool_server.storage.eviction import POLICIES
 
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
@@ -61,30 +60,19 @@ def command(
     if not total:
         _refuse(f"{trace}: no prompt has a block")
     capacities = [max(1, int(distinct * each / 100)) for each in shares]
-    ratios = _replay_all(requests, policies, capacities, total)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=num_steps(requests, len(capacities), len(policies)))
+
+        def advance() -> None:
+            progress.advance(task)
+
+        ratios = {name: policy_ratios(requests, capacities, name, advance) for name in policies}
+        ratios |= reference_ratios(requests, capacities, advance)
     _print(trace, len(requests), total, distinct, shares, capacities, ratios)
     if plot is not None:
         _draw(plot, shares, ratios)
         typer.echo(f"plot: {plot}")
-
-
-def _replay_all(
-    requests: list[Request], policies: list[str], capacities: list[int], total: int
-) -> dict[str, list[float]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    steps_of_one = -(-len(requests) // REQUESTS_A_STEP)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("replay", total=len(capacities) * (len(policies) * steps_of_one + len(REFERENCES)))
-        ratios = {
-            name: [replay(requests, capacity, name, lambda: progress.advance(task)) / total for capacity in capacities]
-            for name in policies
-        }
-        for name, count in REFERENCES.items():
-            ratios[name] = []
-            for capacity in capacities:
-                ratios[name].append(count(requests, capacity) / total)
-                progress.advance(task)
-    return ratios
 
 
 def _print(

@@ -116,6 +116,15 @@ def test_epochs_grow_so_that_buckets_stay_few() -> None:
         assert len(traffic.policy._buckets) <= density.MAX_BUCKETS + 1
 
 
+def test_buckets_stay_few_though_nothing_is_evicted() -> None:
+    traffic = Traffic()
+    for nth in range(20_000):
+        traffic.wait(7)
+        traffic.store(nth, 1)
+        assert len(traffic.policy._buckets) <= 2 * density.MAX_BUCKETS + 1
+    assert len(traffic.evict(20_000)) == 20_000
+
+
 def test_a_tail_that_gets_a_child_is_none_any_more() -> None:
     traffic = Traffic()
     first = traffic.store("a", 3)

@@ -6,7 +6,6 @@ import pytest
 
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
-from kvpool_server.storage.eviction.density import MAX_BUCKETS, HitDensity
 from kvpool_server.storage.eviction.queue import SWEEP_AT_LEAST, TICK
 from tests.support.entries import drop, make_chain, make_entry, queued
 
@@ -80,14 +79,6 @@ def test_no_candidate_is_older_than_the_oldest_stamp(make: Callable[[], Policy])
     assert first is not None and first <= a.used and first % TICK == 0
     assert policy.oldest_stamp() == first, "looking has changed something"
     assert set(policy.evict(2) or ()) == {a, b}
-
-
-def test_what_is_never_evicted_costs_no_more_and_more_memory() -> None:
-    policy = HitDensity()
-    for nth in range(20_000):
-        _stored(policy, nth * 8 * TICK, [make_entry(nth)])
-        assert len(policy._buckets) <= 2 * MAX_BUCKETS + 1
-    assert len(policy.evict(20_000) or ()) == 20_000
 
 
 def test_adding_twice_queues_once(make: Callable[[], Policy]) -> None:
