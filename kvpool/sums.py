@@ -10,13 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvpool.hashing import checksum
-
-Buffers = Sequence[npt.NDArray[np.uint8]]
+from kvpool.transport.base import Buffers
 
 Checksums = Callable[[], Sequence[int]]
 """Gives the checksum of each chunk of some buffers, in order, once their bytes have all been moved."""
