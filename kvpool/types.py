@@ -113,19 +113,29 @@ class RunHits:
     Args:
         num_leading: complete blocks before the first that is not.
         complete: bitmap over the run; 0 where the lookup was `prefix_only`.
+        num_pending: blocks on their way up from a tier; with `prefix_only` those right behind the leading ones.
     """
 
     num_leading: int
     complete: int = 0
+    num_pending: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Answer of a lookup: hits a run, and the lease on them (`lease_id` 0: none)."""
+    """Answer of a lookup.
+
+    Args:
+        hits: one a run.
+        lease_id: of the lease on them; 0: none.
+        retry_after_ms: where blocks are on their way up from a tier: when to look up again, or else take what is there.
+            0: nothing is on its way.
+    """
 
     hits: tuple[RunHits, ...]
     lease_id: int = 0
     lease_ttl_ms: int = 0
+    retry_after_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +280,26 @@ class OpenedNamespace:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """A snapshot of one tier. Sizes in bytes, as far as the server knows; counters since the server's start.
+
+    Args:
+        name: as it was given to the server, without its options.
+        up: False: it has failed, and is left alone for a while.
+        size_bytes: what it may hold; 0: not for this server to say.
+    """
+
+    name: str
+    up: bool = True
+    size_bytes: int = 0
+    used_bytes: int = 0
+    num_entries: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start."""
+    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order they are asked."""
 
     arena_bytes: int = 0
     free_bytes: int = 0
@@ -282,6 +310,7 @@ class PoolStats:
     num_leases: int = 0
     num_tickets: int = 0
     counters: dict[str, int] = field(default_factory=dict)
+    tiers: tuple[TierStats, ...] = ()
 
 
 def check_hash(value: bytes, what: str) -> None:

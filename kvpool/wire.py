@@ -32,6 +32,7 @@ from kvpool.types import (
     RunHits,
     SegmentInfo,
     ShardRange,
+    TierStats,
     check_hash,
 )
 from kvpool.v1 import pool_pb2 as pb
@@ -208,11 +209,16 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
         pb.RunHits(
             num_leading=hit.num_leading,
             complete=hit.complete.to_bytes((len(run) + 7) // 8, "little") if hit.complete else b"",
+            num_pending=hit.num_pending,
         )
         for run, hit in zip(runs, lookup.hits, strict=True)
     ]
     return pb.LookupResponse(
-        boot_token=boot_token, hits=hits, lease_id=lookup.lease_id, lease_ttl_ms=lookup.lease_ttl_ms
+        boot_token=boot_token,
+        hits=hits,
+        lease_id=lookup.lease_id,
+        lease_ttl_ms=lookup.lease_ttl_ms,
+        retry_after_ms=lookup.retry_after_ms,
     )
 
 
@@ -221,8 +227,10 @@ def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
 
 
 def decode_lookup(message: pb.LookupResponse) -> Lookup:
-    hits = tuple(RunHits(hit.num_leading, int.from_bytes(hit.complete, "little")) for hit in message.hits)
-    return Lookup(hits, message.lease_id, message.lease_ttl_ms)
+    hits = tuple(
+        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending) for hit in message.hits
+    )
+    return Lookup(hits, message.lease_id, message.lease_ttl_ms, message.retry_after_ms)
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
@@ -365,14 +373,26 @@ def decode_chunk(message: pb.Chunk) -> Chunk:
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     return pb.StatsResponse(
-        boot_token=boot_token, counters=stats.counters, **{name: getattr(stats, name) for name in _STATS_SCALARS}
+        boot_token=boot_token,
+        counters=stats.counters,
+        tiers=[
+            pb.TierStats(counters=tier.counters, **{name: getattr(tier, name) for name in _TIER_SCALARS})
+            for tier in stats.tiers
+        ],
+        **{name: getattr(stats, name) for name in _STATS_SCALARS},
     )
 
 
 def decode_stats(message: pb.StatsResponse) -> PoolStats:
-    return PoolStats(counters=dict(message.counters), **{name: getattr(message, name) for name in _STATS_SCALARS})
+    tiers = tuple(
+        TierStats(counters=dict(tier.counters), **{name: getattr(tier, name) for name in _TIER_SCALARS})
+        for tier in message.tiers
+    )
+    scalars = {name: getattr(message, name) for name in _STATS_SCALARS}
+    return PoolStats(counters=dict(message.counters), tiers=tiers, **scalars)
 
 
 _STATS_SCALARS = tuple(
-    field.name for field in pb.StatsResponse.DESCRIPTOR.fields if field.name not in ("boot_token", "counters")
+    field.name for field in pb.StatsResponse.DESCRIPTOR.fields if field.name not in ("boot_token", "counters", "tiers")
 )
+_TIER_SCALARS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "counters")

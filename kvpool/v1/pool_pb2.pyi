@@ -193,16 +193,18 @@ class LookupRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("boot_token", "hits", "lease_id", "lease_ttl_ms")
+    __slots__ = ("boot_token", "hits", "lease_id", "lease_ttl_ms", "retry_after_ms")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     hits: _containers.RepeatedCompositeFieldContainer[RunHits]
     lease_id: int
     lease_ttl_ms: int
-    def __init__(self, boot_token: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[RunHits, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, boot_token: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[RunHits, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("found", "error")
@@ -221,12 +223,14 @@ class CallError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RunHits(_message.Message):
-    __slots__ = ("num_leading", "complete")
+    __slots__ = ("num_leading", "complete", "num_pending")
     NUM_LEADING_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
     num_leading: int
     complete: bytes
-    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ...) -> None: ...
+    num_pending: int
+    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ..., num_pending: _Optional[int] = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
     __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")
@@ -487,7 +491,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters")
+    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +509,7 @@ class StatsResponse(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_TICKETS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     arena_bytes: int
     free_bytes: int
@@ -515,23 +520,69 @@ class StatsResponse(_message.Message):
     num_leases: int
     num_tickets: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("name", "up", "size_bytes", "used_bytes", "num_entries", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    up: bool
+    size_bytes: int
+    used_bytes: int
+    num_entries: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., up: bool = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes")
+    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "retired", "tiers")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_HITS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     spec: NamespaceSpec
     num_entries: int
     nbytes: int
-    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    lookup_blocks: int
+    lookup_hits: int
+    age_seconds: float
+    idle_seconds: float
+    retired: bool
+    tiers: _containers.RepeatedCompositeFieldContainer[TierHoldings]
+    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., retired: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ...) -> None: ...
+
+class TierHoldings(_message.Message):
+    __slots__ = ("tier", "num_entries", "nbytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    num_entries: int
+    nbytes: int
+    def __init__(self, tier: _Optional[str] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class ListNamespacesResponse(_message.Message):
     __slots__ = ("boot_token", "namespaces")
@@ -540,3 +591,27 @@ class ListNamespacesResponse(_message.Message):
     boot_token: int
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
     def __init__(self, boot_token: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("subject", "limit_bytes", "used_bytes")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    limit_bytes: int
+    used_bytes: int
+    def __init__(self, subject: _Optional[str] = ..., limit_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+
+class SetQuotasRequest(_message.Message):
+    __slots__ = ("quotas",)
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class SetQuotasResponse(_message.Message):
+    __slots__ = ("boot_token", "quotas")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...

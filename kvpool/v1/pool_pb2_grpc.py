@@ -124,6 +124,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesResponse.FromString,
                 _registered_method=True)
+        self.SetQuotas = channel.unary_unary(
+                '/kvpool.v1.Pool/SetQuotas',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServicer(object):
@@ -255,6 +260,13 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetQuotas(self, request, context):
+        """Sets bounds of what tenants or namespaces may hold of the arena, and says which there are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -347,6 +359,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.ListNamespaces,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'SetQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuotas,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -835,6 +852,33 @@ class Pool(object):
             '/kvpool.v1.Pool/ListNamespaces',
             kvpool_dot_v1_dot_pool__pb2.ListNamespacesRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/SetQuotas',
+            kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.SetQuotasResponse.FromString,
             options,
             channel_credentials,
             insecure,
