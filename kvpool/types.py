@@ -298,6 +298,15 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierHoldings:
+    """What one tier holds of a namespace, as far as the server knows: complete blocks, and bytes of their slots."""
+
+    tier: str
+    num_entries: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
     """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order they are asked."""
 

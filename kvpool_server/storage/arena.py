@@ -8,6 +8,8 @@ Invariant: every offset is either free or has exactly one owner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpool_server.storage.entry import Entry
 
 ALIGNMENT = 2 << 20
@@ -90,12 +92,40 @@ class Arena:
         offsets: list[int] = []
         with_room = self._with_room.setdefault(slot_bytes, {})
         while len(offsets) < count:
-            extent = next(iter(with_room.values()), None) or self._open(slot_bytes)
+            extent = next(iter(with_room.values()), None) or self._open(slot_bytes, self._unused.pop())
             while extent.free and len(offsets) < count:
                 offsets.append(extent.start + extent.free.pop() * slot_bytes)
             if not extent.free:
                 del with_room[extent.start]
         return offsets
+
+    def restore(self, slot_bytes: int, offsets: Sequence[int]) -> list[bool]:
+        """Takes the slots at these offsets; of each whether it could be had: it is a slot of this size, and free."""
+        num_slots = self.slots_per_extent(slot_bytes)
+        free: dict[int, set[int]] = {}  # By extent.
+        placed = []
+        for offset in offsets:
+            idx, within = divmod(offset, self.extent_bytes)
+            slot, rest = divmod(within, slot_bytes)
+            if idx not in free:
+                extent = self._extents[idx] if 0 <= idx < self.num_extents else None
+                if extent is None and idx in self._unused and not rest and slot < num_slots:
+                    self._unused.remove(idx)
+                    extent = self._open(slot_bytes, idx)
+                if extent is None or extent.slot_bytes != slot_bytes:
+                    placed.append(False)
+                    continue
+                free[idx] = set(extent.free)
+            placed.append(not rest and slot in free[idx])
+            if placed[-1]:
+                free[idx].remove(slot)
+        for idx, slots in free.items():
+            extent = self._extents[idx]
+            assert extent is not None
+            extent.free = [slot for slot in extent.free if slot in slots]
+            if not extent.free:
+                self._with_room[slot_bytes].pop(extent.start, None)
+        return placed
 
     def assign(self, offset: int, owner: Entry) -> None:
         """Says who is in a slot that `take` gave."""
@@ -130,12 +160,11 @@ class Arena:
     def used_bytes(self) -> int:
         return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
 
-    def _open(self, slot_bytes: int) -> Extent:
-        idx = self._unused.pop()
+    def _open(self, slot_bytes: int, idx: int) -> Extent:
         extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes))
         self._extents[idx] = extent
         self._by_size.setdefault(slot_bytes, {})[extent.start] = extent
-        self._with_room[slot_bytes][extent.start] = extent
+        self._with_room.setdefault(slot_bytes, {})[extent.start] = extent
         return extent
 
     def _locate(self, offset: int) -> tuple[Extent, int]:

@@ -10,6 +10,8 @@ A dropped entry (`live` False) is out of its group's index; its slot may still w
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvpool.namespace import GroupSpec
 
@@ -100,3 +102,12 @@ class Entry:
     def movable(self) -> bool:
         """No reader or writer may touch its slot."""
         return self.leases == 0 and self.pending == 0
+
+
+class Record(NamedTuple):
+    """What is written down of a complete entry, where its bytes outlive the process."""
+
+    block_hash: bytes
+    parent_hash: bytes
+    offset: int
+    checksums: Sequence[int]

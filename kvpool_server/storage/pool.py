@@ -1,6 +1,7 @@
 """The pool: a synchronous state machine over entries, leases and tickets. It decides; its callers move bytes.
 
-The file stands in the order of its paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
+The file stands in the order of its paths: lookup; put_start, put_end, put_revoke; raise_start, raise_end, hold,
+restore; get, release; verify, remove, clear.
 Clock, ids and arena come from outside, so a simulation can drive it. Not thread-safe: one event loop owns it.
 
 Invariants (`check_integrity`):
@@ -12,6 +13,7 @@ Invariants (`check_integrity`):
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ from kvpool.types import (
 )
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.catalog import Catalog, Namespace
-from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.entry import Entry, Group, Record
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.storage.eviction.queue import TICK
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
@@ -167,9 +169,18 @@ class Pool:
     # Put
 
     def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        shards: ShardRange,
+        ticket_ttl_ms: int = 0,
+        *,
+        expires: bool = True,
     ) -> PutGrant:
         """Reserves the shards of every block that is neither there nor being written.
+
+        Args:
+            expires: False: the ticket lives until it is ended, which its holder, in this process, does for certain.
 
         Raises:
             OutOfSpaceError: there is no room for all of them; nothing changed.
@@ -181,7 +192,7 @@ class Pool:
             raise OutOfSpaceError(f"{len(self._tickets)} puts are under way, which is the limit; try again later")
         offsets = iter(self._make_room(group, runs))
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
-        ticket = Ticket(self._new_id(), now + ttl_ms / 1000, [], shards)
+        ticket = Ticket(self._new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
         stamp = self._next_stamp([group])
         policy = self._space.policy(group.spec.slot_bytes)
         statuses = []
@@ -231,18 +242,8 @@ class Pool:
         self._tickets.pop(ticket_id)
         committed = completed = 0
         for idx, entry in enumerate(ticket.entries):
-            entry.pending &= ~ticket.shards.mask
-            if not entry.live:
-                continue  # Removed or cleared meanwhile: its slot is in quarantine.
-            for shard in range(count):
-                entry.checksums[ticket.shards.start + shard] = checksums[idx * count + shard]
-            entry.present |= ticket.shards.mask
-            committed += 1
-            if entry.complete:
-                completed += 1
-                self._num_complete += 1
-                self.observer.stored(entry)
-            self._offer(entry)
+            committed += self._commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
+            completed += entry.live and entry.complete
         self.counters["put_blocks_completed"] += completed
         return PutReceipt(committed, completed)
 
@@ -254,13 +255,7 @@ class Pool:
             return False
         self.counters["tickets_revoked"] += 1
         for entry in ticket.entries:
-            entry.pending &= ~ticket.shards.mask
-            if not entry.live:
-                continue
-            if not entry.present and not entry.pending:
-                self._drop(entry)
-            else:
-                self._offer(entry)
+            self._take_back(entry, ticket)
         return True
 
     def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
@@ -276,6 +271,69 @@ class Pool:
             if start <= offset and offset + nbytes <= start + ticket.shards.count * chunk_bytes:
                 return
         raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {ticket_id:#x}")
+
+    # Up from a tier, and down to it: the server is the writer, or the reader, and ends what it begins
+
+    def raise_start(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> PutGrant:
+        """As `put_start`, of whole blocks, with a ticket that does not expire."""
+        group = self._catalog.one_group(fingerprint, runs)
+        return self.put_start(fingerprint, runs, ShardRange(0, group.spec.num_shards), expires=False)
+
+    def raise_end(self, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
+        """Commits those of a ticket's blocks that came; returns how many are readable now.
+
+        Args:
+            checksums: of each granted block those of its chunks; None: it did not come.
+        """
+        ticket = self._tickets.pop(ticket_id)
+        assert ticket is not None, "a ticket that does not expire was lost"
+        raised = 0
+        for entry, sums in zip(ticket.entries, checksums, strict=True):
+            if sums is None:
+                self._take_back(entry, ticket)
+            else:
+                raised += self._commit(entry, ticket, sums)
+        return raised
+
+    def hold(self, entries: Sequence[Entry]) -> int:
+        """A lease on entries that are there, which ends when it is released; no use of them, for the policy."""
+        lease = Lease(self._new_id(), math.inf, list(entries))
+        for entry in lease.entries:
+            assert entry.live, "a dropped entry cannot be held"
+            entry.leases += 1
+        self._leases.add(lease)
+        return lease.id
+
+    def restore(self, fingerprint: bytes, group_idx: int, records: Sequence[Record]) -> int:
+        """Takes complete blocks back in where they lie; returns how many: those whose place is free.
+
+        For a pool whose bytes outlive it. Parents come before their children, and what was used last comes last.
+        """
+        group = self._catalog.group(fingerprint, group_idx)
+        placed = self.arena.restore(group.spec.slot_bytes, [record.offset for record in records])
+        policy = self._space.policy(group.spec.slot_bytes)
+        stamp = self._next_stamp([group])
+        restored = 0
+        chain: list[Entry] = []
+        for record, is_placed in zip(records, placed, strict=True):
+            if is_placed and record.block_hash in group.index:
+                self.arena.free(record.offset)
+            elif is_placed:
+                parent = group.index.get(record.parent_hash)
+                if chain and parent is not chain[-1]:
+                    policy.stored(chain, chain[0].parent, stamp)
+                    chain = []
+                entry = self._insert(group, record.block_hash, parent, record.parent_hash, record.offset, stamp)
+                entry.checksums = array("Q", record.checksums)
+                entry.present = group.full_mask
+                chain.append(entry)
+                restored += 1
+        if chain:
+            policy.stored(chain, chain[0].parent, stamp)
+        self._num_complete += restored
+        for entry in group.index.values():
+            self._offer(entry)
+        return restored
 
     # Get
 
@@ -485,10 +543,42 @@ class Pool:
         if entry.pending & mask:
             return PutStatus.BUSY
         entry.pending |= mask
-        entry.pending_until = max(entry.pending_until, ticket.deadline)
+        if ticket.deadline < math.inf:  # Such a writer may be late. One that ends its tickets itself is not.
+            entry.pending_until = max(entry.pending_until, ticket.deadline)
         entry.present &= ~mask
         ticket.entries.append(entry)
         return PutStatus.GRANTED
+
+    def _commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
+        """Makes a ticket's shards of an entry present, unless it was dropped meanwhile."""
+        entry.pending &= ~ticket.shards.mask
+        if not entry.live:
+            self._settle(entry)
+            return False
+        start = ticket.shards.start
+        for nth, value in enumerate(checksums):
+            entry.checksums[start + nth] = value
+        entry.present |= ticket.shards.mask
+        if entry.complete:
+            self._num_complete += 1
+            self.observer.stored(entry)
+        self._offer(entry)
+        return True
+
+    def _take_back(self, entry: Entry, ticket: Ticket) -> None:
+        """Frees what a ticket's writer has not written, and will not write."""
+        entry.pending &= ~ticket.shards.mask
+        if not entry.live:
+            self._settle(entry)
+        elif not entry.present and not entry.pending:
+            self._drop(entry)
+        else:
+            self._offer(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Frees a dropped entry's slot if nobody can touch it any more."""
+        if self._quarantine.settle(entry, self._clock()):
+            self.arena.free(entry.offset)
 
     def _offer(self, entry: Entry) -> None:
         if entry.live and not entry.children and not entry.pending:
@@ -517,11 +607,10 @@ class Pool:
             self.arena.free(entry.offset)
 
     def _end_lease(self, lease: Lease) -> None:
-        now = self._clock()
         for entry in lease.entries:
             entry.leases -= 1
-            if not entry.live and self._quarantine.settle(entry, now):
-                self.arena.free(entry.offset)
+            if not entry.live:
+                self._settle(entry)
 
     @staticmethod
     def _found(group: Group, runs: Sequence[BlockRun]) -> list[Entry]:
