@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
-    shown = "1GiB" if name == "memory" else "none" if field.default == "" else field.default
+    shown = "1GiB" if name == "memory" else "none" if field.default in ("", ()) else field.default
     return f"{field.description} (default: {shown})"
 
 
@@ -42,6 +42,7 @@ def serve(
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
     data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
+    tier: Annotated[list[str] | None, typer.Option(help=_help("tier"))] = None,
     shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,

@@ -8,7 +8,9 @@ sees only what is new since the last. Cycles among young objects are found as ev
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 THRESHOLDS = (700, 10, 3)
 """Python's own are 700, 10, 10: more entries are new by the time of a full collection."""
@@ -20,6 +22,18 @@ def keep_collections_short() -> None:
         gc.callbacks.append(_freeze_survivors)
     gc.set_threshold(*THRESHOLDS)
     gc.collect()
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """While millions of objects are made that stay: looking through them again and again costs as much."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _freeze_survivors(phase: str, info: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from kvpool.errors import ConfigError
+from kvpool_server.tiers.spec import parse
 
 ENV_PREFIX = "KVPOOL_"
 _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
@@ -39,6 +40,11 @@ class ServerConfig(BaseModel):
         "density",
         description="Whom to evict: density, who will serve the fewest hits, as it learns; lru, who was used least "
         "recently. `kvpool bench replay` compares them on a trace.",
+    )
+    tier: tuple[str, ...] = Field(
+        (),
+        description="A place under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT; several are "
+        "asked in their order. In the environment, ; separates them.",
     )
     shm_dir: str = Field("/dev/shm", description="RAM-backed directory for the arena; clients on this host map it.")
     mooncake: Literal["off", "tcp", "rdma"] = Field(
@@ -87,6 +93,16 @@ class ServerConfig(BaseModel):
     def _check_address(cls, value: str, info: ValidationInfo) -> str:
         if value or info.field_name == "listen":
             split_address(value)
+        return value
+
+    @field_validator("tier")
+    @classmethod
+    def _check_tier(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                parse(text)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
         return value
 
     @field_validator("kv_events", "kv_events_replay")
@@ -164,11 +180,13 @@ def _from_file(config_file: Path | None) -> dict[str, Any]:
 
 
 def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
-    values = {
+    values: dict[str, Any] = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name not in _CLIENT_VARIABLES
     }
+    if "tier" in values:
+        values["tier"] = [text for text in values["tier"].split(";") if text]
     _refuse_unknown(values, "environment", ENV_PREFIX)
     return values
 

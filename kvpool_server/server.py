@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import secrets
@@ -22,7 +23,7 @@ from kvpool.client import MAX_MESSAGE_BYTES
 from kvpool.errors import ConfigError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.segment import Segment, could_hold, sweep
-from kvpool.types import MooncakeInfo, Offer
+from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
 from kvpool_server.config import ServerConfig, split_address
 from kvpool_server.data.workers import DataWorkers, default_count
@@ -36,7 +37,11 @@ from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_se
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.observer import Observer, Observers
 from kvpool_server.storage.pool import Pool
+from kvpool_server.tiers.make import make_tier
+from kvpool_server.tiers.spec import parse
+from kvpool_server.tiers.tiers import Tiers
 
 log = structlog.get_logger()
 
@@ -63,6 +68,8 @@ class Server:
         self._failure = ""
         self._draining = False
         self._publisher: Publisher | None = None
+        self._tiers: Tiers | None = None
+        self._observers: list[Observer] = []
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
         self._prefaulted_bytes = 0
@@ -87,16 +94,19 @@ class Server:
             arena.back(self._prefault_step())
             if config.kv_events:
                 self._publisher = self._publish_events()
+            if config.tier:
+                self._tiers = await self._open_tiers()
+            self.pool.observer = Observers(self._observers)
             if config.mooncake != "off":
                 self.engine = await self._register_arena(arena)
             if self.data is not None and not await self.data.ready():
                 log.warning("no data worker is ready yet; clients that open before one is take gRPC")
             await self._listen()
         except MemoryError as error:
-            self._abandon()
+            await self._abandon()
             raise ConfigError(f"{error}; lower --memory") from None
         except BaseException:
-            self._abandon()
+            await self._abandon()
             raise
         self._loop = asyncio.get_running_loop()
         self._prefault_thread = threading.Thread(target=self._prefault, name="kvpool-prefault", daemon=True)
@@ -122,7 +132,9 @@ class Server:
                 f"cannot listen on {config.data_listen} for the data port: {error.strerror}; see --data-listen"
             ) from None
 
-    def _abandon(self) -> None:
+    async def _abandon(self) -> None:
+        if self._tiers is not None:
+            await self._tiers.close()
         if self.data is not None:
             self.data.stop()
         if self._publisher is not None:
@@ -136,9 +148,17 @@ class Server:
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
         history = History(ledger, encoder, counters, config.kv_events_buffer)
         publisher = Publisher(ledger, history, config.kv_events, config.kv_events_replay)
-        self.pool.observer = ledger
+        self._observers.append(ledger)
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
         return publisher
+
+    async def _open_tiers(self) -> Tiers:
+        config = self.config
+        listen, policy = split_address(config.listen), POLICIES[config.policy]
+        tiers = Tiers(self.pool, self._segment.bytes, [make_tier(parse(text), listen, policy) for text in config.tier])
+        await tiers.open()
+        self._observers.append(tiers)
+        return tiers
 
     async def _register_arena(self, arena: Arena) -> Engine:
         """Starts Mooncake's engine, and registers the arena and its nonce with it."""
@@ -187,7 +207,7 @@ class Server:
         registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
-        registry.register(PoolCollector(lambda: self.pool.stats(self._prefaulted_bytes)))
+        registry.register(PoolCollector(self._stats))
         self._grpc = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port must be an error, not a lottery.
@@ -201,8 +221,9 @@ class Server:
             self._offer(),
             self.boot_token,
             RpcMetrics(registry, self.data.nbytes if self.data is not None else dict),
-            lambda: self._prefaulted_bytes,
+            self._stats,
             self.data.signer if self.data is not None else None,
+            self._tiers,
         )
         add_service(self._service, self._grpc)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -226,6 +247,10 @@ class Server:
         await self._grpc.start()
         await self._set_serving(True)
 
+    def _stats(self) -> PoolStats:
+        stats = self.pool.stats(self._prefaulted_bytes)
+        return stats if self._tiers is None else dataclasses.replace(stats, tiers=self._tiers.stats())
+
     async def _set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", SERVICE_NAME):
@@ -247,7 +272,12 @@ class Server:
         log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
         await self._set_serving(False)
         self._service.end_streams()
+        ends_at = time.monotonic() + self.config.drain_ms / 1000
         await self._grpc.stop(self.config.drain_ms / 1000)
+        if self._tiers is not None:
+            left = await self._tiers.drain(max(0.0, ends_at - time.monotonic()))
+            log.info("tiers drained", blocks_left=left)
+            await self._tiers.close()
         if self.data is not None and self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.to_thread(self.data.stop)

@@ -18,12 +18,13 @@ from kvpool import wire
 from kvpool.data_port import Kind, Signer, pack_offsets
 from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey, PutStatus, ShardRange
+from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from kvpool.version import __version__
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.storage.pool import Pool
+from kvpool_server.tiers.tiers import Tiers
 
 log = structlog.get_logger()
 
@@ -44,8 +45,9 @@ class PoolService(PoolServicer):
     Args:
         memory: the arena, uint8 [arena_bytes].
         offer: how clients can get at that memory.
-        prefaulted_bytes: how much of the arena is backed by memory so far.
+        stats: a snapshot of the pool and its tiers.
         signer: makes permits for the data port; None if there is none.
+        tiers: None if there are none.
     """
 
     def __init__(
@@ -55,16 +57,18 @@ class PoolService(PoolServicer):
         offer: Offer,
         boot_token: int,
         metrics: RpcMetrics,
-        prefaulted_bytes: Callable[[], int],
+        stats: Callable[[], PoolStats],
         signer: Signer | None = None,
+        tiers: Tiers | None = None,
     ):
         self._pool = pool
         self._memory = memory
         self._offer = offer
         self._boot_token = boot_token
         self._metrics = metrics
-        self._prefaulted_bytes = prefaulted_bytes
+        self._stats = stats
         self._signer = signer
+        self._tiers = tiers
         self._started = time.monotonic()
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -130,13 +134,10 @@ class PoolService(PoolServicer):
         return self._lookup(request)
 
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
-        runs = self._runs(request.runs)
-        found = self._pool.lookup(
-            wire.decode_namespace(request.namespace),
-            runs,
-            prefix_only=request.prefix_only,
-            lease_ttl_ms=request.lease_ttl_ms,
-        )
+        fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        found = self._pool.lookup(fingerprint, runs, prefix_only=request.prefix_only, lease_ttl_ms=request.lease_ttl_ms)
+        if self._tiers is not None and request.lease_ttl_ms:
+            found = self._tiers.complete(fingerprint, runs, found, request.prefix_only)
         return wire.encode_lookup(found, runs, self._boot_token)
 
     async def LookupStream(
@@ -326,12 +327,17 @@ class PoolService(PoolServicer):
         return checked, dropped
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
-        removed = self._pool.remove(wire.decode_namespace(request.namespace), self._runs(request.runs))
+        fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        removed = self._pool.remove(fingerprint, runs)
+        if self._tiers is not None:
+            self._tiers.forget(fingerprint, runs)
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         fingerprint = wire.decode_namespace(request.namespace) if request.namespace else b""
         removed = self._pool.clear(fingerprint)
+        if self._tiers is not None:
+            self._tiers.clear(fingerprint)
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self._boot_token, num_removed=removed)
 
@@ -340,7 +346,7 @@ class PoolService(PoolServicer):
         return wire.encode_pong(__version__, uptime, self._offer, self._boot_token)
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
-        return wire.encode_stats(self._pool.stats(self._prefaulted_bytes()), self._boot_token)
+        return wire.encode_stats(self._stats(), self._boot_token)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
         infos = [

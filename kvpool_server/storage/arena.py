@@ -80,6 +80,10 @@ class Arena:
     def extents(self, slot_bytes: int) -> list[Extent]:
         return list(self._by_size.get(slot_bytes, {}).values())
 
+    def unused_extents(self) -> list[int]:
+        """Those in which nothing lies."""
+        return list(self._unused)
+
     def available(self, slot_bytes: int) -> int:
         """Slots of this size that can be taken now."""
         room = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())

@@ -22,7 +22,7 @@ class Namespace:
         self.spec = spec
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
-        self.groups = [Group(group, idx, label) for idx, group in enumerate(spec.groups)]
+        self.groups = [Group(group, idx, label, fingerprint) for idx, group in enumerate(spec.groups)]
 
     def entries(self) -> list[Entry]:
         return [entry for group in self.groups for entry in group.index.values()]
@@ -68,6 +68,10 @@ class Catalog:
             return None
         coldest = min(self._open.values(), key=lambda namespace: namespace.used)
         return self._open.pop(coldest.fingerprint)
+
+    def find(self, fingerprint: bytes) -> Namespace | None:
+        """An open namespace, without counting as a use of it."""
+        return self._open.get(fingerprint)
 
     def get(self, fingerprint: bytes) -> Namespace:
         namespace = self._open.get(fingerprint)

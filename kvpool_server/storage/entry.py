@@ -22,14 +22,16 @@ class Group:
     Args:
         idx: its place among the namespace's groups.
         namespace: what tells its namespace from others outside the pool, as text.
+        fingerprint: of its namespace.
     """
 
-    __slots__ = ("full_mask", "idx", "index", "namespace", "spec")
+    __slots__ = ("fingerprint", "full_mask", "idx", "index", "namespace", "spec")
 
-    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = ""):
+    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b""):
         self.spec = spec
         self.idx = idx
         self.namespace = namespace
+        self.fingerprint = fingerprint
         self.full_mask = (1 << spec.num_shards) - 1
         self.index: dict[bytes, Entry] = {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpool_server.storage.entry import Entry
 
 
@@ -16,3 +18,18 @@ class Observer:
 
     def removed(self, entry: Entry) -> None:
         """A complete entry has left the index."""
+
+
+class Observers(Observer):
+    """Tells several."""
+
+    def __init__(self, observers: Sequence[Observer]):
+        self._observers = observers
+
+    def stored(self, entry: Entry) -> None:
+        for observer in self._observers:
+            observer.stored(entry)
+
+    def removed(self, entry: Entry) -> None:
+        for observer in self._observers:
+            observer.removed(entry)

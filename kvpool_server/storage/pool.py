@@ -109,6 +109,10 @@ class Pool:
             listed.append((namespace, len(entries), sum(entry.group.spec.slot_bytes for entry in entries)))
         return listed
 
+    def namespace(self, fingerprint: bytes) -> Namespace | None:
+        """An open namespace; to ask for it is no use of it."""
+        return self._catalog.find(fingerprint)
+
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
         """Bytes of one chunk of a run's group."""
         return self._catalog.group(fingerprint, run.group_idx).spec.chunk_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,12 +33,14 @@ class Threads:
         self._todo.put((lambda: function(*args, **kwargs), future))
         return await future
 
-    def close(self, timeout_s: float) -> None:
-        """Ends the threads once they have done what there is to do. Blocks for `timeout_s` at most."""
+    def close(self, timeout_s: float) -> bool:
+        """Ends the threads once they have done what there is to do; whether they have. Blocks `timeout_s` at most."""
         for _ in self._threads:
             self._todo.put(None)
+        ends_at = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s / len(self._threads))
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while (item := self._todo.get()) is not None:

@@ -97,7 +97,7 @@ class SimServer:
         )
         self.pool.observer = self._observer
         offer = Offer(PIECE_BYTES)
-        self._service = PoolService(self.pool, self.memory, offer, self.boot_token, _NoMetrics(), lambda: 0)  # type: ignore[arg-type]
+        self._service = PoolService(self.pool, self.memory, offer, self.boot_token, _NoMetrics(), self.pool.stats)  # type: ignore[arg-type]
         self.up = True
 
     def reachable(self) -> bool:

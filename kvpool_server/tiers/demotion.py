@@ -1,0 +1,136 @@
+"""Down: blocks on their way from the arena to one tier.
+
+They wait as references: nothing keeps them in the arena until they are being written, so that a slow tier takes no
+space from puts, and what is evicted before its turn is a demotion that was dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.pool import Pool
+from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.tier import Block, Tier, TierError
+
+log = structlog.get_logger()
+
+BATCH_BYTES = 32 << 20
+"""Written at once, and kept in the arena meanwhile."""
+MAX_BATCH_BLOCKS = 4096
+MAX_WAITING = 1 << 17
+"""Blocks that may wait: beyond that the oldest are dropped."""
+
+
+class Demotion:
+    """To one tier.
+
+    Args:
+        memory: the arena: uint8 [arena_bytes].
+    """
+
+    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], tier: Tier, health: Health):
+        self._pool = pool
+        self._memory = memory
+        self._tier = tier
+        self._health = health
+        self._waiting: dict[Entry, None] = {}  # In the order in which they came.
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def offer(self, entry: Entry) -> None:
+        """Takes a complete entry, and what the tier lacks of the prefix before it: without that it would be no use."""
+        if self._known(entry) is True:
+            return
+        if not self._health.up:
+            self._tier.counters["dropped_demotions"] += 1
+            return
+        lacking = [entry]
+        while (parent := lacking[-1].parent) is not None and self._is_lacking(parent):
+            lacking.append(parent)
+        for each in reversed(lacking):
+            self._waiting[each] = None
+        while len(self._waiting) > MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+            self._tier.counters["dropped_demotions"] += 1
+        self._idle.clear()
+        self._work.set()
+
+    def _is_lacking(self, entry: Entry) -> bool:
+        return entry.live and entry.complete and entry not in self._waiting and self._known(entry) is False
+
+    def _known(self, entry: Entry) -> bool | None:
+        """Whether the tier has a block; None where it would have to ask."""
+        namespace = self._pool.namespace(entry.group.fingerprint)
+        known = None if namespace is None else self._tier.known(namespace, entry.group.idx, [entry.block_hash])
+        return None if known is None else known[0]
+
+    async def run(self) -> None:
+        """Writes, for ever."""
+        while True:
+            await self._work.wait()
+            if not self._waiting:
+                self._work.clear()
+                self._idle.set()
+                continue
+            group, entries = self._next_batch()
+            if not entries:
+                continue
+            try:
+                with self._health.call():
+                    await self.write(group, entries)
+            except TierError:
+                self._tier.counters["dropped_demotions"] += len(entries) + len(self._waiting)
+                self._waiting.clear()
+
+    async def write(self, group: Group, entries: list[Entry]) -> None:
+        """Writes entries of one group, which stay where they are meanwhile. Raises TierError."""
+        namespace = self._pool.namespace(group.fingerprint)
+        if namespace is None:
+            return
+        size = group.spec.slot_bytes
+        blocks = [
+            Block(
+                entry.block_hash,
+                entry.parent_hash,
+                entry.checksums,
+                self._memory[entry.offset : entry.offset + size].data,
+            )
+            for entry in entries
+        ]
+        lease_id = self._pool.hold(entries)
+        try:
+            kept = await self._tier.write(namespace, group.idx, blocks)
+        finally:
+            self._pool.release([lease_id])
+        self._tier.counters["demoted_blocks"] += kept
+
+    async def drained(self) -> None:
+        """Returns when nothing waits."""
+        await self._idle.wait()
+
+    def _next_batch(self) -> tuple[Group, list[Entry]]:
+        """What has waited longest, and those of its group right behind it."""
+        group = next(iter(self._waiting)).group
+        entries: list[Entry] = []
+        most = min(MAX_BATCH_BLOCKS, max(1, BATCH_BYTES // group.spec.slot_bytes))
+        taken: list[Entry] = []
+        for entry in self._waiting:
+            if entry.group is not group or len(entries) == most:
+                break
+            taken.append(entry)
+            if entry.live and entry.complete:
+                entries.append(entry)
+            else:
+                self._tier.counters["dropped_demotions"] += 1
+        for entry in taken:
+            del self._waiting[entry]
+        return group, entries

@@ -1,0 +1,95 @@
+"""The bytes of a file tier: one file for each extent, and slots in it.
+
+Bytes are written and read where the caller has them, without a copy of their own. Where address, offset and length suit
+(multiples of 4 KiB, as the blocks of real models are) and the file system can, they pass by the page cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpool_server.tiers.file.disk import Disk
+
+DIRECT_BYTES = 4096
+"""What O_DIRECT wants everything to be a multiple of, on any file system."""
+
+
+class Extents:
+    """The extents in one directory. Thread-safe.
+
+    Args:
+        writable: whether they are this server's own.
+        direct: whether to pass by the page cache where that is possible.
+    """
+
+    def __init__(self, directory: Path, extent_bytes: int, disk: Disk, *, writable: bool, direct: bool):
+        self.extent_bytes = extent_bytes
+        self._directory = directory
+        self._disk = disk
+        self._writable = writable
+        self._direct = direct
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, bool], int] = {}
+
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Writes the views side by side; all within one extent. Raises OSError."""
+        idx, within = divmod(offset, self.extent_bytes)
+        self._disk.write(self._fd(idx, within, views), views, within)
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> bool:
+        """Fills the views from side by side, within one extent; False if the file ends before. Raises OSError."""
+        idx, within = divmod(offset, self.extent_bytes)
+        try:
+            fd = self._fd(idx, within, views)
+        except FileNotFoundError:
+            return False
+        return self._disk.read(fd, views, within) == sum(view.nbytes for view in views)
+
+    def free(self, idx: int) -> None:
+        """Gives an extent's space back to the file system. Raises OSError."""
+        if (self._directory / _name(idx)).exists():
+            self._disk.truncate(self._fd(idx, 1, ()), 0)
+
+    def close(self) -> None:
+        """Nothing may be under way. Idempotent."""
+        with self._lock:
+            fds, self._open = list(self._open.values()), {}
+        for fd in fds:
+            self._disk.close(fd)
+
+    def _fd(self, idx: int, within: int, views: Sequence[memoryview]) -> int:
+        direct = self._direct and not within % DIRECT_BYTES and all(map(_suits_direct, views))
+        with self._lock:
+            fd = self._open.get((idx, direct))
+            if fd is None:
+                fd = self._open[idx, direct] = self._open_file(idx, direct)
+            return fd
+
+    def _open_file(self, idx: int, direct: bool) -> int:
+        flags = os.O_RDWR | os.O_CREAT if self._writable else os.O_RDONLY
+        path = self._directory / _name(idx)
+        if direct:
+            try:
+                return self._disk.open(path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = False  # Not on this file system (tmpfs, some network file systems).
+        return self._disk.open(path, flags)
+
+
+def _name(idx: int) -> str:
+    return f"extent-{idx:05}"
+
+
+def _suits_direct(view: memoryview) -> bool:
+    return not view.nbytes % DIRECT_BYTES and not _address(view) % DIRECT_BYTES
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes and not view.readonly else 1

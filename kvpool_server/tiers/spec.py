@@ -1,0 +1,78 @@
+"""What a tier is told: `file:/mnt/kv,size=200GiB`, `mooncake:master=10.0.0.1:50051,segment=16GiB`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+
+from kvpool.errors import ConfigError
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileSpec(BaseModel):
+    """A directory."""
+
+    model_config = _STRICT
+
+    path: Path = Field(description="directory, of a local disk or shared; it is made if need be")
+    size: ByteSize = Field(ge=4 << 20, description="bytes that this server may take there, e.g. 200GiB")
+    name: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]*$", description="this server's directory below; default: host and port"
+    )
+    threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
+    io: Literal["direct", "buffered", "usrbio"] = Field(
+        "direct", description="direct passes by the page cache, where it can; usrbio is for mounts of 3FS"
+    )
+    write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+
+
+class MooncakeSpec(BaseModel):
+    """A Mooncake Store cluster."""
+
+    model_config = _STRICT
+
+    master: str = Field(pattern=r"^.+:\d+$", description="HOST:PORT of mooncake_master")
+    metadata: str = Field("P2PHANDSHAKE", description="metadata server of the Transfer Engine")
+    segment: ByteSize = Field(ByteSize(0), description="memory that this server gives to the cluster, e.g. 16GiB")
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="of the Transfer Engine")
+    device: str = Field("", description="its RDMA devices")
+    host: str = Field("", description="name or address by which the others reach this server; default: as in --listen")
+    threads: int = Field(2, ge=1, le=64, description="reads and writes at once")
+    write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+
+
+Spec = FileSpec | MooncakeSpec
+
+_KINDS: dict[str, type[FileSpec] | type[MooncakeSpec]] = {"file": FileSpec, "mooncake": MooncakeSpec}
+
+
+def parse(text: str) -> Spec:
+    """Reads one --tier. Raises ConfigError, naming the option, its value and what is wrong."""
+    kind, _, rest = text.partition(":")
+    if kind not in _KINDS or not rest:
+        raise ConfigError(f"tier {text!r}: begin with file:/PATH,size=... or mooncake:master=HOST:PORT")
+    options: dict[str, Any] = {}
+    parts = rest.split(",")
+    if kind == "file":
+        options["path"] = parts.pop(0)
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or name in options:
+            raise ConfigError(f"tier {text!r}: {part!r} is not one NAME=VALUE; {_options(kind)}")
+        options[name] = value
+    try:
+        return _KINDS[kind](**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ConfigError(f"tier {text!r}: {name}= is missing; {_options(kind)}") from None
+        raise ConfigError(f"tier {text!r}: {name} = {first['input']!r}: {first['msg']}; {_options(kind)}") from None
+
+
+def _options(kind: str) -> str:
+    fields = _KINDS[kind].model_fields
+    return "options: " + "; ".join(f"{name}= {field.description}" for name, field in fields.items() if name != "path")

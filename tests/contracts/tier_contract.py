@@ -1,0 +1,203 @@
+"""What every tier must do; each tier's own tests subclass this."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.hashing import checksum
+from kvpool.namespace import NamespaceSpec
+from kvpool_server.storage.catalog import Namespace
+from kvpool_server.tiers.tier import Block, Tier
+from tests.support.values import block_hash, group_spec, namespace_spec, payload
+
+CHUNK = 2048
+SHARDS = 2
+SLOT = SHARDS * CHUNK
+
+
+def namespace_of(spec: NamespaceSpec) -> Namespace:
+    return Namespace(spec, spec.fingerprint())
+
+
+def blocks_of(*names: object, nbytes: int = SLOT, shards: int = SHARDS) -> list[Block]:
+    """Blocks of one prefix."""
+    made: list[Block] = []
+    for name in names:
+        data = payload(name, nbytes)
+        sums = [checksum(part) for part in np.split(data, shards)]
+        made.append(Block(block_hash(name), made[-1].block_hash if made else b"", sums, data.data))
+    return made
+
+
+class Memory:
+    """Where blocks are read to: page-aligned, as the arena is, and full of other bytes before."""
+
+    def __init__(self, count: int, nbytes: int = SLOT):
+        aligned = np.full(count * nbytes + 4096, 0xA5, np.uint8)
+        skip = -aligned.ctypes.data % 4096
+        self.blocks = aligned[skip : skip + count * nbytes].reshape(count, nbytes)
+
+    @property
+    def views(self) -> list[memoryview]:
+        return [block.data for block in self.blocks]
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(within())
+
+
+class TierContract:
+    """Fixture `make_tier` is to be given: each call makes a tier, not opened, on the same place."""
+
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=SHARDS), group_spec(chunk_bytes=CHUNK))
+
+    @pytest.fixture
+    def namespace(self) -> Namespace:
+        return namespace_of(namespace_spec(*self.spec.groups))
+
+    async def _there(self, tier: Tier, namespace: Namespace, names: Sequence[object], group_idx: int = 0) -> list[bool]:
+        hashes = [block_hash(name) for name in names]
+        found = await tier.find(namespace, group_idx, hashes)
+        assert tier.known(namespace, group_idx, hashes) in (None, found)
+        return found
+
+    async def _read(self, tier: Tier, namespace: Namespace, names: Sequence[object]) -> list[object]:
+        """Of each name: itself if its bytes came, None for a miss; anything else fails."""
+        memory = Memory(len(names))
+        sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
+        got: list[object] = []
+        for name, block, expected in zip(names, memory.blocks, sums, strict=True):
+            if expected is not None:
+                assert np.array_equal(block, payload(name, SLOT)), f"wrong bytes for {name}"
+                assert list(expected) == [checksum(part) for part in np.split(block, SHARDS)]
+            got.append(None if expected is None else name)
+        return got
+
+    def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = make_tier()
+            await tier.open()
+            try:
+                names = [f"w{nth}" for nth in range(40)]
+                assert await self._there(tier, namespace, names) == [False] * 40
+                assert await self._read(tier, namespace, names[:3]) == [None] * 3
+                assert await tier.write(namespace, 0, blocks_of(*names)) == 40
+                assert await self._there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
+                assert await self._read(tier, namespace, ["other", *names]) == [None, *names]
+                assert await self._read(tier, namespace, names[::-3]) == names[::-3]
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = make_tier()
+            await tier.open()
+            try:
+                assert await tier.write(namespace, 0, blocks_of("a", "b")) == 2
+                assert await tier.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+                assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_namespaces_and_groups_share_nothing(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+        async def test() -> None:
+            other = namespace_of(namespace_spec(*self.spec.groups))
+            tier = make_tier()
+            await tier.open()
+            try:
+                await tier.write(namespace, 0, blocks_of("a"))
+                assert await self._there(tier, other, ["a"]) == [False]
+                assert await self._there(tier, namespace, ["a"], group_idx=1) == [False]
+                assert await self._read(tier, other, ["a"]) == [None]
+                await tier.write(namespace, 1, blocks_of("a", nbytes=CHUNK, shards=1))
+                assert await self._there(tier, namespace, ["a"], group_idx=1) == [True]
+                assert await self._read(tier, namespace, ["a"]) == ["a"]
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_what_is_removed_or_cleared_is_gone(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+        async def test() -> None:
+            other = namespace_of(namespace_spec(*self.spec.groups))
+            tier = make_tier()
+            await tier.open()
+            try:
+                await tier.write(namespace, 0, blocks_of("a", "b", "c"))
+                await tier.write(other, 0, blocks_of("a"))
+                await tier.remove(namespace, 0, [block_hash("b"), block_hash("never there")])
+                assert await self._there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
+                await tier.clear(namespace.fingerprint)
+                assert await self._there(tier, namespace, ["a", "b", "c"]) == [False] * 3
+                assert await self._read(tier, namespace, ["a", "b", "c"]) == [None] * 3
+                assert await self._read(tier, other, ["a"]) == ["a"]
+                await tier.clear()
+                assert await self._there(tier, other, ["a"]) == [False]
+                assert await tier.write(namespace, 0, blocks_of("a")) == 1
+                assert await self._read(tier, namespace, ["a"]) == ["a"]
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+        async def test() -> None:
+            names = [f"n{nth}" for nth in range(10)]
+            first = make_tier()
+            await first.open()
+            await first.write(namespace, 0, blocks_of(*names))
+            await first.close()
+            second = make_tier()
+            await second.open()
+            try:
+                assert await self._there(second, namespace, names) == [True] * 10
+                assert await self._read(second, namespace, names) == names
+            finally:
+                await second.close()
+
+        run(test)
+
+    def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = make_tier()
+            await tier.open()
+            try:
+                assert tier.holdings(namespace.fingerprint).num_entries == 0
+                await tier.write(namespace, 0, blocks_of("a", "b"))
+                held = tier.holdings(namespace.fingerprint)
+                assert (held.tier, held.num_entries, held.nbytes) == (tier.name, 2, 2 * SLOT)
+                stats = tier.stats()
+                assert stats.name == tier.name and stats.num_entries >= 2 and stats.used_bytes >= 2 * SLOT
+                assert stats.counters["written_bytes"] == 2 * SLOT
+                await self._read(tier, namespace, ["a"])
+                assert tier.stats().counters["read_bytes"] == SLOT
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_close_is_idempotent_and_ends_all_threads(self, make_tier: Callable[[], Tier]) -> None:
+        import threading
+
+        async def test() -> None:
+            before = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")}
+            tier = make_tier()
+            await tier.open()
+            await tier.close()
+            await tier.close()
+            assert {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")} <= before
+
+        run(test)

@@ -1,0 +1,345 @@
+"""The file tier: the contract, and what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool_server.storage.catalog import Namespace
+from kvpool_server.storage.eviction import POLICIES
+from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.tiers.file.lock import FILE_NAME as LOCK
+from kvpool_server.tiers.file.neighbours import ORPHANED_S
+from kvpool_server.tiers.file.tier import FileTier
+from kvpool_server.tiers.tier import Tier, TierError
+from tests.contracts.tier_contract import SLOT, TierContract, blocks_of, run
+from tests.support.values import block_hash
+
+SIZE = 8 << 20
+
+
+def _tier(root: Path, owner: str = "one", size: int = SIZE, direct: bool = True) -> FileTier:
+    return FileTier(root, owner, size, PrefixLRU, threads=2, direct=direct)
+
+
+class TestFileTier(TierContract):
+    @pytest.fixture(params=["direct", "buffered"])
+    def make_tier(self, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], Tier]:
+        return lambda: _tier(tmp_path / "tier", direct=request.param == "direct")
+
+    def test_it_keeps_within_its_size_and_forgets_the_ends_of_old_prefixes(
+        self, tmp_path: Path, namespace: Namespace
+    ) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            await tier.open()
+            try:
+                most = SIZE // SLOT
+                names = [f"p{prefix}-{nth}" for prefix in range(3) for nth in range(most // 2)]
+                for start in range(0, len(names), most // 2):
+                    await tier.write(namespace, 0, blocks_of(*names[start : start + most // 2]))
+                there = await self._there(tier, namespace, names)
+                assert sum(there) == most
+                first = there[: most // 2]
+                assert first == sorted(first, reverse=True), "a hole in a prefix"
+                assert all(there[most // 2 :])
+                kept = [name for name, is_there in zip(names, there, strict=True) if is_there]
+                for start in range(0, len(kept), 64):
+                    assert await self._read(tier, namespace, kept[start : start + 64]) == kept[start : start + 64]
+                tier._pool.check_integrity()
+            finally:
+                await tier.close()
+            assert sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) * 512 <= SIZE
+
+        run(test)
+
+    def test_evicted_blocks_stay_gone_after_a_restart(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            await tier.open()
+            most = SIZE // SLOT
+            names = [f"b{nth}" for nth in range(most + 100)]
+            for name in names:
+                await tier.write(namespace, 0, blocks_of(name))
+            before = await self._there(tier, namespace, names)
+            await tier.close()
+            tier = _tier(tmp_path)
+            await tier.open()
+            try:
+                assert await self._there(tier, namespace, names) == before
+                assert sum(before) == most
+                tier._pool.check_integrity()
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_changed_bytes_are_a_miss_once_and_then_gone(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            await tier.open()
+            try:
+                await tier.write(namespace, 0, blocks_of("a", "b", "c"))
+                (extent,) = tmp_path.rglob("extent-*")
+                with extent.open("r+b") as file:
+                    file.seek(SLOT + 100)
+                    byte = file.read(1)
+                    file.seek(SLOT + 100)
+                    file.write(bytes([byte[0] ^ 1]))
+                    file.flush()
+                    os.fsync(file.fileno())
+                assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", None, "c"]
+                assert await self._there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
+                assert tier.stats().counters["corrupt_blocks"] == 1
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_a_file_that_is_cut_or_lost_is_a_miss(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            for harm in (lambda path: os.truncate(path, SLOT + 10), Path.unlink):
+                tier = _tier(tmp_path)
+                await tier.open()
+                await tier.clear()
+                await tier.write(namespace, 0, blocks_of("a", "b", "c"))
+                await tier.close()
+                (extent,) = tmp_path.rglob("extent-*")
+                harm(extent)
+                tier = _tier(tmp_path)
+                await tier.open()
+                try:
+                    got = await self._read(tier, namespace, ["a", "b", "c"])
+                    assert got[1:] == [None, None]
+                    assert await tier.write(namespace, 0, blocks_of("b", "c")) == 2
+                    assert await self._read(tier, namespace, ["b", "c"]) == ["b", "c"]
+                finally:
+                    await tier.close()
+
+        run(test)
+
+    def test_a_torn_journal_ends_where_it_is_torn(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            await tier.open()
+            await tier.write(namespace, 0, blocks_of("a"))
+            await tier.write(namespace, 0, blocks_of("b"))
+            await tier.close()
+            journal = tmp_path / "one" / "journal"
+            os.truncate(journal, journal.stat().st_size - 1)
+            for _ in range(2):  # The second time from what the first has made of it.
+                tier = _tier(tmp_path)
+                await tier.open()
+                assert await self._there(tier, namespace, ["a", "b"]) == [True, False]
+                assert await self._read(tier, namespace, ["a", "b"]) == ["a", None]
+                await tier.close()
+
+        run(test)
+
+    def test_a_smaller_or_larger_size_keeps_what_fits(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            names = [f"s{nth}" for nth in range(SIZE // SLOT)]
+            tier = _tier(tmp_path)
+            await tier.open()
+            for name in names:
+                await tier.write(namespace, 0, blocks_of(name))
+            await tier.close()
+            tier = _tier(tmp_path, size=2 * SIZE)
+            await tier.open()
+            assert all(await self._there(tier, namespace, names))
+            assert tier.stats().size_bytes == 2 * SIZE
+            await tier.close()
+            tier = _tier(tmp_path, size=SIZE // 2)
+            await tier.open()
+            try:
+                there = await self._there(tier, namespace, names)
+                assert sum(there) == SIZE // 2 // SLOT
+                tier._pool.check_integrity()
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_two_servers_with_one_name_is_an_error(self, tmp_path: Path) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            await tier.open()
+            try:
+                with pytest.raises(ConfigError, match=r"belongs to another running server.*name="):
+                    await _tier(tmp_path).open()
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_a_path_that_cannot_be_is_an_error(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("not a directory")
+        with pytest.raises(ConfigError, match=r"file.*give a directory"):
+            asyncio.run(_tier(tmp_path / "file").open())
+
+    def test_servers_on_one_path_see_each_others_blocks(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            one, two = _tier(tmp_path, "one"), _tier(tmp_path, "two")
+            await one.open()
+            await two.open()
+            try:
+                await one.write(namespace, 0, blocks_of("a", "b"))
+                await two._look_around()
+                assert await self._there(two, namespace, ["a", "b", "c"]) == [True, True, False]
+                assert await self._read(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
+                assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+                assert two.holdings(namespace.fingerprint).num_entries == 1, "it has stored what another has"
+                await one.remove(namespace, 0, [block_hash("a")])
+                await two._look_around()
+                assert await self._there(two, namespace, ["a", "b"]) == [False, True]
+                await one.close()
+                assert await self._read(two, namespace, ["b"]) == ["b"], "its owner has gone, and it could be read"
+            finally:
+                await one.close()
+                await two.close()
+
+        run(test)
+
+    def test_what_a_neighbour_overwrites_is_a_miss(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            one, two = _tier(tmp_path, "one"), _tier(tmp_path, "two")
+            await one.open()
+            await two.open()
+            try:
+                names = [f"o{nth}" for nth in range(SIZE // SLOT)]
+                for start in range(0, len(names), 64):
+                    await one.write(namespace, 0, blocks_of(*names[start : start + 64]))
+                await two._look_around()
+                for start in range(0, len(names), 64):  # All of its slots, while the other has not looked again.
+                    await one.write(namespace, 0, blocks_of(*(f"new {name}" for name in names[start : start + 64])))
+                got = await self._read(two, namespace, names[:200])
+                assert got == [None] * 200
+            finally:
+                await one.close()
+                await two.close()
+
+        run(test)
+
+    def test_a_directory_that_nobody_owns_for_long_is_removed(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            for name in ("dead", "alive", "silent"):
+                tier = _tier(tmp_path, name)
+                await tier.open()
+                await tier.write(namespace, 0, blocks_of(name))
+                if name != "silent":
+                    await tier.close()
+                else:
+                    silent = tier
+            long_ago = os.stat(tmp_path / "dead" / LOCK).st_mtime - ORPHANED_S - 60
+            os.utime(tmp_path / "dead" / LOCK, (long_ago, long_ago))
+            os.utime(tmp_path / "silent" / LOCK, (long_ago, long_ago))
+            (tmp_path / "not ours").mkdir()
+            one = _tier(tmp_path, "one")
+            await one.open()
+            try:
+                assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "not ours", "one", "silent"]
+            finally:
+                await one.close()
+                await silent.close()
+
+        run(test)
+
+    def test_a_full_disk_is_a_failure_of_the_tier_alone(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            await tier.open()
+            try:
+                await tier.write(namespace, 0, blocks_of("a"))
+
+                def full(*_: object) -> None:
+                    raise OSError(28, "No space left on device")
+
+                tier._disk.write = full  # type: ignore[method-assign]
+                with pytest.raises(TierError, match="No space left"):
+                    await tier.write(namespace, 0, blocks_of("b"))
+                del tier._disk.write
+                assert await self._there(tier, namespace, ["a", "b"]) == [True, False]
+                assert await tier.write(namespace, 0, blocks_of("b")) == 1
+                assert await self._read(tier, namespace, ["a", "b"]) == ["a", "b"]
+                tier._pool.check_integrity()
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_the_journal_is_written_anew_before_it_grows_for_ever(self, tmp_path: Path, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = _tier(tmp_path)
+            tier._journal.COMPACT_AT_LEAST = 4096  # type: ignore[misc]
+            await tier.open()
+            for nth in range(300):
+                await tier.write(namespace, 0, blocks_of(f"j{nth}"))
+                await tier.remove(namespace, 0, [block_hash(f"j{nth}")])
+            await tier.write(namespace, 0, blocks_of("kept"))
+            await tier.close()
+            assert (tmp_path / "one" / "journal").stat().st_size < 20_000
+            tier = _tier(tmp_path)
+            await tier.open()
+            try:
+                assert await self._read(tier, namespace, ["kept", "j7"]) == ["kept", None]
+                assert tier.stats().num_entries == 1
+            finally:
+                await tier.close()
+
+        run(test)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: str) -> None:
+    from tests.contracts.tier_contract import namespace_of
+
+    namespace = namespace_of(TierContract.spec)
+
+    async def test() -> None:
+        tier = FileTier(tmp_path, "one", SIZE, POLICIES[policy])
+        await tier.open()
+        names = [f"r{nth}" for nth in range(SIZE // SLOT)]
+        for start in range(0, len(names), 128):
+            await tier.write(namespace, 0, blocks_of(*names[start : start + 128]))
+        await tier.close()
+        tier = FileTier(tmp_path, "one", SIZE, POLICIES[policy])
+        await tier.open()
+        try:
+            assert tier.stats().num_entries == len(names)
+            for start in range(0, len(names), 128):  # All of it can be evicted.
+                await tier.write(namespace, 0, blocks_of(*(f"new {name}" for name in names[start : start + 128])))
+            assert tier.stats().num_entries == len(names)
+            tier._pool.check_integrity()
+        finally:
+            await tier.close()
+
+    run(test)
+
+
+def test_bytes_pass_by_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    """Not on every file system: then the test says nothing, and the others have shown that it works without."""
+    opened: list[int] = []
+
+    async def test() -> None:
+        tier = _tier(tmp_path)
+        really = tier._disk.open
+        tier._disk.open = lambda path, flags: (opened.append(flags), really(path, flags))[1]  # type: ignore[method-assign]
+        await tier.open()
+        from tests.contracts.tier_contract import Memory, namespace_of
+
+        memory = Memory(1)
+        memory.blocks[0] = np.frombuffer(blocks_of("a")[0].payload, np.uint8)
+        block = blocks_of("a")[0]
+        await tier.write(
+            namespace_of(TierContract.spec), 0, [type(block)(block.block_hash, b"", block.checksums, memory.views[0])]
+        )
+        await tier.close()
+
+    run(test)
+    assert any(flags & os.O_DIRECT for flags in opened)

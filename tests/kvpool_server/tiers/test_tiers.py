@@ -1,0 +1,199 @@
+"""Real servers with tiers: what one stored outlives it, and others find it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.client import Client, Namespace
+from kvpool.namespace import NamespaceSpec
+from kvpool.types import BlockRun, Lookup
+from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+StartServer = Callable[..., ServerProcess]
+Connect = Callable[..., Client]
+CHUNK, SHARDS = 16 << 10, 4
+SLOT = CHUNK * SHARDS
+PATIENCE_S = 20.0
+
+
+def _spec() -> NamespaceSpec:
+    return namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=SHARDS))
+
+
+def _put(client: Client, namespace: Namespace, names: Sequence[object]) -> None:
+    client.put_blocks(namespace, run_of(*names), [payload(name, SLOT) for name in names])
+
+
+def _find(client: Client, namespace: Namespace, run: BlockRun, patience_s: float = PATIENCE_S) -> Lookup:
+    """Looks up as an engine does: as long as something is on its way it asks again."""
+    ends_at = time.monotonic() + patience_s
+    found = client.lookup(namespace, [run], prefix_only=True)
+    while found.retry_after_ms and time.monotonic() < ends_at:
+        time.sleep(found.retry_after_ms / 1000)
+        earlier, found = found, client.lookup(namespace, [run], prefix_only=True)
+        client.release([earlier.lease_id])
+    return found
+
+
+def _hits(client: Client, namespace: Namespace, names: Sequence[object]) -> int:
+    """How many leading blocks come, all of them with the right bytes."""
+    found = _find(client, namespace, run_of(*names))
+    count = found.hits[0].num_leading
+    if count:
+        blocks = client.get_blocks(namespace, found.lease_id, run_of(*names[:count]))
+        for name, block in zip(names, blocks, strict=False):
+            assert block is not None and np.array_equal(block, payload(name, SLOT)), f"wrong bytes for {name}"
+        client.release([found.lease_id])
+    return count
+
+
+def _demoted(client: Client) -> int:
+    return sum(tier.counters.get("demoted_blocks", 0) for tier in client.stats().tiers)
+
+
+def _file(path: Path, name: str = "one", **options: object) -> tuple[str, str]:
+    more = "".join(f",{key}={value}" for key, value in options.items())
+    return "--tier", f"file:{path},size=64MiB,name={name}{more}"
+
+
+NAMES = [f"t{nth}" for nth in range(64)]
+
+
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_a_restarted_server_comes_back_warm(
+    pool_server: StartServer, connect: Connect, tmp_path: Path, end: str
+) -> None:
+    spec = _spec()
+    server = pool_server("--memory", "64MiB", *_file(tmp_path))
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    if end == "kill":  # Nothing is flushed then; what is written through is there.
+        wait_for(lambda: _demoted(client) == len(NAMES), "all blocks are written through")
+        server.kill()
+    else:
+        server.terminate()
+        assert server.wait() == 0
+    server = pool_server("--memory", "64MiB", *_file(tmp_path))
+    client = connect(server)
+    namespace = client.open_namespace(spec)
+    assert client.stats().num_entries == 0
+    assert _hits(client, namespace, NAMES) == len(NAMES)
+    (tier,) = client.stats().tiers
+    assert tier.counters["promoted_blocks"] == len(NAMES) and tier.num_entries == len(NAMES)
+    assert tier.counters.get("demoted_blocks", 0) == 0, "it has written what it had read"
+
+
+def test_without_a_tier_it_comes_back_empty_at_once(pool_server: StartServer, connect: Connect) -> None:
+    spec = _spec()
+    server = pool_server()
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    server.kill()
+    client = connect(pool_server())
+    found = client.lookup(client.open_namespace(spec), [run_of(*NAMES)], prefix_only=True)
+    assert found.hits[0].num_leading == 0 and found.retry_after_ms == 0
+
+
+def test_a_lookup_says_what_is_on_its_way_and_existence_checks_move_nothing(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    spec = _spec()
+    server = pool_server("--memory", "64MiB", *_file(tmp_path))
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    server.stop()
+    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    namespace = client.open_namespace(spec)
+    checked = client.lookup(namespace, [run_of(*NAMES)], prefix_only=True, lease=False)
+    assert checked.hits[0].num_pending == 0
+    found = client.lookup(namespace, [run_of("elsewhere", *NAMES)], prefix_only=True)
+    assert found.hits[0].num_pending == 0 and not found.retry_after_ms, "it is the beginning that is missing"
+    found = client.lookup(namespace, [run_of(*NAMES, "beyond")], prefix_only=True)
+    assert found.hits[0].num_leading == 0 and found.lease_id == 0
+    assert found.hits[0].num_pending == len(NAMES) and found.retry_after_ms > 0
+    assert _hits(client, namespace, [*NAMES, "beyond"]) == len(NAMES)
+
+
+def test_what_does_not_fit_the_arena_is_found_in_the_tier(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    spec = _spec()
+    server = pool_server("--memory", "8MiB", *_file(tmp_path))
+    client = connect(server)
+    namespace = client.open_namespace(spec)
+    prefixes = [[f"p{prefix}-{nth}" for nth in range(32)] for prefix in range(12)]  # 24 MiB.
+    for count, names in enumerate(prefixes, 1):
+        _put(client, namespace, names)
+        wait_for(lambda count=count: _demoted(client) == 32 * count, "written through")  # type: ignore[misc]
+    for names in prefixes:
+        assert _hits(client, namespace, names) == 32
+
+
+def test_clear_and_remove_reach_the_tier(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
+    spec = _spec()
+    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    namespace = client.open_namespace(spec)
+    _put(client, namespace, NAMES)
+    wait_for(lambda: _demoted(client) == len(NAMES), "all blocks are written through")
+    client.remove(namespace, [run_of("t10")])
+    assert _hits(client, namespace, NAMES) == 10
+    client.clear()
+    wait_for(lambda: client.stats().tiers[0].num_entries == 0, "the tier is empty")
+    assert _hits(client, namespace, NAMES) == 0
+    wait_for(lambda: sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) == 0, "the disk is free")
+
+
+def test_three_servers_on_one_directory_one_of_them_killed(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    spec = _spec()
+    servers = [pool_server("--memory", "32MiB", *_file(tmp_path, name)) for name in ("one", "two", "three")]
+    clients = [connect(server) for server in servers]
+    namespaces = [client.open_namespace(spec) for client in clients]
+    for nth, (client, namespace) in enumerate(zip(clients, namespaces, strict=True)):
+        _put(client, namespace, [f"{nth}-{name}" for name in NAMES])
+        wait_for(lambda client=client: _demoted(client) == len(NAMES), "written through")  # type: ignore[misc]
+    servers[0].kill()
+    for client, namespace in list(zip(clients, namespaces, strict=True))[1:]:
+        for nth in range(3):
+            names = [f"{nth}-{name}" for name in NAMES]
+            wait_for(lambda: _hits(client, namespace, names) == len(NAMES), "all blocks come")  # noqa: B023
+    again = connect(pool_server("--memory", "32MiB", *_file(tmp_path, "one")))
+    assert _hits(again, again.open_namespace(spec), [f"0-{name}" for name in NAMES]) == len(NAMES)
+
+
+def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    client = connect(pool_server("--memory", "64MiB", *_file(path)))
+    namespace = client.open_namespace(_spec())
+    _put(client, namespace, NAMES[:8])
+    wait_for(lambda: _demoted(client) == 8, "written through")
+    for file in (path / "one").iterdir():  # Root may write anywhere: what is open is replaced by what cannot be.
+        if file.name.startswith("extent"):
+            file.unlink()
+    (path / "one" / "journal").unlink()
+    _put(client, namespace, NAMES[8:])
+    assert _hits(client, namespace, NAMES) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        ("tape:/dev/st0", "begin with file:/PATH,size=... or mooncake:master=HOST:PORT"),
+        ("file:/tmp/kv", "size= is missing"),
+        ("file:/tmp/kv,size=1KiB", "size = '1KiB'"),
+        ("file:/tmp/kv,size=1GiB,sice=2GiB", "sice = '2GiB'"),
+        ("file:/tmp/kv,size=1GiB,size=2GiB", "'size=2GiB' is not one NAME=VALUE"),
+        ("file:/proc/nothing,size=1GiB", "give a directory that this server can write to"),
+        ("mooncake:master=nowhere", "master = 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_is_said_at_the_start(tier: str, says: str) -> None:
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
