@@ -52,7 +52,7 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    counters = found.pop("counters")
+    counters, tiers = found.pop("counters"), found.pop("tiers")
     table = Table("what", "value", title=f"kvpool-server at {endpoint}")
     for name, value in (*found.items(), *sorted(counters.items())):
         table.add_row(name, f"{value:,}")
@@ -60,6 +60,13 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
     if asked:
         table.add_row("hit ratio of lookups", f"{counters.get('lookup_hits', 0) / asked:.1%}")
     Console().print(table)
+    for tier in tiers:
+        counters = tier.pop("counters")
+        table = Table("what", "value", title=f"tier {tier.pop('name')}")
+        table.add_row("up", "yes" if tier.pop("up") else "no: it failed, and is left alone for a while")
+        for name, value in (*tier.items(), *sorted(counters.items())):
+            table.add_row(name, f"{value:,}")
+        Console().print(table)
 
 
 @app.command()

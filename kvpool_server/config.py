@@ -64,7 +64,10 @@ class ServerConfig(BaseModel):
         description="How long the space of a writer that vanished waits for its last writes, milliseconds.",
     )  # fmt: skip
     drain_ms: int = Field(
-        5_000, ge=0, le=600_000, description="How long calls under way may go on after SIGTERM, milliseconds."
+        5_000,
+        ge=0,
+        le=600_000,
+        description="How long calls under way may go on after SIGTERM, and then blocks on their way to a tier, ms.",
     )
     kv_events: str = Field(
         "",

@@ -48,6 +48,26 @@ _COUNTERS = {
     "kv_event_snapshots": "Replay requests answered with a snapshot.",
 }
 
+_TIER_GAUGES = {
+    "up": "1: it answers; 0: it has failed, and is left alone for a while.",
+    "size_bytes": "What it may hold; 0: not for this server to say.",
+    "used_bytes": "What it holds, as far as this server knows.",
+    "num_entries": "Blocks that it holds, as far as this server knows.",
+}
+
+_TIER_COUNTERS = {
+    "demoted_blocks": "Blocks written to it.",
+    "dropped_demotions": "Blocks that were not, because it was too slow, or away.",
+    "refused_blocks": "Blocks that it had no room for.",
+    "promoted_blocks": "Blocks brought up from it.",
+    "missed_promotions": "Blocks that were not there any more, or had changed, when they were to be brought up.",
+    "dropped_promotions": "Blocks that were not brought up: nobody asked any more, or the arena had no room.",
+    "corrupt_blocks": "Blocks in it that had changed, and were forgotten.",
+    "evicted_blocks": "Blocks that it let go of to make room.",
+    "read_bytes": "Bytes read from it and found right.",
+    "written_bytes": "Bytes written to it.",
+}
+
 
 class PoolCollector(Collector):
     """Reads the pool's own counters when it is scraped, so that nothing is counted twice."""
@@ -61,6 +81,16 @@ class PoolCollector(Collector):
             yield GaugeMetricFamily(f"kvpool_{name.removeprefix('num_')}", gloss, value=getattr(stats, name))
         for name, gloss in _COUNTERS.items():
             yield CounterMetricFamily(f"kvpool_{name}", gloss, value=stats.counters.get(name, 0))
+        for name, gloss in _TIER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvpool_tier_{name.removeprefix('num_')}", gloss, labels=["tier"])
+            for tier in stats.tiers:
+                gauge.add_metric([tier.name], getattr(tier, name))
+            yield gauge
+        for name, gloss in _TIER_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvpool_tier_{name}", gloss, labels=["tier"])
+            for tier in stats.tiers:
+                counter.add_metric([tier.name], tier.counters.get(name, 0))
+            yield counter
 
 
 class RpcMetrics:

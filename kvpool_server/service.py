@@ -33,6 +33,8 @@ PIECE_BYTES = 1 << 20
 
 INLINE_TTL_MS = 60_000
 INLINE_CHUNKS_A_TURN = 64
+INLINE_PATIENCE_S = 2.0
+"""How long an inline get waits for a block to come up from a tier: who asks has no other way to."""
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Pool"].full_name
 
@@ -284,7 +286,7 @@ class PoolService(PoolServicer):
         try:
             self._check_count(len(request.keys), "keys")
             for index, key in enumerate(request.keys):
-                chunk = self._get_chunk(wire.decode_key(key))
+                chunk = await self._get_chunk(wire.decode_key(key))
                 reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
                 if chunk is not None:
                     reply.chunk.CopyFrom(wire.encode_chunk(chunk))
@@ -293,11 +295,11 @@ class PoolService(PoolServicer):
             await self._fail("GetChunks", started, error, context)
         self._metrics.observe("GetChunks", "OK", time.perf_counter() - started)
 
-    def _get_chunk(self, key: PoolKey) -> Chunk | None:
+    async def _get_chunk(self, key: PoolKey) -> Chunk | None:
         run = BlockRun(key.group_idx, [key.block_hash])
         shards = ShardRange(key.shard, 1)
         size = self._pool.chunk_bytes(key.namespace, run)
-        lease_id = self._pool.lookup(key.namespace, [run], prefix_only=True, lease_ttl_ms=INLINE_TTL_MS).lease_id
+        lease_id = await self._lease_patiently(key.namespace, run)
         if not lease_id:
             return None
         try:
@@ -311,6 +313,17 @@ class PoolService(PoolServicer):
             return None
         self._metrics.add_bytes("read", size)
         return Chunk(key, payload, located.checksums[0])
+
+    async def _lease_patiently(self, fingerprint: bytes, run: BlockRun) -> int:
+        """A lease on a block that is there, or comes up from a tier in time; else 0."""
+        ends_at = time.monotonic() + INLINE_PATIENCE_S
+        while True:
+            found = self._pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=INLINE_TTL_MS)
+            if self._tiers is not None:
+                found = self._tiers.complete(fingerprint, [run], found, prefix_only=True)
+            if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
+                return found.lease_id
+            await asyncio.sleep(found.retry_after_ms / 1000)
 
     # Operations
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.config import ClientConfig
 from kvpool_server.config import ServerConfig
-from kvpool_server.metrics import _COUNTERS, _GAUGES
+from kvpool_server.metrics import _COUNTERS, _GAUGES, _TIER_COUNTERS, _TIER_GAUGES
 from tests.support.processes import ServerProcess, clean_environment
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ def test_every_server_setting_is_documented_with_its_default():
     table = _table(_section("configuration.md", "kvpool-server"))
     assert table.keys() == ServerConfig.model_fields.keys()
     for name, field in ServerConfig.model_fields.items():
-        expected = "1GiB" if name == "memory" else str(field.default)
+        expected = "1GiB" if name == "memory" else "" if field.default == () else str(field.default)
         assert table[name] == expected, name
 
 
@@ -53,8 +53,9 @@ def test_every_connector_setting_is_documented_with_its_default():
 
 def test_every_server_series_is_documented():
     table = _table(_section("metrics.md", "The server"))
-    gauges = {f"kvpool_{name.removeprefix('num_')}" for name in _GAUGES}
-    counters = {f"kvpool_{name}_total" for name in _COUNTERS}
+    gauges = {f"kvpool_{name.removeprefix('num_')}" for name in (*_GAUGES, *(f"tier_{name}" for name in _TIER_GAUGES))}
+    gauges = {name.replace("tier_num_", "tier_") for name in gauges}
+    counters = {f"kvpool_{name}_total" for name in (*_COUNTERS, *(f"tier_{name}" for name in _TIER_COUNTERS))}
     assert table.keys() == gauges | counters | {"kvpool_rpc_seconds", "kvpool_stream_bytes_total"}
 
 

@@ -39,6 +39,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("grace_ms", 0, 0),
         ("drain_ms", 7, 7),
         ("policy", "lru", "lru"),
+        ("tier", ["file:/a,size=1GiB", "file:/b,size=2GiB"], ("file:/a,size=1GiB", "file:/b,size=2GiB")),
         ("kv_events", "tcp://0.0.0.0:5557", "tcp://0.0.0.0:5557"),
         ("kv_events_replay", "ipc:///tmp/replay", "ipc:///tmp/replay"),
         ("kv_events_topic", "pool", "pool"),
@@ -52,7 +53,8 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
 def test_every_setting_can_come_from_each_source(name: str, value: Any, expected: Any, toml: Path) -> None:
     toml.write_text(f"{name} = {value!r}\n")
     assert getattr(load({name: value}, None, {}), name) == expected
-    assert getattr(load({}, None, {f"KVPOOL_{name.upper()}": str(value)}), name) == expected
+    variable = ";".join(value) if isinstance(value, list) else str(value)
+    assert getattr(load({}, None, {f"KVPOOL_{name.upper()}": variable}), name) == expected
     assert getattr(load({}, toml, {}), name) == expected
     assert name in KEYS
 

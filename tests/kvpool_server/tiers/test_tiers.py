@@ -11,9 +11,9 @@ import pytest
 
 from kvpool.client import Client, Namespace
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, Lookup
+from kvpool.types import BlockRun, Lookup, PoolKey
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
-from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
@@ -118,6 +118,23 @@ def test_a_lookup_says_what_is_on_its_way_and_existence_checks_move_nothing(
     assert found.hits[0].num_leading == 0 and found.lease_id == 0
     assert found.hits[0].num_pending == len(NAMES) and found.retry_after_ms > 0
     assert _hits(client, namespace, [*NAMES, "beyond"]) == len(NAMES)
+
+
+def test_an_inline_get_waits_for_what_is_on_its_way(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
+    spec = _spec()
+    server = pool_server("--memory", "64MiB", *_file(tmp_path))
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    server.stop()
+    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    fingerprint = client.open_namespace(spec).fingerprint
+    keys = [PoolKey(fingerprint, 0, block_hash(name), shard) for name in [*NAMES[::9], "absent"] for shard in (0, 3)]
+    chunks = client.get_chunks(keys)
+    assert chunks[-2:] == [None, None]
+    for name, pair in zip(NAMES[::9], zip(chunks[::2], chunks[1::2], strict=True), strict=False):
+        parts = np.split(payload(name, SLOT), SHARDS)
+        for chunk, part in zip(pair, (parts[0], parts[3]), strict=True):
+            assert chunk is not None and chunk.payload == part.tobytes()
 
 
 def test_what_does_not_fit_the_arena_is_found_in_the_tier(
