@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tiny_model import Shape, write
+from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
 
 if importlib.util.find_spec("vllm") is None:
@@ -97,3 +98,50 @@ def fleet_on(toy_engine: Callable[..., Any], vllm_config: MakeConfig) -> Callabl
 def fresh_fleet(fleet_on: Callable[[str], Any], shared_server: ServerProcess) -> Callable[[], Any]:
     """Fleets on the shared server, each in a namespace of its own: `fresh_fleet()`."""
     return lambda: fleet_on(shared_server.endpoint)
+
+
+@pytest.fixture
+def core(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Callable[..., Any]]:
+    """`core(endpoint=..., role=..., cache=..., stages=2, store_decoded=False)`: in a namespace of its own."""
+    from tests.vllm_plugin.core import NUM_BLOCKS, Core, salts
+    from tests.vllm_plugin.support import cache_config
+
+    with ExitStack() as stack:
+
+        def make(
+            endpoint: str = shared_server.endpoint,
+            role: str = "kv_both",
+            cache: Any = None,
+            stages: int = 1,
+            **extra: Any,
+        ) -> Core:
+            extra = {"salt": f"{next(salts)}", "lookup_timeout_ms": 5_000, **extra, "endpoint": endpoint}
+            config = vllm_config(endpoint, role=role)
+            config.parallel_config.pipeline_parallel_size = stages
+            made = Core(config, extra, cache or cache_config(num_blocks=NUM_BLOCKS))
+            stack.callback(made.side.shutdown)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def alone(core: Callable[..., Any], pool_server: StartServer) -> Any:
+    """A core on a server of its own: every lease there is this core's."""
+    # Leases that outlive the test: none ends by itself.
+    return core(endpoint=pool_server().endpoint, load_timeout_ms=30_000).connected()
+
+
+@pytest.fixture
+def staged(core: Callable[..., Any], vllm_config: MakeConfig, pool_server: StartServer) -> Any:
+    """A core of two stages, both connected to a server of their own."""
+    from tests.vllm_plugin.core import NUM_BLOCKS, shake_hands
+    from tests.vllm_plugin.support import cache_config, make_request, tokens
+
+    extra = {"endpoint": pool_server().endpoint, "load_timeout_ms": 30_000, "salt": "staged"}
+    one = core(stages=2, **extra)
+    assert one.side.matched_tokens(make_request("early", tokens(100)), 0) == (0, False), "no stage is known yet"
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    shake_hands(one, config, cache_config(num_blocks=NUM_BLOCKS), extra)
+    return one.connected()

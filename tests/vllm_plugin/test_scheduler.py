@@ -2,170 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvpool.errors import ConfigError
-from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
 from tests.conftest import StartServer
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import wait_for
 from tests.vllm_plugin.conftest import BLOCK_TOKENS, MakeConfig
+from tests.vllm_plugin.core import (
+    NUM_BLOCKS,
+    Core,
+    MakeCore,
+    blocks,
+    fill,
+    num_leases,
+    wait_for_leases,
+)
 from tests.vllm_plugin.faults import free_endpoint, stopped
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
 from tests.vllm_plugin.support import cache_config, full_attention, make_request, tokens
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.identity import namespace_spec
-from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
-from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
 
-NUM_BLOCKS = 64
 STEP_S = 0.05
 """Far more than a step may wait (2 ms), far less than a deadline of the pool."""
-
-_salts = itertools.count()
-
-
-class Core:
-    """What EngineCore does around the connector's scheduler side."""
-
-    def __init__(self, config: Any, extra: dict[str, Any], cache: KVCacheConfig):
-        self.side = KVPoolScheduler(config, cache, ConnectorConfig.parse(extra))
-        self.sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
-        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-        self.side.bind_block_pool(self.pool)
-        self.tables: dict[str, list[list[Any]]] = {}
-        self.offers: dict[str, list[tuple[int, int, int]]] = {}
-
-    def connected(self) -> Core:
-        sessions = self.side._sessions
-        wait_for(lambda: sessions and all(session.namespace for session in sessions), "the sessions to be open")
-        return self
-
-    def ask(self, request: Request, computed: int = 0) -> int:
-        """Asks once a step until there is an answer."""
-
-        def answer() -> tuple[int] | None:
-            matched, is_async = self.side.matched_tokens(request, computed)
-            self.step()
-            if matched is None:
-                assert not is_async
-                return None
-            assert is_async == (matched > 0)
-            return (matched,)
-
-        return wait_for(answer, "an answer")[0]
-
-    def allocate(
-        self,
-        request: Request,
-        external_tokens: int,
-        num_blocks: int | None = None,
-        skipped: Sequence[int] = (),
-    ) -> list[int]:
-        """Gives a request blocks for all its tokens (or `num_blocks`) and says how much of the answer is taken.
-
-        Args:
-            skipped: of each group, how many blocks lie before its window.
-        """
-        tables = self.tables.setdefault(request.request_id, [[] for _ in self.sizes])
-        for idx, (size, held) in enumerate(zip(self.sizes, tables, strict=True)):
-            count = num_blocks if num_blocks is not None else -(-request.num_tokens // size)
-            nulls = skipped[idx] if skipped and not held else 0
-            held.extend([self.pool.null_block] * nulls)
-            held.extend(self.pool.get_new_blocks(max(0, count - len(held))))
-        self.side.after_alloc(request, KVCacheBlocks(tuple(tables)), external_tokens)
-        return self.ids(request)
-
-    def ids(self, request: Request, group: int = 0) -> list[int]:
-        """A request's block table of one group."""
-        return [block.block_id for block in self.tables[request.request_id][group]]
-
-    def step(self, *scheduled: tuple[Request, int]) -> ConnectorMetadata:
-        output = SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = {request.request_id: count for request, count in scheduled}
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        output.kv_connector_block_state = KVConnectorBlockState(
-            {*output.num_scheduled_tokens, *self.offers},
-            lambda name: tuple([block.block_id for block in table] for table in self.tables[name]),
-            self.offers,
-        )
-        metadata = self.side.build_metadata(output)
-        self.offers = {}
-        for request, count in scheduled:
-            request.num_computed_tokens += count
-        return metadata
-
-    def report(self, *jobs: int, ranks: int = 1, **loads: Any) -> None:
-        stores = WorkerMetadata(dict.fromkeys(jobs, ranks)) if jobs else None
-        self.side.update(KVConnectorOutput(kv_connector_worker_meta=stores, **loads))
-
-    def free(self, request: Request) -> None:
-        """Preemption: the blocks go, and nobody tells the connector."""
-        for table in self.tables.pop(request.request_id):
-            self.pool.free_blocks(block for block in reversed(table) if not block.is_null)
-        request.num_computed_tokens = 0
-
-    def finish(self, request: Request) -> None:
-        self.side.request_finished(request)
-        if request.request_id in self.tables:
-            self.free(request)
-
-    def num_used_blocks(self) -> int:
-        return NUM_BLOCKS - 1 - self.pool.get_num_free_blocks()
-
-
-MakeCore = Callable[..., Core]
-
-
-@pytest.fixture
-def core(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[MakeCore]:
-    """`core(endpoint=..., role=..., cache=..., stages=2, store_decoded=False)`: in a namespace of its own."""
-    with ExitStack() as stack:
-
-        def make(
-            endpoint: str = shared_server.endpoint,
-            role: str = "kv_both",
-            cache: KVCacheConfig | None = None,
-            stages: int = 1,
-            **extra: Any,
-        ) -> Core:
-            extra = {"salt": f"{next(_salts)}", "lookup_timeout_ms": 5_000, **extra, "endpoint": endpoint}
-            config = vllm_config(endpoint, role=role)
-            config.parallel_config.pipeline_parallel_size = stages
-            made = Core(config, extra, cache or cache_config(num_blocks=NUM_BLOCKS))
-            stack.callback(made.side.shutdown)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def alone(core: MakeCore, pool_server: StartServer) -> Core:
-    """On a server of its own: every lease there is this core's."""
-    # Leases that outlive the test: none ends by itself.
-    return core(endpoint=pool_server().endpoint, load_timeout_ms=30_000).connected()
-
-
-def fill(core: Core, hashes: Sequence[bytes], group: int = 0, stage: int = 0) -> None:
-    """Puts blocks into the pool."""
-    client, namespace = core.side._sessions[stage].client, core.side._sessions[stage].namespace
-    assert namespace is not None
-    values = [bytes(namespace.spec.groups[group].slot_bytes)] * len(hashes)
-    client.put_blocks(namespace, BlockRun(group, hashes), values)
 
 
 def run_in(job: LoadJob | StoreJob) -> BlockRun:
@@ -182,18 +51,6 @@ def ids_in(job: LoadJob | StoreJob) -> list[int]:
 
 def names_in(part: GroupBlocks) -> list[bytes]:
     return [name for run in part.runs for name in run.block_hashes]
-
-
-def num_leases(core: Core) -> int:
-    return core.side._sessions[0].client.stats().num_leases
-
-
-def wait_for_leases(core: Core, count: int) -> None:
-    wait_for(lambda: num_leases(core) == count, f"{count} leases on the server")
-
-
-def blocks(count: int) -> int:
-    return count * BLOCK_TOKENS
 
 
 # Lookup
@@ -933,25 +790,6 @@ def test_an_own_hit_inside_a_block_is_no_boundary(core: MakeCore) -> None:
 
 
 # Pipeline stages
-
-
-def shake_hands(core: Core, config: Any, cache: KVCacheConfig, extra: dict[str, Any]) -> list[NamespaceSpec]:
-    """Tells the scheduler's side what both stages' workers would."""
-    specs = [namespace_spec(config, cache, ConnectorConfig.parse(extra), stage) for stage in range(2)]
-    core.side.handshake({(stage, 0): Handshake(spec) for stage, spec in enumerate(specs)})
-    return specs
-
-
-@pytest.fixture
-def staged(core: MakeCore, vllm_config: MakeConfig, pool_server: StartServer) -> Core:
-    """Two stages, both connected to a server of their own."""
-    extra = {"endpoint": pool_server().endpoint, "load_timeout_ms": 30_000, "salt": "staged"}
-    one = core(stages=2, **extra)
-    assert one.side.matched_tokens(make_request("early", tokens(100)), 0) == (0, False), "no stage is known yet"
-    config = vllm_config()
-    config.parallel_config.pipeline_parallel_size = 2
-    shake_hands(one, config, cache_config(num_blocks=NUM_BLOCKS), extra)
-    return one.connected()
 
 
 def test_a_block_is_a_hit_only_if_every_stage_has_it(staged: Core) -> None:

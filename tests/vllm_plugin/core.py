@@ -1,0 +1,146 @@
+"""What EngineCore does around the scheduler's side of the connector, for tests that ask it as vLLM does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvpool.namespace import NamespaceSpec
+from kvpool.types import BlockRun
+from tests.support.processes import wait_for
+from tests.vllm_plugin.conftest import BLOCK_TOKENS
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.identity import namespace_spec
+from vllm_plugin.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from vllm_plugin.scheduler import KVPoolScheduler
+
+NUM_BLOCKS = 64
+
+salts = itertools.count()
+
+
+class Core:
+    """What EngineCore does around the connector's scheduler side."""
+
+    def __init__(self, config: Any, extra: dict[str, Any], cache: KVCacheConfig):
+        self.side = KVPoolScheduler(config, cache, ConnectorConfig.parse(extra))
+        self.sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.side.bind_block_pool(self.pool)
+        self.tables: dict[str, list[list[Any]]] = {}
+        self.offers: dict[str, list[tuple[int, int, int]]] = {}
+
+    def connected(self) -> Core:
+        sessions = self.side._sessions
+        wait_for(lambda: sessions and all(session.namespace for session in sessions), "the sessions to be open")
+        return self
+
+    def ask(self, request: Request, computed: int = 0) -> int:
+        """Asks once a step until there is an answer."""
+
+        def answer() -> tuple[int] | None:
+            matched, is_async = self.side.matched_tokens(request, computed)
+            self.step()
+            if matched is None:
+                assert not is_async
+                return None
+            assert is_async == (matched > 0)
+            return (matched,)
+
+        return wait_for(answer, "an answer")[0]
+
+    def allocate(
+        self,
+        request: Request,
+        external_tokens: int,
+        num_blocks: int | None = None,
+        skipped: Sequence[int] = (),
+    ) -> list[int]:
+        """Gives a request blocks for all its tokens (or `num_blocks`) and says how much of the answer is taken.
+
+        Args:
+            skipped: of each group, how many blocks lie before its window.
+        """
+        tables = self.tables.setdefault(request.request_id, [[] for _ in self.sizes])
+        for idx, (size, held) in enumerate(zip(self.sizes, tables, strict=True)):
+            count = num_blocks if num_blocks is not None else -(-request.num_tokens // size)
+            nulls = skipped[idx] if skipped and not held else 0
+            held.extend([self.pool.null_block] * nulls)
+            held.extend(self.pool.get_new_blocks(max(0, count - len(held))))
+        self.side.after_alloc(request, KVCacheBlocks(tuple(tables)), external_tokens)
+        return self.ids(request)
+
+    def ids(self, request: Request, group: int = 0) -> list[int]:
+        """A request's block table of one group."""
+        return [block.block_id for block in self.tables[request.request_id][group]]
+
+    def step(self, *scheduled: tuple[Request, int]) -> ConnectorMetadata:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = {request.request_id: count for request, count in scheduled}
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        output.kv_connector_block_state = KVConnectorBlockState(
+            {*output.num_scheduled_tokens, *self.offers},
+            lambda name: tuple([block.block_id for block in table] for table in self.tables[name]),
+            self.offers,
+        )
+        metadata = self.side.build_metadata(output)
+        self.offers = {}
+        for request, count in scheduled:
+            request.num_computed_tokens += count
+        return metadata
+
+    def report(self, *jobs: int, ranks: int = 1, **loads: Any) -> None:
+        stores = WorkerMetadata(dict.fromkeys(jobs, ranks)) if jobs else None
+        self.side.update(KVConnectorOutput(kv_connector_worker_meta=stores, **loads))
+
+    def free(self, request: Request) -> None:
+        """Preemption: the blocks go, and nobody tells the connector."""
+        for table in self.tables.pop(request.request_id):
+            self.pool.free_blocks(block for block in reversed(table) if not block.is_null)
+        request.num_computed_tokens = 0
+
+    def finish(self, request: Request) -> None:
+        self.side.request_finished(request)
+        if request.request_id in self.tables:
+            self.free(request)
+
+    def num_used_blocks(self) -> int:
+        return NUM_BLOCKS - 1 - self.pool.get_num_free_blocks()
+
+
+MakeCore = Callable[..., Core]
+
+
+def fill(core: Core, hashes: Sequence[bytes], group: int = 0, stage: int = 0) -> None:
+    """Puts blocks into the pool."""
+    client, namespace = core.side._sessions[stage].client, core.side._sessions[stage].namespace
+    assert namespace is not None
+    values = [bytes(namespace.spec.groups[group].slot_bytes)] * len(hashes)
+    client.put_blocks(namespace, BlockRun(group, hashes), values)
+
+
+def num_leases(core: Core) -> int:
+    return core.side._sessions[0].client.stats().num_leases
+
+
+def wait_for_leases(core: Core, count: int) -> None:
+    wait_for(lambda: num_leases(core) == count, f"{count} leases on the server")
+
+
+def blocks(count: int) -> int:
+    return count * BLOCK_TOKENS
+
+
+def shake_hands(core: Core, config: Any, cache: KVCacheConfig, extra: dict[str, Any]) -> list[NamespaceSpec]:
+    """Tells the scheduler's side what both stages' workers would."""
+    specs = [namespace_spec(config, cache, ConnectorConfig.parse(extra), stage) for stage in range(2)]
+    core.side.handshake({(stage, 0): Handshake(spec) for stage, spec in enumerate(specs)})
+    return specs
