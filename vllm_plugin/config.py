@@ -23,6 +23,8 @@ class ConnectorConfig:
         endpoint: HOST:PORT of the kvpool-server.
         transport: "auto", "shm", "mooncake" or "stream"; see `ClientConfig`.
         lookup_timeout_ms: a lookup that takes longer is a miss, and a load that stands still for so long is given up.
+        promotion_wait_ms: how long a request waits for blocks on their way up from a tier of the pool, at most: never
+            longer than computing them would take. 0: it takes what is ready. Raise it for slow tiers and slow models.
         load_timeout_ms: a load that takes longer is recomputed. Raise it for long prompts over slow networks.
         store_timeout_ms: a store that takes longer is dropped.
         store_decoded: also store blocks that were filled by decoding; the next turn of a conversation hits them.
@@ -42,6 +44,7 @@ class ConnectorConfig:
     endpoint: str = DEFAULT_ENDPOINT
     transport: str = "auto"
     lookup_timeout_ms: int = 200
+    promotion_wait_ms: int = 1_000
     load_timeout_ms: int = 5_000
     store_timeout_ms: int = 5_000
     store_decoded: bool = True
@@ -78,6 +81,11 @@ class ConnectorConfig:
                 raise ConfigError(
                     f"kv_connector_extra_config: {name} = {getattr(config, name)} is not in 1 to {MAX_TIMEOUT_MS}"
                 )
+        if not 0 <= config.promotion_wait_ms <= MAX_TIMEOUT_MS:
+            raise ConfigError(
+                f"kv_connector_extra_config: promotion_wait_ms = {config.promotion_wait_ms} is not in 0 to "
+                f"{MAX_TIMEOUT_MS}; 0 never waits"
+            )
         config.client_config()
         if config.on_reset not in ("leave", "keep"):
             raise ConfigError(f"kv_connector_extra_config: on_reset = {config.on_reset!r} is not 'leave' or 'keep'")

@@ -109,6 +109,10 @@ class Economy:
         if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
             self._compute.add(num_prefill, seconds * num_prefill / num_tokens)
 
+    def compute_seconds(self, num_tokens: int) -> float:
+        """Estimated seconds of computing so many tokens; infinite while unknown."""
+        return self._compute.seconds(num_tokens)
+
     # A hit
 
     def verdict(self, num_tokens: int, nbytes: int) -> Verdict:

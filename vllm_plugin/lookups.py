@@ -3,6 +3,10 @@
 A request's first answer is "ask again" while its lookup is under way. An answer may be thrown away or cut by the
 scheduler, so asking again costs nothing and changes nothing. Every pipeline stage has a namespace of its own; a block
 is there if every stage has it.
+
+An answer is not final while blocks that would lengthen the hit are on their way up from a tier: "ask again", and the
+lookup is sent again when the pool says, for as long as the request's patience lasts (`patience.py`). The leases of an
+answer are kept until the next one has brought its own, so that what was ready stays so.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpool.client import PendingLookup
@@ -21,43 +24,13 @@ from vllm_plugin.boundary import Found, Reach, Rule, longest
 from vllm_plugin.config import MAX_LOOKUP_WAIT_MS, ConnectorConfig
 from vllm_plugin.economy import Verdict
 from vllm_plugin.metrics import Recorder
+from vllm_plugin.patience import Patience
 from vllm_plugin.session import Session
+from vllm_plugin.sought import Sought
+from vllm_plugin.stock import Stock
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-@dataclass(slots=True)
-class Sought:
-    """A request's lookup.
-
-    Args:
-        local: tokens that the engine had itself when it was sent.
-        asked: the same when the engine last asked.
-        runs: what was asked for, one a group.
-        firsts: index of each run's first block.
-        pending: the calls; empty once answered.
-        found: one a group, once answered.
-        boundary: the longest hit; `local` if there is none, or none that is worth its load.
-        searched: between which tokens it was searched for last.
-        verdict: what was said of it; None until then.
-        lease_ids: one a stage.
-        good_until: by when a load must have begun.
-    """
-
-    local: int
-    asked: int
-    limit: int
-    sent_at: float
-    runs: list[BlockRun]
-    firsts: list[int]
-    pending: list[PendingLookup]
-    found: list[Found] = field(default_factory=list)
-    boundary: int = 0
-    searched: tuple[int, int] | None = None
-    verdict: Verdict | None = None
-    lease_ids: tuple[int, ...] = ()
-    good_until: float = 0.0
 
 
 class Lookups:
@@ -67,8 +40,9 @@ class Lookups:
         rules: one a group.
         alignment, hash_tokens: of boundaries and of block hashes, in tokens.
         sessions: one a stage; empty until the stages are known.
-        missing: told which blocks of a group a lookup has not found.
+        missing: told which blocks of a group a lookup has not found, and that are not on their way either.
         verdict: of a hit between two boundaries.
+        compute_s: seconds that computing so many tokens takes; infinite while unknown.
     """
 
     def __init__(
@@ -81,6 +55,7 @@ class Lookups:
         recorder: Recorder,
         missing: Callable[[int, Sequence[bytes]], None],
         verdict: Callable[[int, int], Verdict],
+        compute_s: Callable[[int], float],
     ):
         self._rules = rules
         self._alignment = alignment
@@ -90,6 +65,7 @@ class Lookups:
         self._recorder = recorder
         self._missing = missing
         self._verdict = verdict
+        self._compute_s = compute_s
         self._prefix_only = all(rule.reach is Reach.ALL for rule in rules)
         self._sought: dict[str, Sought] = {}
         self._waited_s = 0.0
@@ -108,16 +84,17 @@ class Lookups:
         if limit <= local or not self._sessions:
             return local
         sought = self._sought.get(request.request_id)
-        if sought is None or sought.local > local or (not sought.pending and time.monotonic() > sought.good_until):
-            verdict = None if sought is None else sought.verdict  # A hit is judged once.
+        if sought is None or sought.local > local or (not sought.calls and time.monotonic() > sought.good_until):
+            before = sought
             self.forget(request.request_id)
             sought = self._send(request, local, limit)
             if sought is None:
                 return local
-            sought.verdict = verdict
-        if sought.pending and not self._receive(sought):
-            return None
+            if before is not None:  # A hit is judged once, and waited for once.
+                sought.verdict, sought.patience = before.verdict, before.patience
         sought.asked = local
+        if not self._is_final(sought):
+            return None
         if sought.found and sought.searched != (local, limit):
             sought.searched = (local, limit)
             sought.boundary = longest(self._rules, sought.found, local, min(limit, sought.limit), self._alignment)
@@ -141,9 +118,7 @@ class Lookups:
         """Ends the leases of a lookup, also of one that is not answered yet."""
         self.release(sought.lease_ids)
         sought.lease_ids = ()
-        for session, pending in zip(self._sessions, sought.pending, strict=False):
-            # The answer may bring a lease that nobody wants any more.
-            pending.on_done(functools.partial(_release_late, session))
+        self._leave(sought)
 
     def forget(self, request_id: str) -> None:
         """Ends a lookup, if there is one."""
@@ -171,40 +146,68 @@ class Lookups:
         return known if known > sought.boundary else 0
 
     def _send(self, request: Request, local: int, limit: int) -> Sought | None:
-        namespaces = [session.namespace for session in self._sessions]
         runs, firsts = [], []
         for idx, rule in enumerate(self._rules):
             first = local // rule.block_tokens
             stop = min(len(request.block_hashes) * self._hash_tokens // rule.block_tokens, rule.end(limit))
             runs.append(block_run(request, idx, rule, self._hash_tokens, first, max(first, stop)))
             firsts.append(first)
-        pending: list[PendingLookup] = []
-        sought = Sought(local, local, limit, time.monotonic(), runs, firsts, pending, boundary=local)
-        for session, namespace in zip(self._sessions, namespaces, strict=True):
+        patience = Patience(self._config.promotion_wait_ms / 1000)
+        sought = Sought(local, local, limit, runs, firsts, patience, boundary=local)
+        if not self._call(sought):
+            return None
+        self._sought[request.request_id] = sought
+        return sought
+
+    def _call(self, sought: Sought) -> bool:
+        """Asks every stage; False if the pool is away."""
+        sought.sent_at = time.monotonic()
+        for session in self._sessions:
+            namespace = session.namespace
             try:
                 if namespace is None:
                     raise UnavailableError("kvpool is away")
-                pending.append(session.client.lookup_async(namespace, runs, prefix_only=self._prefix_only))
+                sought.calls.append(session.client.lookup_async(namespace, sought.runs, prefix_only=self._prefix_only))
             except UnavailableError:
-                self.let_go(sought)
-                return None
-        self._sought[request.request_id] = sought
-        return sought
+                self._leave(sought)
+                return False
+        return True
+
+    def _leave(self, sought: Sought) -> None:
+        """Waits for no answer any more."""
+        for session, call in zip(self._sessions, sought.calls, strict=False):
+            # The answer may bring a lease that nobody wants any more.
+            call.on_done(functools.partial(_release_late, session))
+        sought.calls = []
+
+    def _is_final(self, sought: Sought) -> bool:
+        """Whether the newest answer is the one to take. Asks for another one when it is time to."""
+        if sought.calls and not self._receive(sought) and not sought.is_waiting:
+            return False
+        now = time.monotonic()
+        if sought.is_waiting and sought.patience.has_ended(now):
+            self._leave(sought)
+            self._settle(sought)
+        elif sought.is_waiting and not sought.calls and sought.patience.is_due(now) and not self._call(sought):
+            self._give_up(sought)
+        return not sought.is_waiting
 
     def _receive(self, sought: Sought) -> bool:
         """Takes the answers if they are there, or come within what this step may still wait."""
         answers: list[Lookup] = []
-        for session, pending in zip(self._sessions, sought.pending, strict=True):
+        for session, call in zip(self._sessions, sought.calls, strict=True):
             budget_s = max(0.0, MAX_LOOKUP_WAIT_MS / 1000 - self._waited_s)
             asked_at = time.monotonic()
             try:
-                answer = pending.result(budget_s)
+                answer = call.result(budget_s)
             except KVPoolError as error:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
-                self.let_go(sought)
-                sought.pending = []
-                sought.good_until = math.inf  # One budget of waiting a request, not one a try.
+                self._leave(sought)
+                if sought.is_waiting and all(each.namespace for each in self._sessions):
+                    self._settle(sought)  # Late, and not gone: what was ready before still is.
+                else:
+                    self._give_up(sought)
                 return True
             finally:
                 self._waited_s += time.monotonic() - asked_at
@@ -212,30 +215,56 @@ class Lookups:
                 return False
             answers.append(answer)
             session.report(None, "lookup")
-        sought.pending = []
-        sought.lease_ids = tuple(answer.lease_id for answer in answers)
-        found = [self._found(sought, idx, answers) for idx in range(len(self._rules))]
-        if all(sought.lease_ids):  # Without a lease nothing keeps the blocks there. A lookup of nothing has none.
-            sought.found = found
-        ttl_ms = min(answer.lease_ttl_ms for answer in answers) or self._config.load_timeout_ms
-        sought.good_until = sought.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
+        sought.calls = []
         self._recorder.add("lookups")
         self._recorder.observe("lookup_seconds", time.monotonic() - sought.sent_at)
+        self._take_answers(sought, answers)
         return True
 
-    def _found(self, sought: Sought, idx: int, answers: Sequence[Lookup]) -> Found:
-        run = sought.runs[idx]
-        length = len(run)
-        complete = (1 << length) - 1
-        for answer in answers:
-            hits = answer.hits[idx]
-            complete &= (1 << hits.num_leading) - 1 if self._prefix_only else hits.complete
-        if not complete:
-            self._missing(idx, run.block_hashes)
-        elif complete != (1 << length) - 1:
-            bits = reversed(f"{complete:0{length}b}")
-            self._missing(idx, [name for bit, name in zip(bits, run.block_hashes, strict=True) if bit == "0"])
-        return Found(sought.firsts[idx], complete, length)
+    def _take_answers(self, sought: Sought, answers: Sequence[Lookup]) -> None:
+        """Keeps what was found; decides whether to wait for what is on its way."""
+        self.release(sought.lease_ids)  # Of the answers before these, whose own leases are there now.
+        sought.lease_ids = tuple(answer.lease_id for answer in answers)
+        ttl_ms = min(answer.lease_ttl_ms for answer in answers) or self._config.load_timeout_ms
+        sought.good_until = sought.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
+        sought.stocks = [
+            Stock.of(rule, first, len(run), [answer.hits[idx] for answer in answers])
+            for idx, (rule, first, run) in enumerate(zip(self._rules, sought.firsts, sought.runs, strict=True))
+        ]
+        found = [each.found() for each in sought.stocks]
+        sought.found = found if all(sought.lease_ids) else []  # Without a lease nothing keeps the blocks there.
+        sought.coming_tokens = 0
+        retry_ms = max(answer.retry_after_ms for answer in answers)
+        if retry_ms:
+            promised = [each.promised() for each in sought.stocks]
+            sought.coming_tokens = self._longest(sought, promised) - self._longest(sought, found)
+        num_ready = sum(max(hits.num_leading, hits.complete.bit_count()) for each in answers for hits in each.hits)
+        if sought.coming_tokens and sought.patience.lasts(
+            time.monotonic(), num_ready, self._compute_s(sought.coming_tokens), retry_ms / 1000
+        ):
+            sought.is_waiting = True
+        else:
+            self._settle(sought)
+
+    def _settle(self, sought: Sought) -> None:
+        """The newest answer is final."""
+        if sought.is_waiting:
+            sought.is_waiting = False
+            self._recorder.add("promotion_waits")
+            self._recorder.observe("promotion_wait_seconds", time.monotonic() - sought.patience.began_at)
+        self._recorder.add("promotion_missed_tokens", sought.coming_tokens)
+        for run, each in zip(sought.runs, sought.stocks, strict=False):  # There are none where nobody has answered.
+            self._missing(run.group_idx, each.missing(run.block_hashes))
+
+    def _give_up(self, sought: Sought) -> None:
+        """The pool does not answer: a miss."""
+        self._settle(sought)
+        self.let_go(sought)
+        sought.found = []
+        sought.good_until = math.inf  # One budget of waiting a request, not one a try.
+
+    def _longest(self, sought: Sought, found: Sequence[Found]) -> int:
+        return longest(self._rules, found, sought.asked, sought.limit, self._alignment)
 
 
 def block_run(request: Request, group_idx: int, rule: Rule, hash_tokens: int, first: int, stop: int) -> BlockRun:

@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "lookups": "Lookups answered in time.",
     "lookup_failures": "Lookups that failed or took too long; each is a miss.",
+    "promotion_waits": "Requests that waited for blocks on their way up from a tier of the pool.",
+    "promotion_missed_tokens": "Tokens still on their way up from a tier when a request waited no longer.",
     "hit_tokens": "Tokens found in the pool beyond the engine's own cache.",
     "loaded_blocks": "Blocks loaded from the pool, by all ranks together.",
     "loaded_bytes": "Bytes loaded from the pool.",
@@ -33,6 +35,7 @@ GAUGES = {
 }
 HISTOGRAMS = {
     "lookup_seconds": "From sending a lookup to its answer.",
+    "promotion_wait_seconds": "From the first answer with blocks on their way up to the end of the wait.",
     "load_seconds": "One rank's load of one request.",
     "store_seconds": "One rank's store job.",
 }

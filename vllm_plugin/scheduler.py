@@ -23,12 +23,13 @@ from vllm_plugin.groups import alignment_tokens, hash_tokens, make_groups
 from vllm_plugin.identity import namespace_spec
 from vllm_plugin.known import Known
 from vllm_plugin.loads import Loads
-from vllm_plugin.lookups import Lookups, Sought, block_run
+from vllm_plugin.lookups import Lookups, block_run
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.pins import Pins
 from vllm_plugin.retention import Retention
 from vllm_plugin.session import Session
+from vllm_plugin.sought import Sought
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,6 +92,7 @@ class KVPoolScheduler:
             self._recorder,
             self._missing,
             self._loads.verdict,
+            self._loads.economy.compute_seconds,
         )
         if self._num_stages == 1:
             self._open([namespace_spec(vllm_config, kv_cache_config, config)])

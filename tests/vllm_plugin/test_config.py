@@ -15,9 +15,9 @@ def test_defaults_serve_a_pool_on_this_host() -> None:
 
 def test_every_key_reaches_the_configuration() -> None:
     given = {
-        "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "load_timeout_ms": 2,
-        "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512, "max_pinned_fraction": 0.25,
-        "decline_slow_loads": False, "on_reset": "keep",
+        "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
+        "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
+        "max_pinned_fraction": 0.25, "decline_slow_loads": False, "on_reset": "keep",
         "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s",
     }  # fmt: skip
     config = ConnectorConfig.parse(given)
@@ -67,6 +67,8 @@ def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -
         ("transport", "rdma"),
         ("lookup_timeout_ms", 0),
         ("lookup_timeout_ms", -1),
+        ("promotion_wait_ms", -1),
+        ("promotion_wait_ms", 300_001),
         ("load_timeout_ms", 0),
         ("load_timeout_ms", 600_001),
         ("store_timeout_ms", 0),

@@ -1,0 +1,53 @@
+"""What is known of one request's lookup: what was asked, what is under way, what was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvpool.client import PendingLookup
+from kvpool.types import BlockRun
+from vllm_plugin.boundary import Found
+from vllm_plugin.economy import Verdict
+from vllm_plugin.patience import Patience
+from vllm_plugin.stock import Stock
+
+
+@dataclass(slots=True)
+class Sought:
+    """A request's lookup.
+
+    Args:
+        local: tokens that the engine had itself when it was sent.
+        asked: the same when the engine last asked.
+        runs: what was asked for, one a group.
+        sent_at: when it was sent last.
+        firsts: index of each run's first block.
+        patience: with what is on its way up from a tier.
+        calls: those under way; empty once answered.
+        is_waiting: the newest answer is not final.
+        stocks, found: one a group, once answered.
+        coming_tokens: by how much what is on its way would lengthen the hit.
+        boundary: the longest hit; `local` if there is none, or none that is worth its load.
+        searched: between which tokens it was searched for last.
+        verdict: what was said of it; None until then.
+        lease_ids: one a stage, of the newest answer.
+        good_until: by when a load must have begun.
+    """
+
+    local: int
+    asked: int
+    limit: int
+    runs: list[BlockRun]
+    firsts: list[int]
+    patience: Patience
+    sent_at: float = 0.0
+    calls: list[PendingLookup] = field(default_factory=list)
+    is_waiting: bool = False
+    stocks: list[Stock] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    coming_tokens: int = 0
+    boundary: int = 0
+    searched: tuple[int, int] | None = None
+    verdict: Verdict | None = None
+    lease_ids: tuple[int, ...] = ()
+    good_until: float = 0.0
