@@ -220,6 +220,17 @@ def leases_of_late_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 @variant
+def leases_of_earlier_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
+    original = Lookups._take_answers
+
+    def take_answers(self: Lookups, sought: Any, answers: Any) -> None:
+        sought.lease_ids = ()
+        original(self, sought, answers)
+
+    patch.setattr(Lookups, "_take_answers", take_answers)
+
+
+@variant
 def aborted_requests_keep_their_lookup(patch: pytest.MonkeyPatch) -> None:
     original = KVPoolScheduler.request_finished
 

@@ -85,6 +85,7 @@ class Setup:
     window_interval_tokens: int = 4096
     decline_slow_loads: bool = False
     on_reset: str = "leave"
+    promotion_wait_ms: int = 1_000
 
 
 class Prefixes(Observer):
@@ -352,6 +353,7 @@ def _config(base: VllmConfig, setup: Setup) -> VllmConfig:
         "window_interval_tokens": setup.window_interval_tokens,
         "decline_slow_loads": setup.decline_slow_loads,
         "on_reset": setup.on_reset,
+        "promotion_wait_ms": setup.promotion_wait_ms,
     }
     return config
 

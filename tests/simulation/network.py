@@ -1,7 +1,8 @@
 """A kvpool server in this process, and clients that reach it through messages whose ways the schedule decides.
 
 All but gRPC and shared memory is the real thing: `Client`, `wire`, `PoolService`, `Pool`. A message waits for its turn
-before it reaches the server; the server may be away, hang, come back as another, or lose a message.
+before it reaches the server; the server may be away, hang, come back as another, lose a message, or say that what it
+has is still on its way up from a tier.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -19,7 +21,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.segment import Bytes
 from kvpool.transport.base import Drain, Fill, batches
-from kvpool.types import Offer
+from kvpool.types import BlockRun, Lookup, Offer, RunHits
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.limits import Limits
@@ -61,6 +63,50 @@ class _NoMetrics:
         """Nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """What one lookup is told of a tier.
+
+    Args:
+        num_up: blocks of each run that are up; what else is there is on its way.
+        num_lost: blocks that are said to be on their way, and never come.
+    """
+
+    num_up: int
+    num_lost: int
+    retry_ms: int
+
+
+class _TieredPool(Pool):
+    """A pool of which the next lookups see a part only."""
+
+    lags: list[Lag]
+
+    def lookup(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+    ) -> Lookup:
+        if not self.lags or not lease_ttl_ms:
+            return super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        lag = self.lags.pop(0)
+        whole = super().lookup(fingerprint, runs, prefix_only=prefix_only)
+        seen = [replace(run, block_hashes=_hidden(run.block_hashes, lag.num_up)) for run in runs]
+        found = super().lookup(fingerprint, seen, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        hits = tuple(
+            replace(up, num_pending=min(len(run) - _count(up), _count(there) - _count(up) + lag.num_lost))
+            for run, up, there in zip(runs, found.hits, whole.hits, strict=True)
+        )
+        return replace(found, hits=hits, retry_after_ms=lag.retry_ms if any(hit.num_pending for hit in hits) else 0)
+
+
+def _hidden(names: Sequence[bytes], num_up: int) -> list[bytes]:
+    """The later ones under names that nobody has."""
+    return [*names[:num_up], *(bytes(255 - byte for byte in name) for name in names[num_up:])]
+
+
+def _count(hits: RunHits) -> int:
+    return max(hits.num_leading, hits.complete.bit_count())
+
+
 class SimServer:
     """One server, through restarts.
 
@@ -70,6 +116,7 @@ class SimServer:
 
     Attributes:
         up, hung: a server that hangs answers nobody; one that is not up refuses.
+        lags: of each of the next lookups, what it is told of a tier.
         losses: "request" or "answer" of each of the next messages that is lost; "" for one that is not.
         is_lossless: nobody was ever left without an answer, and nothing but the time has ended a lease.
     """
@@ -80,6 +127,7 @@ class SimServer:
         self.turns = turns
         self.shares_memory = shares_memory
         self.up, self.hung = True, False
+        self.lags: list[Lag] = []
         self.losses: list[str] = []
         self.is_lossless = True
         self._size = extent_bytes, num_extents
@@ -92,10 +140,11 @@ class SimServer:
         extent_bytes, num_extents = self._size
         self.memory = np.full(extent_bytes * num_extents, POISON, np.uint8)
         self.boot_token = next(self._ids)
-        self.pool = Pool(
+        self.pool = _TieredPool(
             Arena(extent_bytes * num_extents, extent_bytes), self.turns.clock, lambda: next(self._ids), LIMITS
         )
         self.pool.observer = self._observer
+        self.pool.lags = self.lags
         offer = Offer(PIECE_BYTES)
         self._service = PoolService(self.pool, self.memory, offer, self.boot_token, _NoMetrics(), self.pool.stats)  # type: ignore[arg-type]
         self.up = True

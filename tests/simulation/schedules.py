@@ -18,7 +18,7 @@ from kvpool.hashing import checksum
 from kvpool.types import BlockRun, ShardRange
 from kvpool_server.storage.entry import Entry
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
-from tests.simulation.network import LIMITS, SimServer
+from tests.simulation.network import LIMITS, Lag, SimServer
 from tests.simulation.turns import Turns
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
@@ -166,6 +166,10 @@ class World:
         """The next message, or its answer, is lost."""
         self.server.losses.append(("request", "answer", "")[which % 3])
 
+    def lag(self, count: int, num_up: int, num_lost: int, retry_ms: int) -> None:
+        """The next lookups see less than there is, each a block more than the one before, and hear of the rest."""
+        self.server.lags += [Lag(num_up + nth, num_lost, retry_ms) for nth in range(count)]
+
     # The pool
 
     def others_stored(self, engine: int, prefix: int, length: int, gaps: int) -> None:
@@ -227,6 +231,7 @@ class World:
         """All faults have stopped: everything comes to its end, and nothing is left."""
         self.server.up, self.server.hung = True, False
         self.server.losses.clear()
+        self.server.lags.clear()
         for _ in range(DRAIN_ROUNDS):
             busy = [engine for engine in self.engines if engine.scheduler.has_requests() or engine._in_flight]
             if not busy:
@@ -354,7 +359,8 @@ def make_schedule(seed: int) -> Schedule:
 
 
 _RARE = {"abort": 6, "again": 3, "preempt": 4, "forget": 8, "reset": 2, "advance": 5, "fill": 4, "hog": 2, "remove": 3,
-         "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4, "lose": 4}  # fmt: skip
+         "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4, "lose": 4,
+         "lag": 8}  # fmt: skip
 _FAULTS = ("flip", "away", "back", "restart", "hang", "go_on", "lose", "remove", "clear", "reset")
 
 
@@ -369,6 +375,7 @@ def _make_setup(dice: random.Random, num_blocks: int) -> Setup:
         window_interval_tokens=dice.choice([1, 64, 4096]),
         decline_slow_loads=dice.random() < 0.2,
         on_reset=dice.choice(["leave", "keep"]),
+        promotion_wait_ms=dice.choice([0, 30, 1_000]),
     )
 
 
@@ -399,6 +406,8 @@ def _make_event(dice: random.Random, name: str) -> Event:
             return name, dice.choice([1, 4, 16, 40])
         case "hog":
             return name, dice.choice([4, 16]), dice.choice([500, 5_000])
+        case "lag":
+            return name, dice.choice([1, 3, 8]), dice.randrange(5), dice.choice([0, 0, 3]), dice.choice([1, 20, 400])
         case _:
             return (name,)
 
