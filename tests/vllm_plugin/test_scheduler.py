@@ -172,6 +172,15 @@ def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCor
     assert one.ask(make_request("another", tokens(100))) == blocks(6)
 
 
+def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
+    one = core().connected()
+    client, request = one.side._sessions[0].client, make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    sent = client.lookup_async
+    client.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
+    assert one.ask(request) == 0
+
+
 def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCore) -> None:
     one = core(load_timeout_ms=100).connected()  # Leases of 200 ms, good to begin a load for 100 ms.
     request = make_request("r", tokens(100))
