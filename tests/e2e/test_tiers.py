@@ -1,0 +1,99 @@
+"""A pool that outlives its processes, and outgrows its memory: engines hit, and answer the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
+from tests.e2e.conftest import (
+    FLOAT32,
+    PATIENT,
+    assert_same,
+    drain,
+    hit_tokens,
+    one_by_one,
+    pool_stats,
+    prompt,
+    running,
+    wait_until_connected,
+    wait_until_nothing_is_held,
+)
+from tests.support.processes import ServerProcess, wait_for
+
+pytestmark = pytest.mark.vllm
+
+StartServer = Callable[..., ServerProcess]
+WAITS = {**PATIENT, "promotion_wait_ms": 60_000}
+LENGTHS = (100, 500, 1000)
+
+
+class Fixture:
+    """A pool that can be restarted in its place, and an engine that uses it."""
+
+    def __init__(self, pool_server: StartServer, model: Path, tmp_path: Path):
+        self._start = pool_server
+        self._tier = ("--tier", f"file:{tmp_path / 'tier'},size=256MiB,name=one")
+        self.server = self._start("--memory", "8MiB", *self._tier)
+        self.endpoint = self.server.endpoint
+        self.spec = EngineSpec(model, kvpool_transfer_config(self.endpoint, **WAITS), FLOAT32, in_process=True)
+
+    def restart(self) -> None:
+        self.server.kill()
+        self.server = self._start("--memory", "8MiB", *self._tier, "--listen", self.endpoint)
+
+    def wait_until_written(self, num_blocks: int) -> None:
+        wait_for(lambda: pool_stats(self.server).tiers[0].num_entries == num_blocks, "blocks to be in the tier", 60)
+
+
+@pytest.fixture
+def rig(pool_server: StartServer, model: Path, tmp_path: Path) -> Fixture:
+    return Fixture(pool_server, model, tmp_path)
+
+
+@pytest.fixture
+def tiered(rig: Fixture, tmp_path: Path) -> Iterator[Engine]:
+    with ExitStack() as stack:
+        (engine,) = stack.enter_context(running(tmp_path, rig.spec))
+        yield engine
+
+
+def _cached(answers: list[Answer]) -> list[int]:
+    return [answer.cached_tokens for answer in answers]
+
+
+def test_beyond_memory_and_over_a_restart(rig: Fixture, tiered: Engine, plain_engine: Engine) -> None:
+    prompts = [prompt(length, f"tier {nth} {length}") for nth in range(3) for length in LENGTHS]
+    expected = one_by_one(plain_engine, prompts)
+    num_blocks = 0
+    for each, right in zip(prompts, expected, strict=True):  # 18 MiB of blocks, through 8 MiB of memory.
+        (answer,) = one_by_one(tiered, [each])
+        assert_same([answer], [right])
+        assert answer.cached_tokens == 0
+        drain(tiered)
+        num_blocks += (len(each) + len(answer.tokens) - 1) // BLOCK_TOKENS
+        rig.wait_until_written(num_blocks)
+    full = [hit_tokens(len(each)) for each in prompts]
+    again = one_by_one(tiered, prompts)
+    assert _cached(again) == full
+    assert_same(again, expected)
+    assert pool_stats(rig.server).tiers[0].counters["promoted_blocks"] > 0
+    drain(tiered)
+    rig.restart()
+    wait_until_connected(tiered, rig.spec.transfer)
+    assert pool_stats(rig.server).num_entries == 0
+
+    def all_hit() -> bool:
+        """Until the engine has noticed the restart, a prompt may be computed; it answers the same."""
+        answers = one_by_one(tiered, prompts)
+        assert_same(answers, expected)
+        drain(tiered)
+        return _cached(answers) == full
+
+    wait_for(all_hit, "all prompts to hit", 120)
+    counters = pool_stats(rig.server).tiers[0].counters
+    assert counters["promoted_blocks"] >= num_blocks - 9 and not counters.get("corrupt_blocks")
+    wait_until_nothing_is_held(rig.server)
