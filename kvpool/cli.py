@@ -7,15 +7,19 @@ import importlib.metadata
 import json
 import sys
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
+from kvpool.holdings import NamespaceInfo
+from kvpool.quotas import parse_quota, size_text
+from kvpool.types import Quota
 from kvpool.version import __version__
 
 app = typer.Typer(
@@ -74,19 +78,74 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
     """Which models' blocks the pool holds."""
     with _client(endpoint) as client:
         found = client.namespaces()
+        bounds = client.quotas()
     if as_json:
-        rows = [
-            {"fingerprint": spec.fingerprint().hex(), "entries": entries, "bytes": nbytes, **dataclasses.asdict(spec)}
-            for spec, entries, nbytes in found
-        ]
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps([_row(info, bounds) for info in found], indent=2))
         return
-    headings = ("fingerprint", "model", "KV dtype", "groups (block tokens)", "tenant", "blocks", "bytes")
+    whole, folded = Column("fingerprint", no_wrap=True, min_width=12), Column("model", overflow="fold")
+    headings = (whole, folded, "tenant", "blocks", "size", "quota", "hits", "age", "idle")
     table = Table(*headings, title=f"namespaces at {endpoint}")
-    for spec, entries, nbytes in found:
-        groups = ", ".join(f"{group.kind} ({group.block_tokens})" for group in spec.groups)
-        identity = (spec.fingerprint().hex()[:12], spec.model, spec.kv_cache_dtype, groups, spec.tenant)
-        table.add_row(*identity, f"{entries:,}", f"{nbytes:,}")
+    for info in found:
+        mine = [quota for quota in bounds if _covers(quota, info)]
+        table.add_row(
+            info.fingerprint.hex()[:12],
+            info.spec.model,
+            info.spec.tenant,
+            f"{info.num_entries:,}",
+            size_text(info.nbytes),
+            ", ".join(size_text(quota.limit_bytes) for quota in mine),
+            "" if info.hit_ratio is None else f"{info.hit_ratio:.1%}",
+            _ago(info.age_seconds),
+            _ago(info.idle_seconds),
+        )
+        for tier in info.tiers:
+            table.add_row("", f"  in {tier.tier}", "", f"{tier.num_entries:,}", size_text(tier.nbytes))
+    Console().print(table)
+
+
+def _row(info: NamespaceInfo, bounds: Sequence[Quota]) -> dict[str, Any]:
+    row = dataclasses.asdict(info)
+    spec, fingerprint = row.pop("spec"), row.pop("fingerprint").hex()
+    shown = {"fingerprint": fingerprint, "entries": row.pop("num_entries"), "bytes": row.pop("nbytes"), **row}
+    quotas = [dataclasses.asdict(quota) for quota in bounds if _covers(quota, info)]
+    return {**shown, "hit_ratio": info.hit_ratio, "quotas": quotas, **spec}
+
+
+def _covers(quota: Quota, info: NamespaceInfo) -> bool:
+    return quota.covers(info.spec.tenant, info.fingerprint)
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@app.command()
+def quota(
+    quotas: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SUBJECT=SIZE]...",
+            help="tenant:NAME=20GiB, or namespace:FINGERPRINT=20GiB, of which the first characters do; "
+            "SUBJECT=0 takes a bound away. None: only list.",
+        ),
+    ] = None,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+) -> None:
+    """Bound what tenants or namespaces hold of the arena; say what the bounds are. Lasts until the server stops."""
+    wanted = [parse_quota(text) for text in quotas or ()]
+    with _client(endpoint) as client:
+        found = client.set_quotas(wanted)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(quota) for quota in found], indent=2))
+        return
+    table = Table("subject", "limit", "used", "share used", title=f"quotas at {endpoint}")
+    for each in found:
+        share = f"{each.used_bytes / each.limit_bytes:.0%}"
+        table.add_row(each.subject, size_text(each.limit_bytes), size_text(each.used_bytes), share)
     Console().print(table)
 
 
@@ -144,7 +203,7 @@ def events(
 def _resolve(client: Client, prefix: str) -> bytes:
     if not prefix:
         raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all instead")
-    fingerprints = [spec.fingerprint() for spec, _, _ in client.namespaces()]
+    fingerprints = [info.fingerprint for info in client.namespaces()]
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:
         raise InvalidRequestError(

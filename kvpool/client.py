@@ -30,6 +30,7 @@ from kvpool.errors import (
     UnavailableError,
 )
 from kvpool.hashing import checksum
+from kvpool.holdings import NamespaceInfo
 from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.sums import SUMMER, Checksums
@@ -46,6 +47,7 @@ from kvpool.types import (
     PutGrant,
     PutReceipt,
     PutStatus,
+    Quota,
     ShardRange,
     in_two,
     join_located,
@@ -572,10 +574,25 @@ class Client:
     def stats(self) -> PoolStats:
         return wire.decode_stats(self._call(self._stub.Stats, pb.StatsRequest()))
 
-    def namespaces(self) -> list[tuple[NamespaceSpec, int, int]]:
-        """Every open namespace: its spec, its entries, their bytes."""
+    def namespaces(self) -> list[NamespaceInfo]:
+        """Every open namespace, in the order they were opened."""
         reply = self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest())
-        return [(wire.decode_spec(info.spec), info.num_entries, info.nbytes) for info in reply.namespaces]
+        return [wire.decode_namespace_info(info) for info in reply.namespaces]
+
+    def quotas(self) -> list[Quota]:
+        """Every bound on what a tenant or a namespace may hold, by subject."""
+        return self.set_quotas([])
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
+        """Sets bounds, and takes those of 0 bytes away; returns all there are then.
+
+        What a subject holds beyond its bound is evicted at once, but for what is leased or being written.
+
+        Raises:
+            InvalidRequestError: one of them cannot be set; none is.
+        """
+        reply = self._call(self._stub.SetQuotas, pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas)))
+        return wire.decode_quotas(reply.quotas)
 
     # Helpers
 

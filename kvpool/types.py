@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from kvpool.errors import InvalidRequestError
 
 HASH_BYTES = 32
 """Length of a block hash and of a namespace fingerprint (SHA-256)."""
+MIN_PREFIX = 8
+"""So many hexadecimal digits of a fingerprint at least: a quota must not bound another namespace by chance."""
 
 
 class PutStatus(enum.IntEnum):
@@ -280,6 +283,40 @@ class OpenedNamespace:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """An upper bound on what a tenant's or a namespace's entries hold of the arena.
+
+    Args:
+        subject: "tenant:NAME", or "namespace:" and a fingerprint in lower-case hexadecimal, or its first characters.
+        limit_bytes: of their slots; 0, when setting: there is to be no bound.
+        used_bytes: of their slots now; not looked at when setting.
+    """
+
+    subject: str
+    limit_bytes: int
+    used_bytes: int = 0
+
+    def covers(self, tenant: str, fingerprint: bytes) -> bool:
+        """Whether a namespace's entries count."""
+        kind, _, name = self.subject.partition(":")
+        return name == tenant if kind == "tenant" else fingerprint.hex().startswith(name)
+
+    def check(self) -> None:
+        """Raises InvalidRequestError unless the subject can be one."""
+        kind, _, name = self.subject.partition(":")
+        if kind not in ("tenant", "namespace") or not name:
+            raise InvalidRequestError(
+                f"quota subject {self.subject!r} is none; give tenant:NAME or namespace:FINGERPRINT"
+            )
+        hexadecimal = f"[0-9a-f]{{{MIN_PREFIX},{2 * HASH_BYTES}}}"
+        if kind == "namespace" and not re.fullmatch(hexadecimal, name):
+            raise InvalidRequestError(
+                f"quota subject {self.subject!r}: give the first {MIN_PREFIX} characters of a fingerprint, or more, as "
+                "`kvpool namespaces` shows them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """A snapshot of one tier. Sizes in bytes, as far as the server knows; counters since the server's start.
 
@@ -295,15 +332,6 @@ class TierStats:
     used_bytes: int = 0
     num_entries: int = 0
     counters: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TierHoldings:
-    """What one tier holds of a namespace, as far as the server knows: complete blocks, and bytes of their slots."""
-
-    tier: str
-    num_entries: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

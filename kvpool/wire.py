@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 
 from kvpool import errors
+from kvpool.holdings import NamespaceInfo, TierHoldings
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import (
     HASH_BYTES,
@@ -29,6 +30,7 @@ from kvpool.types import (
     PutGrant,
     PutReceipt,
     PutStatus,
+    Quota,
     RunHits,
     SegmentInfo,
     ShardRange,
@@ -396,3 +398,34 @@ _STATS_SCALARS = tuple(
     field.name for field in pb.StatsResponse.DESCRIPTOR.fields if field.name not in ("boot_token", "counters", "tiers")
 )
 _TIER_SCALARS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "counters")
+
+
+def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
+    return pb.NamespaceInfo(
+        spec=encode_spec(info.spec),
+        tiers=[
+            pb.TierHoldings(tier=tier.tier, num_entries=tier.num_entries, nbytes=tier.nbytes) for tier in info.tiers
+        ],
+        **{name: getattr(info, name) for name in _INFO_SCALARS},
+    )
+
+
+def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
+    tiers = tuple(TierHoldings(tier.tier, tier.num_entries, tier.nbytes) for tier in message.tiers)
+    scalars = {name: getattr(message, name) for name in _INFO_SCALARS}
+    return NamespaceInfo(spec=decode_spec(message.spec), tiers=tiers, **scalars)
+
+
+_INFO_SCALARS = tuple(
+    field.name for field in pb.NamespaceInfo.DESCRIPTOR.fields if field.name not in ("spec", "retired", "tiers")
+)
+
+
+def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:
+    return [
+        pb.Quota(subject=quota.subject, limit_bytes=quota.limit_bytes, used_bytes=quota.used_bytes) for quota in quotas
+    ]
+
+
+def decode_quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
+    return [Quota(message.subject, message.limit_bytes, message.used_bytes) for message in messages]

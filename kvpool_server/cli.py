@@ -43,6 +43,7 @@ def serve(
     data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
     tier: Annotated[list[str] | None, typer.Option(help=_help("tier"))] = None,
+    quota: Annotated[list[str] | None, typer.Option(help=_help("quota"))] = None,
     shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,

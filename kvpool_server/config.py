@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.quotas import parse_quota
 from kvpool_server.tiers.spec import parse
 
 ENV_PREFIX = "KVPOOL_"
@@ -45,6 +46,12 @@ class ServerConfig(BaseModel):
         (),
         description="A place under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT; several are "
         "asked in their order. In the environment, ; separates them.",
+    )
+    quota: tuple[str, ...] = Field(
+        (),
+        description="Most that a tenant or a namespace may hold of the arena: tenant:NAME=SIZE, or "
+        "namespace:FINGERPRINT=SIZE, of which the first characters do. One a flag; a list in the file; with commas in "
+        "the environment.",
     )
     shm_dir: str = Field("/dev/shm", description="RAM-backed directory for the arena; clients on this host map it.")
     mooncake: Literal["off", "tcp", "rdma"] = Field(
@@ -123,6 +130,22 @@ class ServerConfig(BaseModel):
     def _check_topic(cls, value: str) -> str:
         if "@" in value:
             raise ValueError("@ separates what follows; leave it out")
+        return value
+
+    @field_validator("quota", mode="before")
+    @classmethod
+    def _split_quotas(cls, value: object) -> object:
+        return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("quota")
+    @classmethod
+    def _check_quotas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            subjects = [quota.subject for quota in map(parse_quota, value) if quota.limit_bytes]
+        except InvalidRequestError as error:
+            raise ValueError(str(error)) from None
+        if len(set(subjects)) < len(value):
+            raise ValueError("a subject is there twice, or has 0 bytes; give each once, with a size")
         return value
 
     @field_validator("memory")

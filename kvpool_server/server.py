@@ -20,8 +20,9 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from pydantic import ByteSize
 
 from kvpool.client import MAX_MESSAGE_BYTES
-from kvpool.errors import ConfigError, TransferError
+from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
+from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
@@ -87,6 +88,10 @@ class Server:
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
         policy = POLICIES[config.policy]
         self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, policy)
+        try:
+            self.pool.set_quotas([parse_quota(text) for text in config.quota])
+        except InvalidRequestError as error:
+            raise ConfigError(f"{error}; see --quota") from None
         self._segment = await self._create_segment(arena.arena_bytes)
         try:
             if config.data_listen:
@@ -296,7 +301,7 @@ class Server:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
             try:
-                self.pool.expire()
+                self.pool.settle()
             except Exception:
                 log.exception("expiring failed")  # Every call expires, too: the server goes on.
 

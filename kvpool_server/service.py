@@ -75,7 +75,8 @@ class PoolService(PoolServicer):
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
         for name in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "PutRevoke", "Get", "Release", "Write",
-                     "PutChunks", "Verify", "Remove", "Clear", "Ping", "Stats", "ListNamespaces"):  # fmt: skip
+                     "PutChunks", "Verify", "Remove", "Clear", "Ping", "Stats", "ListNamespaces",
+                     "SetQuotas"):  # fmt: skip
             setattr(self, name, self._guarded(name, getattr(self, name)))
 
     def _guarded(self, name: str, method: Method) -> Any:
@@ -362,16 +363,16 @@ class PoolService(PoolServicer):
         return wire.encode_stats(self._stats(), self._boot_token)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
-        infos = [
-            pb.NamespaceInfo(
-                fingerprint=namespace.fingerprint,
-                spec=wire.encode_spec(namespace.spec),
-                num_entries=num_entries,
-                nbytes=nbytes,
-            )
-            for namespace, num_entries, nbytes in self._pool.namespaces()
-        ]
-        return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=infos)
+        infos = self._pool.namespaces()
+        if self._tiers is not None:
+            infos = [dataclasses.replace(info, tiers=self._tiers.holdings(info.fingerprint)) for info in infos]
+        return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=map(wire.encode_namespace_info, infos))
+
+    async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
+        if request.quotas:
+            self._pool.set_quotas(wire.decode_quotas(request.quotas))
+            log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
+        return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
 
 
 def add_service(service: PoolService, server: grpc.aio.Server) -> None:

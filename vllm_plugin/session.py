@@ -179,7 +179,7 @@ class Session:
     def _explain(self, spec: NamespaceSpec) -> None:
         """Says why another engine's blocks of the same model are not read, where the pool has such."""
         try:
-            others = [other for other, _, _ in self.client.namespaces()]
+            others = [info.spec for info in self.client.namespaces()]
         except KVPoolError:
             return
         akin = [

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from kvpool.errors import IncompatibleNamespaceError, InvalidRequestError, UnknownNamespaceError
+from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec, differences
 from kvpool.types import BlockRun
 from kvpool_server.storage.entry import Entry, Group
@@ -13,12 +14,28 @@ from kvpool_server.storage.limits import Limits
 
 
 class Namespace:
-    """An open namespace and its groups."""
+    """An open namespace and its groups.
 
-    __slots__ = ("fingerprint", "groups", "spec", "used")
+    Attributes:
+        opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
+        lookup_blocks, lookup_hits: blocks that were asked for, and those of them that were complete.
+    """
 
-    def __init__(self, spec: NamespaceSpec, fingerprint: bytes):
+    __slots__ = (
+        "fingerprint",
+        "groups",
+        "lookup_blocks",
+        "lookup_hits",
+        "opened_at",
+        "spec",
+        "used",
+        "used_at",
+    )
+
+    def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0):
         self.used = 0  # The catalog's count at its last use.
+        self.opened_at = self.used_at = now
+        self.lookup_blocks = self.lookup_hits = 0
         self.spec = spec
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
@@ -26,6 +43,19 @@ class Namespace:
 
     def entries(self) -> list[Entry]:
         return [entry for group in self.groups for entry in group.index.values()]
+
+    def info(self, now: float) -> NamespaceInfo:
+        complete = [entry for entry in self.entries() if entry.complete]
+        return NamespaceInfo(
+            self.spec,
+            self.fingerprint,
+            num_entries=len(complete),
+            nbytes=sum(entry.group.spec.slot_bytes for entry in complete),
+            lookup_blocks=self.lookup_blocks,
+            lookup_hits=self.lookup_hits,
+            age_seconds=now - self.opened_at,
+            idle_seconds=now - self.used_at,
+        )
 
 
 class Catalog:
@@ -44,7 +74,7 @@ class Catalog:
     def values(self) -> list[Namespace]:
         return list(self._open.values())
 
-    def open(self, spec: NamespaceSpec, expected_fingerprint: bytes) -> tuple[Namespace, bool]:
+    def open(self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float) -> tuple[Namespace, bool]:
         """The namespace of a spec, and whether it is new here. See `Pool.open_namespace` for what it raises."""
         spec.check()
         fingerprint = spec.fingerprint()
@@ -58,7 +88,7 @@ class Catalog:
                     f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
                     f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
                 )
-        namespace = self._open[fingerprint] = Namespace(spec, fingerprint)
+        namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now)
         namespace.used = next(self._uses)
         return namespace, True
 
@@ -81,26 +111,23 @@ class Catalog:
         return namespace
 
     def group(self, fingerprint: bytes, group_idx: int) -> Group:
-        namespace = self.get(fingerprint)
-        if group_idx >= len(namespace.groups):
-            last = len(namespace.groups) - 1
-            raise InvalidRequestError(f"group_idx {group_idx}: the namespace has groups 0 to {last}; name one of them")
-        return namespace.groups[group_idx]
+        return _group(self.get(fingerprint), group_idx)
 
-    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> list[Group]:
-        """The group of each run. Raises InvalidRequestError for a batch that is empty or too large."""
-        found = [self.group(fingerprint, run.group_idx) for run in runs]
+    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, list[Group]]:
+        """The namespace, and the group of each run. Raises InvalidRequestError for a batch of a bad size."""
+        namespace = self.get(fingerprint)
+        found = [_group(namespace, run.group_idx) for run in runs]
         total, most = sum(map(len, runs)), self._limits.max_batch_blocks
         if not 1 <= total <= most:
             raise InvalidRequestError(f"a batch of {total} blocks; give 1 to {most}, and split larger ones")
-        return found
+        return namespace, found
 
-    def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Group:
-        """The group of all runs."""
-        found = self.groups(fingerprint, runs)
+    def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, Group]:
+        """The namespace, and the group of all runs."""
+        namespace, found = self.groups(fingerprint, runs)
         if any(group is not found[0] for group in found):
             raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")
-        return found[0]
+        return namespace, found[0]
 
     def _explain(self, spec: NamespaceSpec, expected_fingerprint: bytes) -> str:
         expected = self._open.get(expected_fingerprint)
@@ -108,3 +135,10 @@ class Catalog:
             return f"the spec's fingerprint is {spec.fingerprint().hex()}, not {expected_fingerprint.hex()}"
         fields = "; ".join(map(str, differences(spec, expected.spec)))
         return f"the spec is not that of namespace {expected_fingerprint.hex()[:12]}: {fields}"
+
+
+def _group(namespace: Namespace, group_idx: int) -> Group:
+    if group_idx >= len(namespace.groups):
+        last = len(namespace.groups) - 1
+        raise InvalidRequestError(f"group_idx {group_idx}: the namespace has groups 0 to {last}; name one of them")
+    return namespace.groups[group_idx]

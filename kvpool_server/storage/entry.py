@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpool.namespace import GroupSpec
+from kvpool.types import BlockRun, RunHits
 
 
 class Group:
@@ -34,6 +35,31 @@ class Group:
         self.fingerprint = fingerprint
         self.full_mask = (1 << spec.num_shards) - 1
         self.index: dict[bytes, Entry] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the slots of its live entries."""
+        return len(self.index) * self.spec.slot_bytes
+
+    def hits(self, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
+        """The hits of one run; their entries are added to `found`."""
+        full_mask, before = self.full_mask, len(found)
+        entries = map(self.index.get, run.block_hashes)
+        for entry in entries:
+            if entry is None or entry.present != full_mask:
+                break
+            found.append(entry)
+        leading = len(found) - before
+        if prefix_only:
+            return RunHits(leading)
+        flags = ["1"] * leading + ["0"] * (leading < len(run))
+        for entry in entries:
+            if entry is None or entry.present != full_mask:
+                flags.append("0")
+            else:
+                flags.append("1")
+                found.append(entry)
+        return RunHits(leading, int("".join(reversed(flags)), 2))
 
     def forget(self, block_hash: bytes) -> None:
         """Takes a block out of the index."""

@@ -16,6 +16,7 @@ class Limits:
         grace_ms: how long the slot of an expired ticket waits for a late writer.
         max_leases, max_tickets: live at once.
         max_namespaces: open at once; beyond it the one that was idle longest is closed.
+        max_quotas: at once.
     """
 
     max_batch_blocks: int = 65_536
@@ -25,3 +26,4 @@ class Limits:
     max_leases: int = 100_000
     max_tickets: int = 100_000
     max_namespaces: int = 1_024
+    max_quotas: int = 256

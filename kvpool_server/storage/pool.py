@@ -21,6 +21,7 @@ from typing import Any
 
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, OutOfSpaceError
 from kvpool.hashing import checksum
+from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import (
     BlockRun,
@@ -30,6 +31,7 @@ from kvpool.types import (
     PutGrant,
     PutReceipt,
     PutStatus,
+    Quota,
     RunHits,
     ShardRange,
 )
@@ -43,6 +45,7 @@ from kvpool_server.storage.leases import Lease, Register, Ticket
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.observer import Observer
 from kvpool_server.storage.quarantine import Quarantine
+from kvpool_server.storage.quotas import Accounts
 from kvpool_server.storage.space import Space
 
 Read = Callable[[int, int], Any]
@@ -56,7 +59,7 @@ class Pool:
         arena: slots to give out.
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
-        policy: makes what decides who goes, for each slot size.
+        policy: makes what decides who goes, for each slot size and each set of quotas.
 
     Attributes:
         observer: hears what becomes readable and what stops being so. Give one before the first call.
@@ -74,7 +77,8 @@ class Pool:
         self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
         self.observer = Observer()
-        self._space = Space(arena, policy)
+        self._space = Space(arena, policy, self.counters)
+        self._accounts = Accounts(self.limits.max_quotas)
         self._clock = clock
         self._new_id = new_id
         self._catalog = Catalog(self.limits, arena.extent_bytes)
@@ -94,20 +98,25 @@ class Pool:
             InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
             IncompatibleNamespaceError: it is not the expected one.
         """
-        opened = self._catalog.open(spec, expected_fingerprint)
+        namespace, created = self._catalog.open(spec, expected_fingerprint, self._clock())
+        if created:
+            accounts = self._accounts.of(spec.tenant, namespace.fingerprint)
+            self._space.place(namespace.groups, accounts)
         if (surplus := self._catalog.pop_surplus()) is not None:
             self.expire()
             for entry in surplus.entries():
                 self._drop(entry)
-        return opened
+            self._space.remove(surplus.groups)
+        self._used(namespace, self._clock())
+        return namespace, created
 
-    def namespaces(self) -> list[tuple[Namespace, int, int]]:
-        """Every open namespace, its complete entries and the bytes of their slots."""
-        listed = []
-        for namespace in self._catalog.values():
-            entries = [entry for entry in namespace.entries() if entry.complete]
-            listed.append((namespace, len(entries), sum(entry.group.spec.slot_bytes for entry in entries)))
-        return listed
+    def _used(self, namespace: Namespace, now: float) -> None:
+        namespace.used_at = now
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        """Every open namespace, and what it holds. Looks at every entry."""
+        now = self._clock()
+        return [namespace.info(now) for namespace in self._catalog.values()]
 
     def namespace(self, fingerprint: bytes) -> Namespace | None:
         """An open namespace; to ask for it is no use of it."""
@@ -117,25 +126,54 @@ class Pool:
         """Bytes of one chunk of a run's group."""
         return self._catalog.group(fingerprint, run.group_idx).spec.chunk_bytes
 
+    # Quotas
+
+    def quotas(self) -> list[Quota]:
+        """All there are, by subject."""
+        return self._accounts.quotas()
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """Bounds what subjects may hold; those of 0 bytes are taken away. What is too much is evicted, see `settle`.
+
+        Raises:
+            InvalidRequestError: one of them cannot be set; none is.
+        """
+        self._accounts.set(quotas)
+        for namespace in self._catalog.values():
+            accounts = self._accounts.of(namespace.spec.tenant, namespace.fingerprint)
+            self._space.place(namespace.groups, accounts)
+        self.settle()
+
+    def settle(self) -> None:
+        """Evicts what subjects hold beyond their quotas. To be called often: what is leased or being written stays."""
+        self.expire()
+        self._evict(self._space.surplus(self._accounts.values()))
+
     # Lookup
 
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         """Which blocks are complete; with a TTL, a lease on them. Without one nothing is renewed."""
-        groups = self._catalog.groups(fingerprint, runs)
+        namespace, groups = self._catalog.groups(fingerprint, runs)
+        now = self.expire() if lease_ttl_ms else 0.0  # Before anything is found that might go with it.
         found: list[Entry] = []
         hits: list[RunHits] = []
         stops: list[int] = []
         for group, run in zip(groups, runs, strict=True):
-            hits.append(self._hits(group, run, prefix_only, found))
+            hits.append(group.hits(run, prefix_only, found))
             stops.append(len(found))
+        num_asked = sum(map(len, runs))
+        namespace.lookup_blocks += num_asked
+        namespace.lookup_hits += len(found)
         self.counters["lookups"] += 1
-        self.counters["lookup_blocks"] += sum(map(len, runs))
+        self.counters["lookup_blocks"] += num_asked
         self.counters["lookup_hits"] += len(found)
-        if not lease_ttl_ms or not found:
+        if not lease_ttl_ms:
             return Lookup(tuple(hits))
-        now = self.expire()
+        self._used(namespace, now)
+        if not found:
+            return Lookup(tuple(hits))
         if len(self._leases) >= self.limits.max_leases:
             self.counters["leases_refused"] += 1
             return Lookup(tuple(hits))
@@ -146,29 +184,8 @@ class Pool:
         for entry in found:
             entry.leases += 1
         for group, start, stop in zip(groups, [0, *stops], stops, strict=False):
-            self._space.policy(group.spec.slot_bytes).used(found[start:stop], stamp)
+            self._space.policy(group).used(found[start:stop], stamp)
         return Lookup(tuple(hits), lease.id, ttl_ms)
-
-    @staticmethod
-    def _hits(group: Group, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
-        """The hits of one run; their entries are added to `found`."""
-        full_mask, before = group.full_mask, len(found)
-        entries = map(group.index.get, run.block_hashes)
-        for entry in entries:
-            if entry is None or entry.present != full_mask:
-                break
-            found.append(entry)
-        leading = len(found) - before
-        if prefix_only:
-            return RunHits(leading)
-        flags = ["1"] * leading + ["0"] * (leading < len(run))
-        for entry in entries:
-            if entry is None or entry.present != full_mask:
-                flags.append("0")
-            else:
-                flags.append("1")
-                found.append(entry)
-        return RunHits(leading, int("".join(reversed(flags)), 2))
 
     # Put
 
@@ -189,16 +206,17 @@ class Pool:
         Raises:
             OutOfSpaceError: there is no room for all of them; nothing changed.
         """
-        group = self._catalog.one_group(fingerprint, runs)
+        namespace, group = self._catalog.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
+        self._used(namespace, now)
         if len(self._tickets) >= self.limits.max_tickets:
             raise OutOfSpaceError(f"{len(self._tickets)} puts are under way, which is the limit; try again later")
         offsets = iter(self._make_room(group, runs))
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket = Ticket(self._new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
         stamp = self._next_stamp([group])
-        policy = self._space.policy(group.spec.slot_bytes)
+        policy = self._space.policy(group)
         statuses = []
         for run in runs:
             parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
@@ -347,7 +365,7 @@ class Pool:
         Raises:
             LeaseExpiredError: the lease is not live.
         """
-        group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._catalog.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
         lease = self._lease(lease_id)
@@ -393,7 +411,7 @@ class Pool:
 
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes checksums where the bytes lie, and drops what has changed; (checked, dropped)."""
-        group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._catalog.one_group(fingerprint, runs)
         self.expire()
         checked = dropped = 0
         for entry in self._found(group, runs):
@@ -412,7 +430,7 @@ class Pool:
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks; returns how many were there. Readers that hold a lease finish undisturbed."""
-        group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._catalog.one_group(fingerprint, runs)
         self.expire()
         entries = self._found(group, runs)
         for entry in entries:
@@ -513,21 +531,20 @@ class Pool:
         kept = [entry for entry in (*named, *parents) if entry is not None]
         for entry in kept:
             entry.leases += 1
-        victims = self._space.victims(group.spec.slot_bytes, count)
-        for entry in kept:
-            entry.leases -= 1
-        if victims is None:
-            self.counters["out_of_space"] += 1
-            raise OutOfSpaceError(
-                f"no room for {count} blocks of {group.spec.slot_bytes} bytes: too much is leased or being written; "
-                "try fewer, try later, or start kvpool-server with more --memory"
-            )
-        for victim in victims:
-            self._drop(victim)
-        self.counters["evicted_blocks"] += len(victims)
+        try:
+            victims = self._space.victims(group, count)
+        finally:
+            for entry in kept:
+                entry.leases -= 1
+        self._evict(victims)
         offsets = self.arena.take(group.spec.slot_bytes, count)
         assert offsets is not None, "evicting made too little room"
         return offsets
+
+    def _evict(self, victims: Sequence[Entry]) -> None:
+        for victim in victims:
+            self._drop(victim)
+        self.counters["evicted_blocks"] += len(victims)
 
     def _insert(
         self, group: Group, block_hash: bytes, parent: Entry | None, parent_hash: bytes, offset: int, stamp: int
@@ -586,13 +603,13 @@ class Pool:
 
     def _offer(self, entry: Entry) -> None:
         if entry.live and not entry.children and not entry.pending:
-            self._space.policy(entry.group.spec.slot_bytes).add(entry)
+            self._space.policy(entry.group).add(entry)
 
     def _drop(self, entry: Entry, not_before: float = 0.0) -> None:
         """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
         assert entry.live
         entry.live = False
-        self._space.policy(entry.group.spec.slot_bytes).dropped(entry)
+        self._space.policy(entry.group).dropped(entry)
         entry.group.forget(entry.block_hash)
         self._num_live -= 1
         if entry.complete:

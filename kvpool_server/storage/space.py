@@ -1,77 +1,141 @@
 """Room for new entries: which slots to take, and whom to evict for them.
 
+A put that would take a subject over its quota takes room from that subject first: slots of the same size, then others.
 Slot sizes share the arena fairly. A size that needs room takes it, in this order:
 1. from slots and extents that are free;
 2. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
 3. while it has less than its share of extents: the coldest extent of the size that has most;
-4. from its own entries, as the policy says.
+4. from entries of its own size, as the policies say.
 Decides only: the pool drops the victims, then takes the slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvpool.errors import OutOfSpaceError
 from kvpool_server.storage.arena import Arena, Extent
-from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction import Policy
+from kvpool_server.storage.quotas import Account
+from kvpool_server.storage.shelves import Shelf, Shelves, oldest_stamp, take
+from kvpool_server.storage.victims import Victims
 
 SAMPLED_SLOTS = 32
 """How many entries say how cold an extent is: enough to rank extents, few enough for extents of any size."""
 
 
 class Space:
-    """The arena and, for each slot size, its eviction policy and the stamp of its last use."""
+    """The arena, the eviction policies, and the stamp of each slot size's last use.
 
-    def __init__(self, arena: Arena, policy: Callable[[], Policy]):
+    Args:
+        policy: makes an eviction policy.
+        counters: counts refusals and what quotas cost, among others' doings.
+    """
+
+    def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
         self.arena = arena
-        self._policy = policy
-        self._policies: dict[int, Policy] = {}
+        self._shelves = Shelves(policy)
+        self._counters = counters
         self._last_used: dict[int, int] = {}
+        self._stamp = 0
 
-    def policy(self, slot_bytes: int) -> Policy:
-        """Of one slot size."""
-        policy = self._policies.get(slot_bytes)
-        if policy is None:
-            policy = self._policies[slot_bytes] = self._policy()
-        return policy
+    def policy(self, group: Group) -> Policy:
+        """The one that a group's entries are under."""
+        return self._shelves.policy(group)
+
+    def place(self, groups: Sequence[Group], accounts: tuple[Account, ...]) -> None:
+        """Says under which quotas a namespace's groups are from now on."""
+        for group in groups:
+            self._shelves.place(group, accounts, self._stamp)
+
+    def remove(self, groups: Sequence[Group]) -> None:
+        """Forgets the groups of a namespace that is closed and empty."""
+        for group in groups:
+            self._shelves.remove(group)
 
     def touch(self, slot_bytes: int, stamp: int) -> None:
-        self._last_used[slot_bytes] = stamp
+        self._last_used[slot_bytes] = self._stamp = stamp
 
-    def victims(self, slot_bytes: int, count: int) -> list[Entry] | None:
-        """Who must go so that `count` slots of this size can be taken. None if that cannot be: nothing has changed."""
-        short = count - self.arena.available(slot_bytes)
-        chosen: list[Entry] = []
-        if short <= 0:
-            return chosen
-        per_extent = self.arena.slots_per_extent(slot_bytes)
-        for extent in self._donations(slot_bytes):
-            if short <= 0:
+    def victims(self, group: Group, count: int) -> list[Entry]:
+        """Who must go so that `count` slots can be taken for a group.
+
+        Raises:
+            OutOfSpaceError: that cannot be; nothing has changed.
+        """
+        slot_bytes = group.spec.slot_bytes
+        victims = Victims()
+        for account in self._shelves.of(group).accounts:
+            if self._settle(account, victims, slot_bytes, count):
+                self._counters["over_quota"] += 1
+                victims.undo(self.policy)
+                raise OutOfSpaceError(_over_quota(account, slot_bytes, count))
+        for_quotas = len(victims.entries)
+        if not self._make_room(slot_bytes, count, victims):
+            self._counters["out_of_space"] += 1
+            victims.undo(self.policy)
+            raise OutOfSpaceError(
+                f"no room for {count} blocks of {slot_bytes} bytes: too much is leased or being written; "
+                "try fewer, try later, or start kvpool-server with more --memory"
+            )
+        self._counters["quota_evicted_blocks"] += for_quotas
+        return victims.entries
+
+    def surplus(self, accounts: Iterable[Account]) -> list[Entry]:
+        """Who must go so that no subject has more than its quota, as far as they may."""
+        victims = Victims()
+        for account in accounts:
+            self._settle(account, victims)
+        self._counters["quota_evicted_blocks"] += len(victims.entries)
+        return victims.entries
+
+    def _settle(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
+        """Chooses among a subject's own so that `count` more slots fit its quota; by how many bytes they do not."""
+        over = account.used_bytes + count * slot_bytes - account.limit_bytes
+        if over <= 0:
+            return 0
+        over -= victims.nbytes(account.groups.__contains__)
+        shelves = self._shelves.of_account(account)
+        sizes = sorted({shelf.slot_bytes for shelf in shelves}, key=lambda size: (size != slot_bytes, -size))
+        for size in sizes:
+            if over <= 0:
                 break
-            chosen.extend(owner for owner in extent.owners if owner is not None)
-            short -= per_extent
-        if short <= 0:
-            return chosen
-        own = self.policy(slot_bytes).evict(short)
-        return None if own is None else chosen + own
+            alike = [shelf for shelf in shelves if shelf.slot_bytes == size]
+            over -= size * take(alike, -(-over // size), victims, self._stamp)
+        return max(over, 0)
 
-    def _donations(self, slot_bytes: int) -> Iterator[Extent]:
+    def _make_room(self, slot_bytes: int, count: int, victims: Victims) -> bool:
+        """Chooses until `count` slots of this size can be taken; whether they can."""
+        freed = sum(entry.group.spec.slot_bytes == slot_bytes for entry in victims.entries)
+        short = count - freed - self.arena.available(slot_bytes)
+        if short <= 0:
+            return True
+        mine = self._shelves.of_size(slot_bytes)
+        per_extent = self.arena.slots_per_extent(slot_bytes)
+        for extent in self._donations(slot_bytes, mine, victims):
+            if short <= 0:
+                return True
+            victims.add(owner for owner in extent.owners if owner is not None)
+            short -= per_extent
+        return short <= 0 or take(mine, short, victims, self._stamp) == short
+
+    def _donations(self, slot_bytes: int, mine: Sequence[Shelf], victims: Victims) -> Iterator[Extent]:
         """Extents that other sizes give up to this one, coldest first. Looks at a size only when it is to give."""
         held = {size: len(self.arena.extents(size)) for size in self.arena.sizes() if size != slot_bytes}
         if not held:
             return
-        mine = len(self.arena.extents(slot_bytes))
+        num_mine = len(self.arena.extents(slot_bytes))
         share = max(1, self.arena.num_extents // (len(held) + 1))
-        our_oldest = self.policy(slot_bytes).oldest_stamp()
+        our_oldest = oldest_stamp(mine, victims)
         colder = [] if our_oldest is None else [size for size in held if self._last_used.get(size, 0) < our_oldest]
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
             del held[size]
             for extent in self._movable(size):
-                mine += 1
+                num_mine += 1
                 yield extent
         stocks: dict[int, list[Extent]] = {}
-        while mine < share and held:
+        while num_mine < share and held:
             size = max(held, key=held.__getitem__)
             if held[size] <= share:
                 break
@@ -80,9 +144,9 @@ class Space:
                 del held[size]
                 continue
             held[size] -= 1
-            mine += 1
+            num_mine += 1
             yield stock.pop(0)
-        if mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
+        if num_mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
             for size in sorted(held, key=lambda size: self._last_used.get(size, 0)):
                 yield from self._movable(size)
 
@@ -99,3 +163,16 @@ class Space:
 def _heat(extent: Extent) -> int:
     step = max(1, len(extent.owners) // SAMPLED_SLOTS)
     return max((owner.used for owner in extent.owners[::step] if owner is not None), default=0)
+
+
+def _over_quota(account: Account, slot_bytes: int, count: int) -> str:
+    quota = f"quota {account.subject} = {account.limit_bytes} bytes"
+    raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
+    if slot_bytes > account.limit_bytes:
+        return f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}"
+    if count * slot_bytes > account.limit_bytes:
+        return f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
+    return (
+        f"{quota}: no room for {count} blocks of {slot_bytes} bytes, for too much of what it holds is leased or being "
+        f"written; try later, or {raise_it}"
+    )

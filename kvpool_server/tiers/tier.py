@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.types import TierHoldings, TierStats
+from kvpool.holdings import TierHoldings
+from kvpool.types import TierStats
 from kvpool_server.storage.catalog import Namespace
 
 

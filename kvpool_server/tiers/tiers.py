@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.types import BlockRun, Lookup, RunHits, TierHoldings, TierStats
+from kvpool.holdings import TierHoldings
+from kvpool.types import BlockRun, Lookup, RunHits, TierStats
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.observer import Observer
@@ -151,9 +152,9 @@ class Tiers(Observer):
 
     # State
 
-    def holdings(self, fingerprint: bytes) -> list[TierHoldings]:
+    def holdings(self, fingerprint: bytes) -> tuple[TierHoldings, ...]:
         """What each holds of a namespace."""
-        return [mover.tier.holdings(fingerprint) for mover in self._movers]
+        return tuple(mover.tier.holdings(fingerprint) for mover in self._movers)
 
     def stats(self) -> tuple[TierStats, ...]:
         """A snapshot of each."""

@@ -145,7 +145,7 @@ def test_each_type_of_kv_has_blocks_of_its_own(
             drain(engine)
             logs[name] = engine.log()
     with Client(ClientConfig(e2e_server.endpoint, timeout_ms=60_000)) as client:
-        mine = [spec for spec, _, _ in client.namespaces() if spec.fingerprint().hex()[:12] in "".join(logs.values())]
+        mine = [info.spec for info in client.namespaces() if info.fingerprint.hex()[:12] in "".join(logs.values())]
     assert {spec.kv_cache_dtype for spec in mine} >= {"auto", "fp8", "fp8_e5m2"}
     assert {spec.model_dtype for spec in mine} >= {"torch.float32", "torch.bfloat16", "torch.float16"}
     # Why they do not share is in the log of the one that came later.

@@ -117,6 +117,54 @@ def test_namespaces(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
         assert namespace.fingerprint.hex()[:12] in table and namespace.spec.model in table
 
 
+def test_namespaces_say_how_they_are_used(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
+    cli("quota", f"namespace:{stored[0].fingerprint.hex()[:12]}=1.5GiB")
+    row = next(row for row in json.loads(cli("namespaces", "--json")) if row["model"] == "model-x")
+    assert row["quotas"] == [
+        {"subject": f"namespace:{stored[0].fingerprint.hex()[:12]}", "limit_bytes": 3 << 29, "used_bytes": 2_000}
+    ]
+    assert (row["bytes"], row["lookup_hits"], row["tiers"]) == (2_000, 0, [])
+    assert row["age_seconds"] >= row["idle_seconds"] >= 0 and row["hit_ratio"] is None
+    (line,) = [line for line in cli("namespaces").splitlines() if "model-x" in line]
+    assert "1.5 GiB" in line and "1.95 KiB" in line
+    cli("quota", f"namespace:{stored[0].fingerprint.hex()[:12]}=0")
+
+
+def test_a_narrow_terminal_shows_whole_fingerprints(
+    cli: Cli, stored: tuple[Namespace, Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = cli("namespaces").splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(namespace.fingerprint.hex()[:12] in "".join(lines) for namespace in stored)
+
+
+def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
+    set_two = cli("quota", "tenant:acme=10GiB", "tenant:other=5MB")
+    assert cli("quota") == set_two
+    assert "tenant:acme" in set_two and "10 GiB" in set_two
+    assert json.loads(cli("quota", "tenant:other=0", "--json")) == [
+        {"subject": "tenant:acme", "limit_bytes": 10 << 30, "used_bytes": 0}
+    ]
+    assert json.loads(cli("quota", "tenant:acme=0", "--json")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tenant:acme", "quota 'tenant:acme' has no size; give SUBJECT=SIZE"),
+        ("acme=1GiB", "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
+        ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is no size"),
+        ("namespace:abc=1GiB", "give the first 8 characters of a fingerprint, or more"),
+        ("tenant:nobody=0", "there is no quota tenant:nobody to take away"),
+    ],
+)
+def test_a_bad_quota_is_one_sentence(cli: Cli, text: str, says: str) -> None:
+    out, err = cli.fails("quota", "tenant:good=1GiB", text)
+    assert out == "" and says in err
+    assert json.loads(cli("quota", "--json")) == []
+
+
 def test_clear_drops_everything(cli: Cli, stored: object) -> None:
     assert cli("clear", "--all").startswith("dropped 4 blocks of all namespaces at ")
     assert set(_left(cli).values()) == {0}

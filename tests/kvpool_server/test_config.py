@@ -31,6 +31,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("data_listen", "0.0.0.0:8", "0.0.0.0:8"),
         ("data_workers", 3, 3),
         ("memory", "2MiB", 2 << 20),
+        ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
         ("shm_dir", "/tmp", "/tmp"),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),
@@ -99,6 +100,26 @@ def test_bad_sizes_are_named(size: Any) -> None:
     with pytest.raises(ConfigError, match="memory") as caught:
         load({"memory": size}, None, {})
     assert repr(size) in str(caught.value)
+
+
+def test_quotas_may_be_a_list(toml: Path) -> None:
+    toml.write_text('quota = ["tenant:a=1GiB", "namespace:0123456789ab=2GiB"]\n')
+    assert load({}, toml, {}).quota == ("tenant:a=1GiB", "namespace:0123456789ab=2GiB")
+    assert load({"quota": ["tenant:c=1"]}, toml, {"KVPOOL_QUOTA": "tenant:b=1"}).quota == ("tenant:c=1",)
+
+
+@pytest.mark.parametrize(
+    ("quota", "says"),
+    [
+        (["acme=1GiB"], "quota subject 'acme' is none; give tenant:NAME"),
+        (["tenant:a=1GiB", "tenant:a=2GiB"], "a subject is there twice"),
+        (["tenant:a=0"], "has 0 bytes"),
+        (["tenant:a=much"], "'much' is no size"),
+    ],
+)
+def test_bad_quotas_are_named(quota: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load({"quota": quota}, None, {})
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -18,6 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvpool.client import Client, InPlace, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
@@ -34,15 +37,20 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from kvpool.hashing import checksum
+from kvpool.holdings import NamespaceInfo, TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.segment import Segment
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
-from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, ShardRange
+from kvpool.types import BlockRun, Chunk, Offer, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool.wire import decode_opened, encode_spec
+from kvpool.wire import decode_namespace_info, decode_opened, encode_spec
+from kvpool_server.metrics import RpcMetrics
+from kvpool_server.service import PoolService
+from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.pool import Pool
 from tests.support.processes import ServerProcess, clean_environment, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.vanishing_writer import CHUNK_BYTES as VANISHING_CHUNK_BYTES
@@ -414,6 +422,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.Ping(pb.PingRequest(), timeout=10),
         stub.Stats(pb.StatsRequest(), timeout=10),
         stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
+        stub.SetQuotas(pb.SetQuotasRequest(), timeout=10),
     ]
     streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
     assert [reply.found.boot_token for reply in streamed] == [namespace.boot_token]
@@ -1010,7 +1019,56 @@ def test_clear_of_a_namespace_that_is_not_open_is_refused(client: Client) -> Non
 
 def test_namespaces_are_listed_with_what_they_hold(client: Client, namespace: Namespace, spec: NamespaceSpec) -> None:
     _store(client, namespace, "a", "b")
-    assert (spec, 2, 2 * CHUNK) in client.namespaces()
+    assert (spec, 2, 2 * CHUNK) in [(info.spec, info.num_entries, info.nbytes) for info in client.namespaces()]
+
+
+def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
+    spec = namespace_spec(group_spec())
+    namespace = client.open_namespace(spec)
+    run = _store(client, namespace, "a", "b", chunk_bytes=256)
+    client.lookup(namespace, [run], lease=False)
+    client.lookup(namespace, [run_of("x", "y")], lease=False)
+
+    def told() -> NamespaceInfo:
+        return next(info for info in client.namespaces() if info.fingerprint == namespace.fingerprint)
+
+    assert (told().lookup_blocks, told().lookup_hits, told().hit_ratio) == (4, 2, 0.5)
+    info = told()
+    assert info.age_seconds >= info.idle_seconds > 0 and info.tiers == ()
+
+
+def test_quotas_are_set_listed_and_kept(client: Client) -> None:
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="bounded")
+    namespace = client.open_namespace(spec)
+    _store(client, namespace, *range(8))
+    assert client.set_quotas([Quota("tenant:bounded", 4 * CHUNK)]) == [Quota("tenant:bounded", 4 * CHUNK, 4 * CHUNK)]
+    with pytest.raises(OutOfSpaceError, match=r"quota tenant:bounded = 2048 bytes: 5 blocks .* are more"):
+        client.put_blocks(namespace, run_of(*"abcde"), [payload(name, CHUNK) for name in "abcde"])
+    _store(client, namespace, "a", "b")
+    assert client.quotas() == [Quota("tenant:bounded", 4 * CHUNK, 4 * CHUNK)]
+    with pytest.raises(InvalidRequestError, match="quota subject 'bounded' is none"):
+        client.set_quotas([Quota("tenant:bounded", 0), Quota("bounded", 1)])
+    assert len(client.quotas()) == 1
+    assert client.set_quotas([Quota("tenant:bounded", 0)]) == []
+
+
+def test_quotas_may_be_given_at_the_start(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:b=1000")
+    assert connect(server).quotas() == [Quota("tenant:a", 64 << 10), Quota("tenant:b", 1_000)]
+
+
+def test_what_the_tiers_hold_is_told() -> None:
+    arena = Arena(1 << 20)
+    pool = Pool(arena, time.monotonic, itertools.count(1).__next__)
+    first, second = (pool.open_namespace(namespace_spec())[0].fingerprint for _ in range(2))
+    holdings = {first: [TierHoldings("disk", 3, 300), TierHoldings("s3", 4, 400)]}
+    service = PoolService(
+        pool, np.zeros(0, np.uint8), Offer(1), 1, RpcMetrics(CollectorRegistry()), lambda: 0,
+        tier_holdings=lambda fingerprint: holdings.get(fingerprint, []),
+    )  # fmt: skip
+    reply = asyncio.run(service.ListNamespaces(pb.ListNamespacesRequest(), None))
+    told = {info.fingerprint: decode_namespace_info(info).tiers for info in reply.namespaces}
+    assert told == {first: tuple(holdings[first]), second: ()}
 
 
 def test_ping_tells_version_and_uptime(client: Client) -> None:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.errors import OutOfSpaceError
-from kvpool.types import BlockRun, Lookup, PutReceipt, PutStatus, ShardRange
+from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
-from tests.simulation.world import GROUPS, NAMES, SPECS, Group, HeldLease, HeldTicket, World
+from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
 
 groups = st.sampled_from(GROUPS)
 names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
@@ -128,6 +128,18 @@ class PoolMachine(RuleBasedStateMachine):
         if really == 0:  # Rare, for it ends most of what could go wrong.
             self.world.clear(space)
 
+    @rule(space=st.sampled_from(range(len(SPECS))))
+    def open(self, space: int) -> None:
+        self.world.open(space)
+
+    @rule(subject=st.sampled_from(sorted(SUBJECTS)), limit_bytes=st.sampled_from([0, 8, 48, 100, 128, 1_000]))
+    def set_quota(self, subject: str, limit_bytes: int) -> None:
+        self.world.set_quota(subject, limit_bytes)
+
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.1, 0.2, 0.3, 1.0]), tell_pool=st.booleans())
     def advance(self, seconds: float, tell_pool: bool) -> None:
         self.world.advance(seconds, tell_pool=tell_pool)
@@ -166,7 +178,7 @@ class LeaseIgnoredByEviction(_Unchecked):
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         found = super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
-        for namespace, _, _ in self.namespaces():
+        for namespace in self._catalog.values():
             for group in namespace.groups:
                 for entry in group.index.values():
                     entry.leases = 0
@@ -203,7 +215,7 @@ class RefusalEvicts(_Unchecked):
         try:
             return super()._make_room(group, runs)  # type: ignore[arg-type]
         except OutOfSpaceError:
-            for namespace, _, _ in self.namespaces():
+            for namespace in self._catalog.values():
                 for each in namespace.groups:
                     for entry in [entry for entry in each.index.values() if entry.movable]:
                         self._drop(entry)
@@ -217,6 +229,30 @@ class RemoveForgetsReaders(_Unchecked):
             if entry is not None:
                 entry.leases = 0
         return super().remove(fingerprint, runs)
+
+
+class QuotaIgnored(_Unchecked):
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
+        for namespace in self._catalog.values():
+            self._space.place(namespace.groups, ())
+        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+
+
+class LoweredQuotaKeepsItsSurplus(_Unchecked):
+    def settle(self) -> None:
+        """Nothing."""
+
+
+class QuotaBindsOthers(_Unchecked):
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
+        for quota in self.quotas():
+            if quota.used_bytes >= quota.limit_bytes:
+                raise OutOfSpaceError(f"quota {quota.subject} = {quota.limit_bytes} bytes: no room")
+        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
 PLAIN: Group = (0, 1)
@@ -287,6 +323,24 @@ def _a_removal_under_a_reader(world: World) -> None:
     world.check()
 
 
+def _a_quota(world: World) -> None:
+    world.set_quota("tenant:acme", 100)
+    for name in range(6):
+        _store(world, name)
+
+
+def _a_lowered_quota(world: World) -> None:
+    _store(world, *range(6))
+    world.set_quota("tenant:acme", 100)
+    world.check()
+
+
+def _a_full_tenant_beside_another(world: World) -> None:
+    world.set_quota("tenant:acme", 48)
+    _store(world, 0, 1)
+    _store(world, 0, group=(1, 1))
+
+
 SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     GraceIgnored: _a_late_writer,
     LeaseIgnoredByEviction: _a_full_pool_with_a_reader,
@@ -295,6 +349,9 @@ SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     RevokeLeaks: _a_writer_that_gives_up,
     RefusalEvicts: _a_put_without_room,
     RemoveForgetsReaders: _a_removal_under_a_reader,
+    QuotaIgnored: _a_quota,
+    LoweredQuotaKeepsItsSurplus: _a_lowered_quota,
+    QuotaBindsOthers: _a_full_tenant_beside_another,
 }
 
 

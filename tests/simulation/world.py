@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, ShardRange
+from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.storage.limits import Limits
@@ -29,9 +29,21 @@ GRACE_S = LIMITS.grace_ms / 1000
 POISON = 0xDD
 
 SPECS = (
-    namespace_spec(group_spec(chunk_bytes=8, num_shards=2), group_spec(chunk_bytes=24), salt="simulation-0"),
+    namespace_spec(
+        group_spec(chunk_bytes=8, num_shards=2), group_spec(chunk_bytes=24), salt="simulation-0", tenant="acme"
+    ),
     namespace_spec(group_spec(chunk_bytes=8, num_shards=2), group_spec(chunk_bytes=10, num_shards=4), salt="sim-1"),
-)
+    namespace_spec(
+        group_spec(chunk_bytes=8, num_shards=2), group_spec(chunk_bytes=24), salt="simulation-0", tenant="acme",
+        weights_epoch="newer",
+    ),
+)  # fmt: skip
+SUBJECTS = {
+    "tenant:acme": (0, 2),
+    f"namespace:{SPECS[0].fingerprint().hex()[:10]}": (0,),
+    f"namespace:{SPECS[1].fingerprint().hex()}": (1,),
+}
+"""Who may have a quota: which namespaces count."""
 GROUPS = tuple((space, idx) for space, spec in enumerate(SPECS) for idx in range(len(spec.groups)))
 NAMES = tuple(range(10))
 
@@ -113,10 +125,15 @@ class World:
         self.late: list[HeldTicket] = []
         """Expired tickets whose writers may still write."""
         self.reads: list[OpenRead] = []
+        self.quotas: dict[str, int] = {}
+        self.allowed: dict[str, int] = {}
+        """What a subject may hold: its quota, or, where that was lowered under readers and writers, what is left."""
         self._ids = itertools.count(1)
         self._contents = itertools.count(1)
         self.pool = pool_class(WatchedArena(self), self.clock, lambda: next(self._ids), LIMITS, POLICIES[policy])
-        self.fingerprints = [self.pool.open_namespace(spec)[0].fingerprint for spec in SPECS]
+        self.fingerprints = [spec.fingerprint() for spec in SPECS]
+        for space in range(len(SPECS)):
+            self.open(space)
 
     # What the arena reports
 
@@ -139,6 +156,41 @@ class World:
         self.stored = {block: stored for block, stored in self.stored.items() if stored.slot != offset}
 
     # Steps
+
+    def open(self, space: int) -> None:
+        """An engine opens a namespace."""
+        self.pool.open_namespace(SPECS[space])
+
+    def set_quota(self, subject: str, limit_bytes: int) -> None:
+        """Sets a quota, or takes it away."""
+        self._expire()
+        if not limit_bytes and subject not in self.quotas:
+            self._refused(lambda: self.pool.set_quotas([Quota(subject, 0)]))
+            return
+        self._refused(lambda: self.pool.set_quotas([Quota(subject, limit_bytes + 1), Quota("acme", 1)]))
+        self.pool.set_quotas([Quota(subject, limit_bytes)])
+        self.quotas[subject] = limit_bytes
+        self.allowed[subject] = max(limit_bytes, self.held(subject))
+        if not limit_bytes:
+            del self.quotas[subject], self.allowed[subject]
+        elif not self._busy():
+            assert self.held(subject) <= limit_bytes, f"{subject} keeps more than its quota, and nobody uses it"
+
+    def settle(self) -> None:
+        self._expire()
+        self.pool.settle()
+        for quota in self.pool.quotas():
+            held = self.held(quota.subject)
+            assert held == quota.used_bytes, f"{quota.subject} holds {held} bytes; the pool says {quota.used_bytes}"
+            assert self._busy() or held <= quota.limit_bytes, f"{quota.subject} keeps more than its quota"
+
+    def held(self, subject: str) -> int:
+        """Bytes of the slots of a subject's blocks."""
+        sizes = [self._slot_bytes(group) for group, _ in self.stored if group[0] in SUBJECTS[subject]]
+        return sum(sizes)
+
+    def _busy(self) -> bool:
+        return bool(self.leases or self.tickets or self.late)
 
     def lookup(self, group: Group, names: Sequence[int], *, ttl_ms: int = 0, prefix_only: bool = False) -> Lookup:
         """Looks up, and keeps the lease if there is one."""
@@ -169,13 +221,13 @@ class World:
     ) -> list[PutStatus]:
         self._expire()
         self.pool.expire()  # So that what a refusal changed is not taken for what had expired before it.
-        idle = not self.leases and not self.tickets and not self.late and not self.pool.stats().num_quarantined
+        idle = not self._busy() and not self.pool.stats().num_quarantined
         before = self._observe()
         try:
             grant = self.pool.put_start(self.fingerprints[group[0]], [self._run(group, names, parent)], shards, ttl_ms)
-        except OutOfSpaceError:
+        except OutOfSpaceError as error:
             assert self._observe() == before, "a put that found no room changed something"
-            assert not (idle and len(names) == 1 and parent is None), "no room, though nothing is held"
+            self._check_refusal(group, str(error), alone=idle and len(names) == 1 and parent is None)
             raise
         chunk_bytes = self._chunk_bytes(group)
         granted: list[tuple[int, int]] = []
@@ -354,8 +406,26 @@ class World:
 
     # Checks
 
+    def _check_refusal(self, group: Group, says: str, *, alone: bool) -> None:
+        """Asserts that a put was refused for no other's quota, and for none of its own that would let it in."""
+        bounds = {subject: limit for subject, limit in self.quotas.items() if group[0] in SUBJECTS[subject]}
+        assert "quota" not in says or any(f"quota {subject} =" in says for subject in bounds), f"whose quota? {says}"
+        fits = self._slot_bytes(group) <= min(bounds.values(), default=EXTENT_BYTES)
+        assert not (alone and fits), f"no room, though nothing is held: {says}"
+
+    def check_quotas(self) -> None:
+        """Nobody holds more than its quota, but for what was held already when that was lowered."""
+        told = {quota.subject: quota for quota in self.pool.quotas()}
+        assert {subject: quota.limit_bytes for subject, quota in told.items()} == self.quotas
+        for subject, limit_bytes in self.quotas.items():
+            held = self.held(subject)
+            assert held <= self.allowed[subject], f"{subject} holds {held} bytes; its quota is {limit_bytes}"
+            assert held <= told[subject].used_bytes, f"{subject} holds {held} bytes, and {told[subject]} is told"
+            self.allowed[subject] = max(limit_bytes, held)
+
     def check(self) -> None:
         """What holds after every step."""
+        self.check_quotas()
         self.pool.check_integrity()
         self.check_reads()
         for lease in self.leases:
@@ -457,6 +527,10 @@ class World:
     @staticmethod
     def _run(group: Group, names: Sequence[int], parent: int | None = None) -> BlockRun:
         return BlockRun(group[1], [block_hash(name) for name in names], b"" if parent is None else block_hash(parent))
+
+    @staticmethod
+    def _slot_bytes(group: Group) -> int:
+        return SPECS[group[0]].groups[group[1]].slot_bytes
 
     @staticmethod
     def _chunk_bytes(group: Group) -> int:

@@ -43,3 +43,12 @@ def queued(policy: P, *entries: Entry) -> P:
     for each in entries:
         policy.add(each)
     return policy
+
+
+def evict(policy: Policy, count: int) -> list[Entry] | None:
+    """`count` victims; None if there are fewer, and nothing has changed."""
+    chosen = policy.choose(count, {})
+    if len(chosen) == count:
+        return chosen
+    policy.restore(chosen)
+    return None

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 
 from kvpool_server.storage.eviction.density import HitDensity
 from kvpool_server.storage.eviction.lru import PrefixLRU
-from kvpool_server.storage.eviction.queue import Policy
+from kvpool_server.storage.eviction.queue import CHOSEN, TICK, Policy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {"density": HitDensity, "lru": PrefixLRU}
-"""What `--policy` may say. Each makes the policy of one slot size."""
+"""What `--policy` may say. Each makes a policy."""
 
 DEFAULT_POLICY = "density"
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Policy"]
+__all__ = ["CHOSEN", "DEFAULT_POLICY", "POLICIES", "TICK", "Policy"]

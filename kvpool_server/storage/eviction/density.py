@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction.hazards import PERIOD_CALLS, Hazards
@@ -123,6 +123,15 @@ class HitDensity(Policy):
             while len(self._ghosts) > MIN_GHOSTS + GHOSTS_A_BLOCK * self._num_resident:
                 self._ghosts.popitem(last=False)
 
+    def leave(self, group: Group) -> None:
+        super().leave(group)
+        self._num_resident -= len(group.index)
+
+    def join(self, group: Group, stamp: int) -> None:
+        self._pass_time(stamp)
+        self._num_resident += len(group.index)
+        super().join(group, stamp)
+
     def _pass_time(self, stamp: int) -> None:
         self._now = stamp // TICK
         if self._now - self._learned_at >= PERIOD_CALLS:
@@ -132,7 +141,7 @@ class HitDensity(Policy):
 
     # Candidates
 
-    def oldest_stamp(self) -> int | None:
+    def oldest_stamp(self, gone: dict[Entry, int]) -> int | None:
         epochs = [epoch for (epoch, _), bucket in self._buckets.items() if bucket]
         return min(epochs) * self._epoch_calls * TICK if epochs else None
 
@@ -180,11 +189,15 @@ class HitDensity(Policy):
         for epoch, kind in sorted(finer):
             self._buckets.setdefault((epoch // 2, kind), deque()).extend(finer[epoch, kind])
 
-    def _sweep(self) -> int:
+    def _worth(self, entry: Entry, stamp: int) -> float:
+        self._pass_time(stamp)  # It may not have been called for long.
+        return self._density((entry.used // TICK // self._epoch_calls, entry.used % TICK))
+
+    def _sweep(self, stays: Callable[[Entry], bool]) -> int:
         self._buckets = {
             key: kept
             for key, bucket in self._buckets.items()
-            if (kept := deque(item for item in bucket if item[1].live))
+            if (kept := deque(item for item in bucket if stays(item[1])))
         }
         self._rank()
         return sum(map(len, self._buckets.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction.queue import Policy
@@ -17,9 +18,9 @@ class PrefixLRU(Policy):
         self._heap: list[tuple[int, int, Entry]] = []
         self._ties = itertools.count()
 
-    def oldest_stamp(self) -> int | None:
+    def oldest_stamp(self, gone: dict[Entry, int]) -> int | None:
         aside: list[Entry] = []
-        entry = self._pop({}, aside)
+        entry = self._pop(gone, aside)
         if entry is not None:
             aside.append(entry)
         self._requeue(aside)
@@ -34,7 +35,10 @@ class PrefixLRU(Policy):
         stamp, _, entry = heapq.heappop(self._heap)
         return stamp, entry
 
-    def _sweep(self) -> int:
-        self._heap = [item for item in self._heap if item[2].live]
+    def _worth(self, entry: Entry, stamp: int) -> float:
+        return entry.used
+
+    def _sweep(self, stays: Callable[[Entry], bool]) -> int:
+        self._heap = [item for item in self._heap if stays(item[2])]
         heapq.heapify(self._heap)
         return len(self._heap)

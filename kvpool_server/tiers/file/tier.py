@@ -23,7 +23,8 @@ from pathlib import Path
 import structlog
 
 from kvpool.errors import ConfigError, InvalidRequestError, OutOfSpaceError
-from kvpool.types import BlockRun, TierHoldings, TierStats
+from kvpool.holdings import TierHoldings
+from kvpool.types import BlockRun, TierStats
 from kvpool_server.collector import no_collections
 from kvpool_server.storage.arena import ALIGNMENT, Arena
 from kvpool_server.storage.catalog import Namespace

@@ -130,7 +130,7 @@ def test_namespaces_are_bounded_and_the_one_idle_longest_makes_way(bench: Bench)
 def test_namespaces_are_listed_with_what_they_hold(bench: Bench) -> None:
     bench.store("a", "b")
     bench.start("c")
-    assert [(ns.spec, entries, nbytes) for ns, entries, nbytes in bench.pool.namespaces()] == [
+    assert [(info.spec, info.num_entries, info.nbytes) for info in bench.pool.namespaces()] == [
         (bench.spec, 2, 2 * 2 * CHUNK)
     ]
 

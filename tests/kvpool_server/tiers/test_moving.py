@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierHoldings, TierStats
+from kvpool.holdings import TierHoldings
+from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.pool import Pool

@@ -6,7 +6,7 @@ from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import density
 from kvpool_server.storage.eviction.density import HitDensity
 from kvpool_server.storage.eviction.queue import TICK
-from tests.support.entries import drop, make_chain, make_entry
+from tests.support.entries import drop, evict, make_chain, make_entry
 
 
 class Traffic:
@@ -33,7 +33,7 @@ class Traffic:
         self.call += calls
 
     def evict(self, count: int) -> list[Entry]:
-        victims = self.policy.evict(count) or []
+        victims = evict(self.policy, count) or []
         drop(self.policy, *victims)
         return victims
 
@@ -140,4 +140,4 @@ def test_chains_keep_working_with_entries_that_have_no_beginning() -> None:
     policy.used(orphan[1:], 2 * TICK)
     policy.used([], 3 * TICK)
     policy.add(orphan[1])
-    assert policy.evict(1) == [orphan[1]]
+    assert evict(policy, 1) == [orphan[1]]

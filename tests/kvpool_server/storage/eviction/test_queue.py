@@ -7,7 +7,7 @@ import pytest
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.storage.eviction.queue import SWEEP_AT_LEAST, TICK
-from tests.support.entries import drop, make_chain, make_entry, queued
+from tests.support.entries import drop, evict, make_chain, make_entry, queued
 
 
 @pytest.fixture(params=POLICIES)
@@ -29,8 +29,8 @@ def _stored(policy: Policy, stamp: int, *prefixes: list[Entry]) -> Policy:
 def test_all_or_nothing(make: Callable[[], Policy]) -> None:
     prefix = make_chain("p", 0, 0, 0)
     policy = _stored(make(), TICK, prefix)
-    assert policy.evict(4) is None
-    assert policy.evict(3) == prefix[::-1], "the failure changed the queue"
+    assert evict(policy, 4) is None
+    assert evict(policy, 3) == prefix[::-1], "the failure changed the queue"
 
 
 def test_a_prefix_is_eaten_from_its_end(make: Callable[[], Policy]) -> None:
@@ -38,7 +38,7 @@ def test_a_prefix_is_eaten_from_its_end(make: Callable[[], Policy]) -> None:
     policy = make()
     for nth, prefix in enumerate(prefixes, 1):
         _stored(policy, nth * TICK, prefix)
-    victims = policy.evict(12) or []
+    victims = evict(policy, 12) or []
     assert len(set(victims)) == 12
     for prefix in prefixes:
         assert [each for each in victims if each in prefix] == prefix[::-1]
@@ -48,51 +48,51 @@ def test_leased_entries_are_skipped_and_kept(make: Callable[[], Policy]) -> None
     a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
     policy = _stored(make(), TICK, [a], [b], [c])
     a.leases = 1
-    assert policy.evict(3) is None
-    first = policy.evict(2)
+    assert evict(policy, 3) is None
+    first = evict(policy, 2)
     assert first is not None and set(first) == {b, c}
     drop(policy, *first)
     a.leases = 0
-    assert policy.evict(1) == [a]
+    assert evict(policy, 1) == [a]
 
 
 def test_a_leased_leaf_protects_its_whole_prefix(make: Callable[[], Policy]) -> None:
     prefix = make_chain("p", 0, 0, 0)
     prefix[2].leases = 1
-    assert _stored(make(), TICK, prefix).evict(1) is None
+    assert evict(_stored(make(), TICK, prefix), 1) is None
 
 
 def test_entries_that_are_written_or_dropped_are_no_candidates(make: Callable[[], Policy]) -> None:
     written, dropped, idle = make_entry("w"), make_entry("d"), make_entry("i")
     policy = _stored(make(), TICK, [written], [dropped], [idle])
     written.pending, dropped.live = 1, False
-    assert policy.evict(1) == [idle]
+    assert evict(policy, 1) == [idle]
 
 
 def test_no_candidate_is_older_than_the_oldest_stamp(make: Callable[[], Policy]) -> None:
     policy = make()
-    assert policy.oldest_stamp() is None
+    assert policy.oldest_stamp({}) is None
     a, b = make_entry("a"), make_entry("b")
     _stored(policy, 8 * TICK, [a])
     _stored(policy, 800 * TICK, [b])
-    first = policy.oldest_stamp()
+    first = policy.oldest_stamp({})
     assert first is not None and first <= a.used and first % TICK == 0
-    assert policy.oldest_stamp() == first, "looking has changed something"
-    assert set(policy.evict(2) or ()) == {a, b}
+    assert policy.oldest_stamp({}) == first, "looking has changed something"
+    assert set(evict(policy, 2) or ()) == {a, b}
 
 
 def test_adding_twice_queues_once(make: Callable[[], Policy]) -> None:
     one = make_entry("a")
     policy = queued(make(), one, one)
     assert len(policy) == 1
-    assert policy.evict(2) is None
-    assert policy.evict(1) == [one]
+    assert evict(policy, 2) is None
+    assert evict(policy, 1) == [one]
 
 
 def test_victims_are_not_queued_again_while_they_are_dropped(make: Callable[[], Policy]) -> None:
     prefix = make_chain("p", 0, 0, 0)
     policy = _stored(make(), TICK, prefix)
-    victims = policy.evict(3) or []
+    victims = evict(policy, 3) or []
     for victim in victims:
         drop(policy, victim)
         if victim.parent is not None:

@@ -1,0 +1,52 @@
+"""What a server holds of each namespace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.namespace import NamespaceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TierHoldings:
+    """What one tier holds of a namespace.
+
+    Args:
+        tier: its name.
+        num_entries: blocks.
+        nbytes: of them.
+    """
+
+    tier: str
+    num_entries: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """An open namespace, as its server knows it.
+
+    Args:
+        num_entries: complete blocks.
+        nbytes: of their slots.
+        lookup_blocks: blocks asked for since it was opened there.
+        lookup_hits: of them, found complete.
+        age_seconds: since it was opened there.
+        idle_seconds: since an engine last used it: opened it, put, or looked up with a lease.
+        tiers: what the tiers hold of it, as far as the server knows.
+    """
+
+    spec: NamespaceSpec
+    fingerprint: bytes
+    num_entries: int = 0
+    nbytes: int = 0
+    lookup_blocks: int = 0
+    lookup_hits: int = 0
+    age_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    tiers: tuple[TierHoldings, ...] = ()
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Of the blocks asked for, how many were there; None if none were asked for."""
+        return self.lookup_hits / self.lookup_blocks if self.lookup_blocks else None

@@ -1,0 +1,49 @@
+"""Quotas as people write them: SUBJECT=SIZE."""
+
+from __future__ import annotations
+
+import re
+
+from kvpool.errors import InvalidRequestError
+from kvpool.types import Quota
+
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * n for n, p in enumerate("KMGTP", 1)}}
+_UNITS |= {f"{p}B": 1_000**n for n, p in enumerate("KMGTP", 1)}
+_BY_LOWER = {unit.lower(): nbytes for unit, nbytes in _UNITS.items()}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_quota(text: str) -> Quota:
+    """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0.
+
+    Raises:
+        InvalidRequestError: it is none; says what is wrong with it.
+    """
+    subject, equals, size = text.strip().rpartition("=")
+    if not equals:
+        raise InvalidRequestError(f"quota {text!r} has no size; give SUBJECT=SIZE, such as tenant:acme=20GiB")
+    kind, colon, name = subject.partition(":")
+    quota = Quota(kind + colon + (name.lower() if kind == "namespace" else name), _nbytes(text, size))
+    quota.check()
+    return quota
+
+
+def _nbytes(text: str, size: str) -> int:
+    match = _SIZE.fullmatch(size.strip())
+    if match is None or match[2].lower() not in _BY_LOWER:
+        raise InvalidRequestError(f"quota {text!r}: {size!r} is no size; give bytes, or 512MiB, 20GiB, 1.5TiB")
+    nbytes = int(float(match[1]) * _BY_LOWER[match[2].lower()]) if "." in match[1] else int(match[1])
+    if "." not in match[1]:
+        nbytes *= _BY_LOWER[match[2].lower()]
+    if nbytes >= 1 << 63 or (nbytes == 0 and float(match[1])):
+        raise InvalidRequestError(f"quota {text!r}: {size!r} is not within 1 byte and 8 EiB")
+    return nbytes
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes as people read them: 20 GiB, 1.5 TiB."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"

@@ -1,0 +1,64 @@
+"""Quotas as people write them."""
+
+import pytest
+
+from kvpool.errors import InvalidRequestError
+from kvpool.quotas import parse_quota, size_text
+from kvpool.types import Quota
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"),
+    [
+        ("tenant:acme=20GiB", Quota("tenant:acme", 20 << 30)),
+        (" tenant:a=b=1.5 TiB ", Quota("tenant:a=b", 3 << 39)),
+        ("tenant:Acme=5mb", Quota("tenant:Acme", 5_000_000)),
+        ("tenant:acme=0", Quota("tenant:acme", 0)),
+        ("namespace:0123ABCD=77", Quota("namespace:0123abcd", 77)),
+    ],
+)
+def test_quotas(text: str, quota: Quota) -> None:
+    assert parse_quota(text) == quota
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tenant:acme", "has no size"),
+        ("tenant:acme=", "'' is no size"),
+        ("tenant:acme=-1", "'-1' is no size"),
+        ("tenant:acme=1XB", "'1XB' is no size"),
+        ("tenant:acme=0.1", "not within 1 byte and 8 EiB"),
+        ("tenant:acme=9000PiB", "not within 1 byte and 8 EiB"),
+        ("tenant:=1", "quota subject 'tenant:' is none"),
+        ("model:acme=1", "quota subject 'model:acme' is none"),
+        ("namespace:0123abc=1", "give the first 8 characters"),
+        (f"namespace:{'a' * 65}=1", "give the first 8 characters"),
+    ],
+)
+def test_what_is_no_quota_is_named(text: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        parse_quota(text)
+
+
+def test_which_namespaces_a_quota_covers() -> None:
+    fingerprint = bytes.fromhex("0123abcd") + bytes(28)
+    assert Quota("tenant:acme", 1).covers("acme", fingerprint)
+    assert not Quota("tenant:acme", 1).covers("acme inc", fingerprint)
+    assert Quota("namespace:0123abcd00", 1).covers("", fingerprint)
+    assert not Quota("namespace:0123abcd01", 1).covers("", fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1_000, "1000 B"),
+        (1_536, "1.5 KiB"),
+        (20 << 30, "20 GiB"),
+        (1_023 << 20, "1023 MiB"),
+    ],
+)
+def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text

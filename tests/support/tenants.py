@@ -1,0 +1,90 @@
+"""A pool whose namespaces, sizes and tenants share an arena of extents of `EXTENT` bytes; entries without bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from kvpool.types import Quota, ShardRange
+from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.eviction import Policy
+from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.storage.pool import Pool
+from tests.support.clock import FakeClock
+from tests.support.values import group_spec, namespace_spec, run_of
+
+EXTENT = 1_000
+WHOLE = ShardRange(0, 1)
+
+
+class Owner:
+    """One namespace of one group, and what it stored."""
+
+    def __init__(self, house: House, size: int, tenant: str, epoch: str, salt: str):
+        self.house = house
+        self.pool = house.pool
+        self.size = size
+        spec = namespace_spec(group_spec(chunk_bytes=size), tenant=tenant, weights_epoch=epoch, salt=salt)
+        self.spec = spec
+        self.fingerprint = self.pool.open_namespace(spec)[0].fingerprint
+
+    def open(self) -> None:
+        self.pool.open_namespace(self.spec)
+
+    def put(self, *names: object, parent: object = None) -> None:
+        """Stores the blocks of one prefix."""
+        grant = self.pool.put_start(self.fingerprint, [run_of(*names, parent=parent)], WHOLE)
+        if grant.ticket_id:
+            self.pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+        self.pool.check_integrity()
+
+    def store(self, count: int = 1) -> list[int]:
+        """Stores `count` unrelated blocks; returns their names."""
+        names = [next(self.house.names) for _ in range(count)]
+        for name in names:
+            self.put(name)
+        return names
+
+    def fill_extents(self, count: int) -> list[int]:
+        return self.store(count * (EXTENT // self.size))
+
+    def present(self, *names: object) -> list[object]:
+        """Those that are there; no use of them."""
+        hits = self.pool.lookup(self.fingerprint, [run_of(*names)], prefix_only=False).hits[0]
+        return [name for idx, name in enumerate(names) if hits.complete >> idx & 1]
+
+    def lease(self, *names: object) -> int:
+        return self.pool.lookup(self.fingerprint, [run_of(*names)], prefix_only=False, lease_ttl_ms=60_000).lease_id
+
+    def use(self, *names: object) -> None:
+        self.pool.release([self.lease(*names)])
+
+    @property
+    def nbytes(self) -> int:
+        return next(info.nbytes for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
+
+
+class House:
+    """The pool.
+
+    Args:
+        num_extents: of `EXTENT` bytes each.
+    """
+
+    def __init__(self, num_extents: int, policy: Callable[[], Policy] = PrefixLRU):
+        ids = itertools.count(1)
+        self.clock = FakeClock()
+        self.pool = Pool(Arena(num_extents * EXTENT, EXTENT), self.clock, lambda: next(ids), policy=policy)
+        self.names = itertools.count()
+        self._salts = itertools.count()
+
+    def owner(self, size: int = 100, *, tenant: str = "", epoch: str = "", salt: str | None = None) -> Owner:
+        """One that no other is like, unless `salt` is given."""
+        return Owner(self, size, tenant, epoch, f"house {next(self._salts)}" if salt is None else salt)
+
+    def quota(self, subject: str, nbytes: int) -> None:
+        self.pool.set_quotas([Quota(subject, nbytes)])
+        self.pool.check_integrity()
+
+    def used(self, subject: str) -> int:
+        return next(quota.used_bytes for quota in self.pool.quotas() if quota.subject == subject)
