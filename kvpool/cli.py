@@ -83,7 +83,7 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
         typer.echo(json.dumps([_row(info, bounds) for info in found], indent=2))
         return
     whole, folded = Column("fingerprint", no_wrap=True, min_width=12), Column("model", overflow="fold")
-    headings = (whole, folded, "tenant", "blocks", "size", "quota", "hits", "age", "idle")
+    headings = (whole, folded, "tenant", "blocks", "size", "quota", "hits", "age", "idle", "state")
     table = Table(*headings, title=f"namespaces at {endpoint}")
     for info in found:
         mine = [quota for quota in bounds if _covers(quota, info)]
@@ -97,6 +97,7 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
             "" if info.hit_ratio is None else f"{info.hit_ratio:.1%}",
             _ago(info.age_seconds),
             _ago(info.idle_seconds),
+            "retired" if info.retired else "",
         )
         for tier in info.tiers:
             table.add_row("", f"  in {tier.tier}", "", f"{tier.num_entries:,}", size_text(tier.nbytes))

@@ -33,6 +33,7 @@ class NamespaceInfo:
         lookup_hits: of them, found complete.
         age_seconds: since it was opened there.
         idle_seconds: since an engine last used it: opened it, put, or looked up with a lease.
+        retired: newer weights have taken its place, and nobody has used it since: evicted first.
         tiers: what the tiers hold of it, as far as the server knows.
     """
 
@@ -44,6 +45,7 @@ class NamespaceInfo:
     lookup_hits: int = 0
     age_seconds: float = 0.0
     idle_seconds: float = 0.0
+    retired: bool = False
     tiers: tuple[TierHoldings, ...] = ()
 
     @property

@@ -416,9 +416,7 @@ def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
     return NamespaceInfo(spec=decode_spec(message.spec), tiers=tiers, **scalars)
 
 
-_INFO_SCALARS = tuple(
-    field.name for field in pb.NamespaceInfo.DESCRIPTOR.fields if field.name not in ("spec", "retired", "tiers")
-)
+_INFO_SCALARS = tuple(field.name for field in pb.NamespaceInfo.DESCRIPTOR.fields if field.name not in ("spec", "tiers"))
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -17,16 +18,20 @@ class Namespace:
     """An open namespace and its groups.
 
     Attributes:
+        kin: its spec without its weights; namespaces with the same one are of one model, as its weights change.
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
+        retired: newer weights have taken its place, and nobody has used it since.
         lookup_blocks, lookup_hits: blocks that were asked for, and those of them that were complete.
     """
 
     __slots__ = (
         "fingerprint",
         "groups",
+        "kin",
         "lookup_blocks",
         "lookup_hits",
         "opened_at",
+        "retired",
         "spec",
         "used",
         "used_at",
@@ -34,7 +39,9 @@ class Namespace:
 
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0):
         self.used = 0  # The catalog's count at its last use.
+        self.kin = dataclasses.replace(spec, weights_epoch="", weights_digest="")
         self.opened_at = self.used_at = now
+        self.retired = False
         self.lookup_blocks = self.lookup_hits = 0
         self.spec = spec
         self.fingerprint = fingerprint
@@ -55,6 +62,7 @@ class Namespace:
             lookup_hits=self.lookup_hits,
             age_seconds=now - self.opened_at,
             idle_seconds=now - self.used_at,
+            retired=self.retired,
         )
 
 
@@ -91,6 +99,11 @@ class Catalog:
         namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now)
         namespace.used = next(self._uses)
         return namespace, True
+
+    def superseded(self, newest: Namespace) -> list[Namespace]:
+        """Namespaces that were there before one of the same model with other weights, oldest first."""
+        older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
+        return [namespace for namespace in older if namespace.kin == newest.kin]
 
     def pop_surplus(self) -> Namespace | None:
         """Takes out the namespace that was idle longest, if there is one too many; its users open it again."""

@@ -10,7 +10,7 @@ A dropped entry (`live` False) is out of its group's index; its slot may still w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvpool.namespace import GroupSpec
@@ -40,6 +40,14 @@ class Group:
     def nbytes(self) -> int:
         """Of the slots of its live entries."""
         return len(self.index) * self.spec.slot_bytes
+
+    def newest(self) -> Iterator[Entry]:
+        """Its entries, from the one that came last: each after its children. Not good for longer than they stay."""
+        if self.index:
+            # A dict steps over everything that was deleted at its end, each time anew, until `popitem` lets go of it.
+            block_hash, entry = self.index.popitem()
+            self.index[block_hash] = entry
+        return reversed(self.index.values())
 
     def hits(self, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
         """The hits of one run; their entries are added to `found`."""

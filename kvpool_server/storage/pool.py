@@ -108,10 +108,17 @@ class Pool:
                 self._drop(entry)
             self._space.remove(surplus.groups)
         self._used(namespace, self._clock())
+        for older in self._catalog.superseded(namespace):
+            older.retired = True
+            self._space.retired.add(older.groups)
         return namespace, created
 
     def _used(self, namespace: Namespace, now: float) -> None:
+        """An engine needs it: whatever took its place, it is not retired."""
         namespace.used_at = now
+        if namespace.retired:
+            namespace.retired = False
+            self._space.retired.remove(namespace.groups)
 
     def namespaces(self) -> list[NamespaceInfo]:
         """Every open namespace, and what it holds. Looks at every entry."""

@@ -3,22 +3,24 @@
 A put that would take a subject over its quota takes room from that subject first: slots of the same size, then others.
 Slot sizes share the arena fairly. A size that needs room takes it, in this order:
 1. from slots and extents that are free;
-2. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
-3. while it has less than its share of extents: the coldest extent of the size that has most;
-4. from entries of its own size, as the policies say.
+2. from retired namespaces: entries of its own size, then whole extents of others;
+3. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
+4. while it has less than its share of extents: the coldest extent of the size that has most;
+5. from entries of its own size, as the policies say.
 Decides only: the pool drops the victims, then takes the slots.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from kvpool.errors import OutOfSpaceError
 from kvpool_server.storage.arena import Arena, Extent
 from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction import Policy
 from kvpool_server.storage.quotas import Account
+from kvpool_server.storage.retired import Retired
 from kvpool_server.storage.shelves import Shelf, Shelves, oldest_stamp, take
 from kvpool_server.storage.victims import Victims
 
@@ -32,10 +34,14 @@ class Space:
     Args:
         policy: makes an eviction policy.
         counters: counts refusals and what quotas cost, among others' doings.
+
+    Attributes:
+        retired: groups of retired namespaces.
     """
 
     def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
         self.arena = arena
+        self.retired = Retired()
         self._shelves = Shelves(policy)
         self._counters = counters
         self._last_used: dict[int, int] = {}
@@ -52,6 +58,7 @@ class Space:
 
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""
+        self.retired.remove(groups)
         for group in groups:
             self._shelves.remove(group)
 
@@ -102,8 +109,14 @@ class Space:
             if over <= 0:
                 break
             alike = [shelf for shelf in shelves if shelf.slot_bytes == size]
-            over -= size * take(alike, -(-over // size), victims, self._stamp)
+            over -= size * self._take(alike, -(-over // size), victims)
         return max(over, 0)
+
+    def _take(self, shelves: Sequence[Shelf], count: int, victims: Victims) -> int:
+        """Adds up to `count` victims of shelves of one slot size, the retired first; how many there were."""
+        groups = {group for shelf in shelves for group in shelf.groups} if self.retired else ()
+        taken = self.retired.take(groups, count, victims)
+        return taken + take(shelves, count - taken, victims, self._stamp) if taken < count else taken
 
     def _make_room(self, slot_bytes: int, count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of this size can be taken; whether they can."""
@@ -112,6 +125,8 @@ class Space:
         if short <= 0:
             return True
         mine = self._shelves.of_size(slot_bytes)
+        if self.retired:
+            short -= self.retired.take({group for shelf in mine for group in shelf.groups}, short, victims)
         per_extent = self.arena.slots_per_extent(slot_bytes)
         for extent in self._donations(slot_bytes, mine, victims):
             if short <= 0:
@@ -126,12 +141,18 @@ class Space:
         if not held:
             return
         num_mine = len(self.arena.extents(slot_bytes))
+        given: set[int] = set()
+        for extent in self.retired.extents(self.arena, slot_bytes):
+            given.add(extent.start)
+            held[extent.slot_bytes] -= 1
+            num_mine += 1
+            yield extent
         share = max(1, self.arena.num_extents // (len(held) + 1))
         our_oldest = oldest_stamp(mine, victims)
         colder = [] if our_oldest is None else [size for size in held if self._last_used.get(size, 0) < our_oldest]
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
             del held[size]
-            for extent in self._movable(size):
+            for extent in self._movable(size, given):
                 num_mine += 1
                 yield extent
         stocks: dict[int, list[Extent]] = {}
@@ -139,7 +160,7 @@ class Space:
             size = max(held, key=held.__getitem__)
             if held[size] <= share:
                 break
-            stock = stocks[size] if size in stocks else stocks.setdefault(size, self._movable(size))
+            stock = stocks[size] if size in stocks else stocks.setdefault(size, self._movable(size, given))
             if not stock:
                 del held[size]
                 continue
@@ -148,14 +169,15 @@ class Space:
             yield stock.pop(0)
         if num_mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
             for size in sorted(held, key=lambda size: self._last_used.get(size, 0)):
-                yield from self._movable(size)
+                yield from self._movable(size, given)
 
-    def _movable(self, slot_bytes: int) -> list[Extent]:
-        """Extents in which nobody reads or writes, coldest first."""
+    def _movable(self, slot_bytes: int, given: Container[int]) -> list[Extent]:
+        """Extents in which nobody reads or writes, coldest first, but for those that are given already."""
         extents = [
             extent
             for extent in self.arena.extents(slot_bytes)
-            if all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
+            if extent.start not in given
+            and all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
         ]
         return sorted(extents, key=_heat)
 

@@ -1024,6 +1024,7 @@ def test_namespaces_are_listed_with_what_they_hold(client: Client, namespace: Na
 
 def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
     spec = namespace_spec(group_spec())
+    newer = dataclasses.replace(spec, weights_epoch="newer")
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a", "b", chunk_bytes=256)
     client.lookup(namespace, [run], lease=False)
@@ -1034,7 +1035,11 @@ def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
 
     assert (told().lookup_blocks, told().lookup_hits, told().hit_ratio) == (4, 2, 0.5)
     info = told()
-    assert info.age_seconds >= info.idle_seconds > 0 and info.tiers == ()
+    assert info.age_seconds >= info.idle_seconds > 0 and not info.retired and info.tiers == ()
+    client.open_namespace(newer)
+    assert told().retired
+    client.lookup(namespace, [run])
+    assert not told().retired
 
 
 def test_quotas_are_set_listed_and_kept(client: Client) -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.errors import OutOfSpaceError
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
+from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
@@ -255,10 +257,25 @@ class QuotaBindsOthers(_Unchecked):
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
+class RetiredLikeOthers(_Unchecked):
+    def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> tuple[Namespace, bool]:
+        opened = super().open_namespace(spec, expected_fingerprint)
+        for namespace in self._catalog.values():
+            self._space.retired.remove(namespace.groups)
+        return opened
+
+
+class RetiredForEver(_Unchecked):
+    def _used(self, namespace: Namespace, now: float) -> None:
+        """Nothing."""
+
+
 PLAIN: Group = (0, 1)
 """One shard of 24 bytes, two blocks an extent."""
 SHARDED: Group = (0, 0)
 """Two shards of 8 bytes, four blocks an extent."""
+NEWER: Group = (2, 1)
+"""The same, with newer weights."""
 ONE = ShardRange(0, 1)
 
 
@@ -341,6 +358,20 @@ def _a_full_tenant_beside_another(world: World) -> None:
     _store(world, 0, group=(1, 1))
 
 
+def _a_full_pool_with_retired_blocks(world: World) -> None:
+    _store(world, *range(4), group=NEWER)
+    _store(world, *range(4))
+    world.open(2)
+    for name in range(4, 8):
+        _store(world, name, group=NEWER)
+
+
+def _an_old_namespace_in_use(world: World) -> None:
+    world.open(2)
+    world.lookup(PLAIN, [0], ttl_ms=100)
+    world.check()
+
+
 SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     GraceIgnored: _a_late_writer,
     LeaseIgnoredByEviction: _a_full_pool_with_a_reader,
@@ -352,6 +383,8 @@ SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     QuotaIgnored: _a_quota,
     LoweredQuotaKeepsItsSurplus: _a_lowered_quota,
     QuotaBindsOthers: _a_full_tenant_beside_another,
+    RetiredLikeOthers: _a_full_pool_with_retired_blocks,
+    RetiredForEver: _an_old_namespace_in_use,
 }
 
 

@@ -63,6 +63,10 @@ class Owner:
     def nbytes(self) -> int:
         return next(info.nbytes for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
 
+    @property
+    def retired(self) -> bool:
+        return next(info.retired for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
+
 
 class House:
     """The pool.
