@@ -63,6 +63,9 @@ class Arena:
         # slot size -> its extents by start; those with room are kept apart so that allocation never searches.
         self._by_size: dict[int, dict[int, Extent]] = {}
         self._with_room: dict[int, dict[int, Extent]] = {}
+        self._closed: int | None = None
+        self._claimant = 0
+        self._num_kept = 0
 
     def back(self, nbytes: int) -> None:
         """Says that the first `nbytes` have memory behind them: only those are given out."""
@@ -87,7 +90,8 @@ class Arena:
     def available(self, slot_bytes: int) -> int:
         """Slots of this size that can be taken now."""
         room = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())
-        return room + len(self._unused) * self.slots_per_extent(slot_bytes)
+        kept = 0 if slot_bytes == self._claimant else self._num_kept
+        return room + (len(self._unused) - kept) * self.slots_per_extent(slot_bytes)
 
     def take(self, slot_bytes: int, count: int) -> list[int] | None:
         """Takes `count` slots; their offsets. None if there are fewer: nothing has changed."""
@@ -131,6 +135,20 @@ class Arena:
                 self._with_room[slot_bytes].pop(extent.start, None)
         return placed
 
+    def close(self, start: int, slot_bytes: int) -> None:
+        """Gives no slot of an extent away any more; once it is free, it is for one size. One extent at a time."""
+        extent = self._extents[start // self.extent_bytes]
+        assert extent is not None and self._closed is None and not self._num_kept
+        self._closed, self._claimant = start, slot_bytes
+        self._with_room[extent.slot_bytes].pop(start, None)
+
+    def end_claim(self) -> None:
+        """The closed extent, or what it has become, is as any other again."""
+        extent = None if self._closed is None else self._extents[self._closed // self.extent_bytes]
+        if extent is not None and extent.free:
+            self._with_room[extent.slot_bytes][extent.start] = extent
+        self._closed, self._claimant, self._num_kept = None, 0, 0
+
     def assign(self, offset: int, owner: Entry) -> None:
         """Says who is in a slot that `take` gave."""
         extent, slot = self._locate(offset)
@@ -151,8 +169,11 @@ class Arena:
         extent.owners[slot] = None
         extent.free.append(slot)
         if extent.num_used:
-            self._with_room[extent.slot_bytes][extent.start] = extent
+            if extent.start != self._closed:
+                self._with_room[extent.slot_bytes][extent.start] = extent
             return
+        if extent.start == self._closed:
+            self._closed, self._num_kept = None, 1
         self._extents[extent.start // self.extent_bytes] = None
         self._unused.append(extent.start // self.extent_bytes)
         del self._by_size[extent.slot_bytes][extent.start]
@@ -165,6 +186,8 @@ class Arena:
         return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
 
     def _open(self, slot_bytes: int, idx: int) -> Extent:
+        if slot_bytes == self._claimant:
+            self._num_kept = 0
         extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes))
         self._extents[idx] = extent
         self._by_size.setdefault(slot_bytes, {})[extent.start] = extent

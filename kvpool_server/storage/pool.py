@@ -152,9 +152,11 @@ class Pool:
         self.settle()
 
     def settle(self) -> None:
-        """Evicts what subjects hold beyond their quotas. To be called often: what is leased or being written stays."""
-        self.expire()
+        """Evicts what subjects hold beyond their quotas, and what keeps a slot size from its share. To be called often:
+        what is leased or being written stays until it is not."""
+        now = self.expire()
         self._evict(self._space.surplus(self._accounts.values()))
+        self._evict(self._space.vacate(now))
 
     # Lookup
 
@@ -305,7 +307,7 @@ class Pool:
 
     def raise_start(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> PutGrant:
         """As `put_start`, of whole blocks, with a ticket that does not expire."""
-        group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._catalog.one_group(fingerprint, runs)
         return self.put_start(fingerprint, runs, ShardRange(0, group.spec.num_shards), expires=False)
 
     def raise_end(self, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
@@ -340,7 +342,7 @@ class Pool:
         """
         group = self._catalog.group(fingerprint, group_idx)
         placed = self.arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-        policy = self._space.policy(group.spec.slot_bytes)
+        policy = self._space.policy(group)
         stamp = self._next_stamp([group])
         restored = 0
         chain: list[Entry] = []
@@ -476,6 +478,8 @@ class Pool:
                     self._quarantine.hold(entry, grace_ends)
         for entry in self._quarantine.pop_ended(now):
             self.arena.free(entry.offset)
+        if self._space.claim.held:
+            self._evict(self._space.claim.idle(now))
         return now
 
     # State

@@ -5,7 +5,8 @@ Slot sizes share the arena fairly. A size that needs room takes it, in this orde
 1. from slots and extents that are free;
 2. from retired namespaces: entries of its own size, then whole extents of others;
 3. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
-4. while it has less than its share of extents: the coldest extent of the size that has most;
+4. while it has less than its share of extents: the coldest extent of the size that has most; where somebody reads or
+   writes in each of those, one is emptied for it (`claim`);
 5. from entries of its own size, as the policies say.
 Decides only: the pool drops the victims, then takes the slots.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from kvpool.errors import OutOfSpaceError
 from kvpool_server.storage.arena import Arena, Extent
+from kvpool_server.storage.claim import Claim
 from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction import Policy
 from kvpool_server.storage.quotas import Account
@@ -37,11 +39,13 @@ class Space:
 
     Attributes:
         retired: groups of retired namespaces.
+        claim: of a size on an extent that cannot be given up at once.
     """
 
     def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
         self.arena = arena
         self.retired = Retired()
+        self.claim = Claim(arena)
         self._shelves = Shelves(policy)
         self._counters = counters
         self._last_used: dict[int, int] = {}
@@ -97,6 +101,18 @@ class Space:
         self._counters["quota_evicted_blocks"] += len(victims.entries)
         return victims.entries
 
+    def vacate(self, now: float) -> list[Entry]:
+        """Who must go for a size that has less than its share of extents, and found none that could be given up."""
+        if self.claim.held or not self.claim.wanted_by:
+            return []
+        sizes = [size for size in self.arena.sizes() if size != self.claim.wanted_by]
+        most = max((self.arena.extents(size) for size in sizes), key=len, default=[])
+        if len(most) <= 1:
+            self.claim.wanted_by = 0
+            return []
+        self.claim.begin(min(most, key=_num_in_use), now)
+        return self.claim.idle(now)
+
     def _settle(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
         """Chooses among a subject's own so that `count` more slots fit its quota; by how many bytes they do not."""
         over = account.used_bytes + count * slot_bytes - account.limit_bytes
@@ -147,7 +163,7 @@ class Space:
             held[extent.slot_bytes] -= 1
             num_mine += 1
             yield extent
-        share = max(1, self.arena.num_extents // (len(held) + 1))
+        share, held_before = max(1, self.arena.num_extents // (len(held) + 1)), dict(held)
         our_oldest = oldest_stamp(mine, victims)
         colder = [] if our_oldest is None else [size for size in held if self._last_used.get(size, 0) < our_oldest]
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
@@ -167,6 +183,8 @@ class Space:
             held[size] -= 1
             num_mine += 1
             yield stock.pop(0)
+        if num_mine < share and any(count > share for count in held_before.values()) and not self.claim.held:
+            self.claim.wanted_by = slot_bytes  # In each of theirs somebody reads or writes.
         if num_mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
             for size in sorted(held, key=lambda size: self._last_used.get(size, 0)):
                 yield from self._movable(size, given)
@@ -185,6 +203,10 @@ class Space:
 def _heat(extent: Extent) -> int:
     step = max(1, len(extent.owners) // SAMPLED_SLOTS)
     return max((owner.used for owner in extent.owners[::step] if owner is not None), default=0)
+
+
+def _num_in_use(extent: Extent) -> int:
+    return sum(owner is not None and not (owner.live and owner.movable) for owner in extent.owners)
 
 
 def _over_quota(account: Account, slot_bytes: int, count: int) -> str:

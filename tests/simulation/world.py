@@ -17,6 +17,7 @@ from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.claim import CLAIM_S
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
@@ -462,7 +463,7 @@ class World:
     def check_nothing_leaks(self) -> None:
         """Everything dropped and expired: all of the arena is free, and every byte of it can be had again."""
         self.clear(None)
-        self.advance((LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000 + 1, tell_pool=True)
+        self.advance((LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000 + CLAIM_S, tell_pool=True)
         self.check()
         stats = self.pool.stats()
         assert stats.free_bytes == stats.arena_bytes, f"{stats.arena_bytes - stats.free_bytes} bytes leaked"
