@@ -163,6 +163,7 @@ class Server:
         tiers = Tiers(self.pool, self._segment.bytes, [make_tier(parse(text), listen, policy) for text in config.tier])
         await tiers.open()
         self._observers.append(tiers)
+        self.pool.below = tiers
         return tiers
 
     async def _register_arena(self, arena: Arena) -> Engine:

@@ -139,8 +139,6 @@ class PoolService(PoolServicer):
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
         fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         found = self._pool.lookup(fingerprint, runs, prefix_only=request.prefix_only, lease_ttl_ms=request.lease_ttl_ms)
-        if self._tiers is not None and request.lease_ttl_ms:
-            found = self._tiers.complete(fingerprint, runs, found, request.prefix_only)
         return wire.encode_lookup(found, runs, self._boot_token)
 
     async def LookupStream(
@@ -320,8 +318,6 @@ class PoolService(PoolServicer):
         ends_at = time.monotonic() + INLINE_PATIENCE_S
         while True:
             found = self._pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=INLINE_TTL_MS)
-            if self._tiers is not None:
-                found = self._tiers.complete(fingerprint, [run], found, prefix_only=True)
             if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
                 return found.lease_id
             await asyncio.sleep(found.retry_after_ms / 1000)

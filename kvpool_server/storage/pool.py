@@ -36,6 +36,7 @@ from kvpool.types import (
     ShardRange,
 )
 from kvpool_server.storage.arena import Arena
+from kvpool_server.storage.below import Below
 from kvpool_server.storage.catalog import Catalog, Namespace
 from kvpool_server.storage.entry import Entry, Group, Record
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
@@ -63,6 +64,7 @@ class Pool:
 
     Attributes:
         observer: hears what becomes readable and what stops being so. Give one before the first call.
+        below: hears what lookups miss, and may bring it up.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Pool:
         self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
         self.observer = Observer()
+        self.below = Below()
         self._space = Space(arena, policy, self.counters)
         self._accounts = Accounts(self.limits.max_quotas)
         self._clock = clock
@@ -172,29 +175,32 @@ class Pool:
         for group, run in zip(groups, runs, strict=True):
             hits.append(group.hits(run, prefix_only, found))
             stops.append(len(found))
-        num_asked = sum(map(len, runs))
-        namespace.lookup_blocks += num_asked
-        namespace.lookup_hits += len(found)
-        self.counters["lookups"] += 1
-        self.counters["lookup_blocks"] += num_asked
-        self.counters["lookup_hits"] += len(found)
+        told, retry_after_ms = self.below.want(namespace, runs, hits, prefix_only) if lease_ttl_ms else (tuple(hits), 0)
+        if not retry_after_ms:  # Who will ask again shall count once.
+            num_asked = sum(map(len, runs))
+            namespace.lookup_blocks += num_asked
+            namespace.lookup_hits += len(found)
+            self.counters["lookups"] += 1
+            self.counters["lookup_blocks"] += num_asked
+            self.counters["lookup_hits"] += len(found)
         if not lease_ttl_ms:
-            return Lookup(tuple(hits))
+            return Lookup(told)
         self._used(namespace, now)
         if not found:
-            return Lookup(tuple(hits))
+            return Lookup(told, retry_after_ms=retry_after_ms)
         if len(self._leases) >= self.limits.max_leases:
             self.counters["leases_refused"] += 1
-            return Lookup(tuple(hits))
+            return Lookup(told)
         ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
         lease = Lease(self._new_id(), now + ttl_ms / 1000, found)
         self._leases.add(lease)
-        stamp = self._next_stamp(groups)
         for entry in found:
             entry.leases += 1
-        for group, start, stop in zip(groups, [0, *stops], stops, strict=False):
-            self._space.policy(group).used(found[start:stop], stamp)
-        return Lookup(tuple(hits), lease.id, ttl_ms)
+        if not retry_after_ms:
+            stamp = self._next_stamp(groups)
+            for group, start, stop in zip(groups, [0, *stops], stops, strict=False):
+                self._space.policy(group).used(found[start:stop], stamp)
+        return Lookup(told, lease.id, ttl_ms, retry_after_ms)
 
     # Put
 

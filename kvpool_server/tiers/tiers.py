@@ -11,7 +11,8 @@ import numpy.typing as npt
 import structlog
 
 from kvpool.holdings import TierHoldings
-from kvpool.types import BlockRun, Lookup, RunHits, TierStats
+from kvpool.types import BlockRun, RunHits, TierStats
+from kvpool_server.storage.below import Below
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.observer import Observer
@@ -39,7 +40,7 @@ class _Mover:
         self.up = Promotion(pool, memory, tier, self.health)
 
 
-class Tiers(Observer):
+class Tiers(Observer, Below):
     """See the module. `open` first, `close` last.
 
     Args:
@@ -85,14 +86,12 @@ class Tiers(Observer):
 
     # Lookup
 
-    def complete(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup, prefix_only: bool) -> Lookup:
-        """Has what a lookup missed brought up, and says how much of it is on its way."""
-        namespace = self._pool.namespace(fingerprint)
-        assert namespace is not None, "the lookup has found it"
-        hits = tuple(self._want(namespace, run, hit, prefix_only) for run, hit in zip(runs, found.hits, strict=True))
-        if not any(hit.num_pending for hit in hits):
-            return found
-        return replace(found, hits=hits, retry_after_ms=max(mover.up.retry_after_ms for mover in self._movers))
+    def want(
+        self, namespace: Namespace, runs: Sequence[BlockRun], hits: Sequence[RunHits], prefix_only: bool
+    ) -> tuple[tuple[RunHits, ...], int]:
+        wanted = tuple(self._want(namespace, run, hit, prefix_only) for run, hit in zip(runs, hits, strict=True))
+        is_pending = any(hit.num_pending for hit in wanted)
+        return wanted, max(mover.up.retry_after_ms for mover in self._movers) if is_pending else 0
 
     def _want(self, namespace: Namespace, run: BlockRun, hit: RunHits, prefix_only: bool) -> RunHits:
         length = len(run)

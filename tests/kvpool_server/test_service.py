@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import signal
@@ -20,7 +18,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvpool.client import Client, InPlace, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
@@ -37,20 +34,16 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from kvpool.hashing import checksum
-from kvpool.holdings import NamespaceInfo, TierHoldings
+from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
 from kvpool.segment import Segment
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
-from kvpool.types import BlockRun, Chunk, Offer, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool.wire import decode_namespace_info, decode_opened, encode_spec
-from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import PoolService
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.pool import Pool
+from kvpool.wire import decode_opened, encode_spec
 from tests.support.processes import ServerProcess, clean_environment, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.vanishing_writer import CHUNK_BYTES as VANISHING_CHUNK_BYTES
@@ -1060,20 +1053,6 @@ def test_quotas_are_set_listed_and_kept(client: Client) -> None:
 def test_quotas_may_be_given_at_the_start(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:b=1000")
     assert connect(server).quotas() == [Quota("tenant:a", 64 << 10), Quota("tenant:b", 1_000)]
-
-
-def test_what_the_tiers_hold_is_told() -> None:
-    arena = Arena(1 << 20)
-    pool = Pool(arena, time.monotonic, itertools.count(1).__next__)
-    first, second = (pool.open_namespace(namespace_spec())[0].fingerprint for _ in range(2))
-    holdings = {first: [TierHoldings("disk", 3, 300), TierHoldings("s3", 4, 400)]}
-    service = PoolService(
-        pool, np.zeros(0, np.uint8), Offer(1), 1, RpcMetrics(CollectorRegistry()), lambda: 0,
-        tier_holdings=lambda fingerprint: holdings.get(fingerprint, []),
-    )  # fmt: skip
-    reply = asyncio.run(service.ListNamespaces(pb.ListNamespacesRequest(), None))
-    told = {info.fingerprint: decode_namespace_info(info).tiers for info in reply.namespaces}
-    assert told == {first: tuple(holdings[first]), second: ()}
 
 
 def test_ping_tells_version_and_uptime(client: Client) -> None:

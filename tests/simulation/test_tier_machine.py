@@ -89,7 +89,7 @@ class World:
         self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
         self.tiers = Tiers(self.pool, self.memory, [self.tier])
         self.do(self.tiers.open())
-        self.pool.observer = self.tiers
+        self.pool.observer = self.pool.below = self.tiers
         self.namespaces: list[Namespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
 
     # What clients do
@@ -110,9 +110,8 @@ class World:
             self.pool.put_end(grant.ticket_id, sums)
 
     def lookup(self, space: int, chain: int, count: int) -> Lookup:
-        fingerprint, runs = SPECS[space].fingerprint(), [_run(space, chain, count)]
-        found = self.pool.lookup(fingerprint, runs, prefix_only=True, lease_ttl_ms=1_000)
-        return self.tiers.complete(fingerprint, runs, found, prefix_only=True)
+        runs = [_run(space, chain, count)]
+        return self.pool.lookup(SPECS[space].fingerprint(), runs, prefix_only=True, lease_ttl_ms=1_000)
 
     def get(self, space: int, chain: int, count: int) -> int:
         """Waits for what is on its way; checks what came; how many leading blocks that were."""

@@ -108,7 +108,7 @@ class Rig:
         self.tiers = Tiers(self.pool, self.memory, tiers)
         for mover in self.tiers._movers:
             mover.health._clock = mover.up._clock = self.clock
-        self.pool.observer = self.tiers
+        self.pool.observer = self.pool.below = self.tiers
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
 
     def put(self, *names: object, parent: object = None) -> None:
@@ -122,9 +122,7 @@ class Rig:
 
     def lookup(self, *names: object, prefix_only: bool = True) -> Lookup:
         runs = [BlockRun(0, [block_hash(name) for name in names])]
-        fingerprint = self.namespace.fingerprint
-        found = self.pool.lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
-        return self.tiers.complete(fingerprint, runs, found, prefix_only)
+        return self.pool.lookup(self.namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
 
     async def hits(self, *names: object, prefix_only: bool = True) -> RunHits:
         """Once nothing is on its way."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, Namespace
+from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PoolKey
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
@@ -150,6 +151,38 @@ def test_what_does_not_fit_the_arena_is_found_in_the_tier(
         wait_for(lambda count=count: _demoted(client) == 32 * count, "written through")  # type: ignore[misc]
     for names in prefixes:
         assert _hits(client, namespace, names) == 32
+
+
+def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
+    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path / "a"), *_file(tmp_path / "b")))
+    stored, empty = client.open_namespace(_spec()), client.open_namespace(_spec())
+    _put(client, stored, NAMES)
+    wait_for(lambda: _demoted(client) == 2 * len(NAMES), "all blocks are in both tiers")
+    told = {info.fingerprint: info.tiers for info in client.namespaces()}
+    names = [f"file:{tmp_path / name}" for name in "ab"]
+    assert told[stored.fingerprint] == tuple(TierHoldings(name, len(NAMES), len(NAMES) * SLOT) for name in names)
+    assert told[empty.fingerprint] == tuple(TierHoldings(name, 0, 0) for name in names)
+
+
+def test_a_lookup_counts_once_however_often_it_is_asked_again(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    spec = _spec()
+    server = pool_server("--memory", "64MiB", *_file(tmp_path))
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    server.stop()
+    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    namespace = client.open_namespace(spec)
+    asked = [client.lookup(namespace, [run_of(*NAMES)]) for _ in range(3)]
+    assert asked[0].retry_after_ms, "nothing is on its way"
+    assert _hits(client, namespace, NAMES) == len(NAMES)
+    final = sum(not found.retry_after_ms for found in asked) + 1
+    counters = client.stats().counters
+    assert counters["lookups"] == final
+    assert counters["lookup_blocks"] == counters["lookup_hits"] == final * len(NAMES)
+    (info,) = client.namespaces()
+    assert info.hit_ratio == 1.0
 
 
 def test_clear_and_remove_reach_the_tier(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
