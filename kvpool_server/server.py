@@ -160,7 +160,9 @@ class Server:
     async def _open_tiers(self) -> Tiers:
         config = self.config
         listen, policy = split_address(config.listen), POLICIES[config.policy]
-        tiers = Tiers(self.pool, self._segment.bytes, [make_tier(parse(text), listen, policy) for text in config.tier])
+        specs = [parse(text) for text in config.tier]
+        made = [make_tier(spec, listen, policy) for spec in specs]
+        tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "evict" for spec in specs])
         await tiers.open()
         self._observers.append(tiers)
         self.pool.below = tiers

@@ -19,6 +19,9 @@ class Observer:
     def removed(self, entry: Entry) -> None:
         """A complete entry has left the index."""
 
+    def evicted(self, entry: Entry) -> None:
+        """A complete entry is about to be removed, to make room, and nobody has asked for its bytes first."""
+
 
 class Observers(Observer):
     """Tells several."""
@@ -33,3 +36,7 @@ class Observers(Observer):
     def removed(self, entry: Entry) -> None:
         for observer in self._observers:
             observer.removed(entry)
+
+    def evicted(self, entry: Entry) -> None:
+        for observer in self._observers:
+            observer.evicted(entry)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, OutOfSpaceError
@@ -127,6 +127,9 @@ class Pool:
         """Every open namespace, and what it holds. Looks at every entry."""
         now = self._clock()
         return [namespace.info(now) for namespace in self._catalog.values()]
+
+    def open_namespaces(self) -> list[Namespace]:
+        return self._catalog.values()
 
     def namespace(self, fingerprint: bytes) -> Namespace | None:
         """An open namespace; to ask for it is no use of it."""
@@ -340,6 +343,27 @@ class Pool:
             entry.leases += 1
         self._leases.add(lease)
         return lease.id
+
+    def hold_next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> tuple[int, list[Entry]]:
+        """A lease on entries that should go soon, and those; see `Space.next_victims` and `let_go`."""
+        self.expire()
+        chosen = self._space.next_victims(reserve, needs, max_bytes)
+        return self.hold(chosen), chosen
+
+    def let_go(self, lease_id: int, entries: Sequence[Entry], *, drop: bool) -> int:
+        """Ends that lease, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
+        self.release([lease_id])
+        dropped = 0
+        for entry in entries:
+            if not entry.live:
+                continue
+            if drop and entry.movable and not entry.children:
+                self._drop(entry)
+                dropped += 1
+            else:
+                self._space.spare(entry)
+        self.counters["evicted_blocks"] += dropped
+        return dropped
 
     def restore(self, fingerprint: bytes, group_idx: int, records: Sequence[Record]) -> int:
         """Takes complete blocks back in where they lie; returns how many: those whose place is free.
@@ -560,6 +584,8 @@ class Pool:
 
     def _evict(self, victims: Sequence[Entry]) -> None:
         for victim in victims:
+            if victim.complete:
+                self.observer.evicted(victim)
             self._drop(victim)
         self.counters["evicted_blocks"] += len(victims)
 

@@ -13,8 +13,9 @@ Decides only: the pool drops the victims, then takes the slots.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.errors import OutOfSpaceError
 from kvpool_server.storage.arena import Arena, Extent
@@ -92,6 +93,29 @@ class Space:
             )
         self._counters["quota_evicted_blocks"] += for_quotas
         return victims.entries
+
+    def next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> list[Entry]:
+        """Who should go soon, so that a share of each slot size's slots is free for puts.
+
+        They are out of the policies' hands until they are dropped, or given back with `spare`.
+
+        Args:
+            needs: of a slot size, how many more slots should be free.
+            max_bytes: of all their slots; of one, if that is more.
+        """
+        victims = Victims()
+        for size in self.arena.sizes():
+            slots = len(self.arena.extents(size)) * self.arena.slots_per_extent(size)
+            short = math.ceil(slots * reserve) + needs.get(size, 0) - self.arena.available(size)
+            room = max(1, max_bytes // size)
+            if short > 0 and max_bytes > 0:
+                self._take(self._shelves.of_size(size), min(short, room), victims)
+                max_bytes -= victims.nbytes(lambda group, size=size: group.spec.slot_bytes == size)  # type: ignore[misc]
+        return victims.entries
+
+    def spare(self, entry: Entry) -> None:
+        """Takes back who does not go after all."""
+        self.policy(entry.group).restore([entry])
 
     def surplus(self, accounts: Iterable[Account]) -> list[Entry]:
         """Who must go so that no subject has more than its quota, as far as they may."""

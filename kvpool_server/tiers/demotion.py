@@ -1,12 +1,15 @@
 """Down: blocks on their way from the arena to one tier.
 
-They wait as references: nothing keeps them in the arena until they are being written, so that a slow tier takes no
+Written through, a block goes down when it is stored; written on eviction, when its slot is about to be needed (`room`).
+
+What waits does so as a reference: nothing keeps it in the arena until it is being written, so that a slow tier takes no
 space from puts, and what is evicted before its turn is a demotion that was dropped, and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +34,13 @@ class Demotion:
 
     Args:
         memory: the arena: uint8 [arena_bytes].
+        on_evict: write blocks when they are about to go, not when they are stored.
     """
 
-    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], tier: Tier, health: Health):
+    def __init__(
+        self, pool: Pool, memory: npt.NDArray[np.uint8], tier: Tier, health: Health, *, on_evict: bool = False
+    ):
+        self.on_evict = on_evict
         self._pool = pool
         self._memory = memory
         self._tier = tier
@@ -45,6 +52,20 @@ class Demotion:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def is_up(self) -> bool:
+        return self._health.up
+
+    def stored(self, entry: Entry) -> None:
+        """The pool has a new block."""
+        if not self.on_evict:
+            self.offer(entry)
+
+    def evicted(self, entry: Entry) -> None:
+        """The pool could not wait, and lets a block go."""
+        if self.on_evict and self._known(entry) is not True:
+            self._tier.counters["dropped_demotions"] += 1
 
     def offer(self, entry: Entry) -> None:
         """Takes a complete entry, and what the tier lacks of the prefix before it: without that it would be no use."""
@@ -77,22 +98,44 @@ class Demotion:
         """Writes, for ever."""
         while True:
             await self._work.wait()
-            if not self._waiting:
+            if self._waiting:
+                await self._write_waiting()
+            else:
                 self._work.clear()
                 self._idle.set()
-                continue
-            group, entries = self._next_batch()
-            if not entries:
-                continue
-            try:
-                with self._health.call():
-                    await self.write(group, entries)
-            except TierError:
-                self._tier.counters["dropped_demotions"] += len(entries) + len(self._waiting)
-                self._waiting.clear()
 
-    async def write(self, group: Group, entries: list[Entry]) -> None:
-        """Writes entries of one group, which stay where they are meanwhile. Raises TierError."""
+    async def _write_waiting(self) -> None:
+        group, entries = self._next_batch()
+        if not entries:
+            return
+        lease_id = self._pool.hold(entries)
+        try:
+            await self._write(group, entries)
+        except TierError:
+            self._tier.counters["dropped_demotions"] += len(entries) + len(self._waiting)
+            self._waiting.clear()
+        finally:
+            self._pool.release([lease_id])
+
+    async def keep(self, entries: Sequence[Entry]) -> bool:
+        """Writes entries that are about to go, and are held meanwhile, those that the tier has not; False if it failed.
+
+        Args:
+            entries: from the ends of prefixes to their beginnings.
+        """
+        by_group: dict[Group, list[Entry]] = {}
+        for entry in reversed(entries):
+            if entry.complete and self._known(entry) is not True:
+                by_group.setdefault(entry.group, []).append(entry)
+        try:
+            for group, members in by_group.items():
+                await self._write(group, members)
+        except TierError:
+            return False
+        return True
+
+    async def _write(self, group: Group, entries: list[Entry]) -> None:
+        """Writes entries of one group, which are held meanwhile. Raises TierError."""
         namespace = self._pool.namespace(group.fingerprint)
         if namespace is None:
             return
@@ -106,12 +149,19 @@ class Demotion:
             )
             for entry in entries
         ]
-        lease_id = self._pool.hold(entries)
-        try:
-            kept = await self._tier.write(namespace, group.idx, blocks)
-        finally:
-            self._pool.release([lease_id])
-        self._tier.counters["demoted_blocks"] += kept
+        with self._health.call():
+            self._tier.counters["demoted_blocks"] += await self._tier.write(namespace, group.idx, blocks)
+
+    def offer_all(self) -> None:
+        """Takes all that the pool has and the tier has not, what was used last first; for a last time."""
+        entries = [
+            entry
+            for namespace in self._pool.open_namespaces()
+            for entry in namespace.entries()
+            if entry.complete and self._known(entry) is not True
+        ]
+        for entry in sorted(entries, key=lambda entry: entry.used, reverse=True)[:MAX_WAITING]:
+            self.offer(entry)
 
     async def drained(self) -> None:
         """Returns when nothing waits."""

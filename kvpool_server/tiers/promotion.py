@@ -21,6 +21,7 @@ from kvpool.types import BlockRun, PutStatus
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.room import Room
 from kvpool_server.tiers.tier import Tier, TierError
 
 log = structlog.get_logger()
@@ -54,6 +55,7 @@ class Promotion:
 
     Args:
         memory: the arena: uint8 [arena_bytes].
+        room: where blocks have to be written down before they go; None: nowhere.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class Promotion:
         memory: npt.NDArray[np.uint8],
         tier: Tier,
         health: Health,
+        room: Room | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._pool = pool
         self._memory = memory
         self._tier = tier
         self._health = health
+        self._room = room
         self._clock = clock
         self._wishes: deque[_Wish] = deque()
         self._coming: dict[BlockKey, _Wish] = {}
@@ -186,6 +190,8 @@ class Promotion:
                 self._coming.pop(key, None)
 
     async def _read(self, namespace: Namespace, run: BlockRun) -> None:
+        if self._room is not None:
+            await self._room.need(namespace.groups[run.group_idx].spec.slot_bytes, len(run))
         try:
             grant = self._pool.raise_start(namespace.fingerprint, [run])
         except KVPoolError as error:  # No room, or the namespace is closed.

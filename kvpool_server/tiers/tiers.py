@@ -20,6 +20,7 @@ from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.demotion import Demotion
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.promotion import BATCHES_AT_ONCE, Promotion
+from kvpool_server.tiers.room import Room
 from kvpool_server.tiers.tier import Tier, TierError
 
 log = structlog.get_logger()
@@ -33,11 +34,11 @@ AGAIN_S = 1.0
 class _Mover:
     """One tier, and what moves blocks to and from it."""
 
-    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], tier: Tier):
+    def __init__(self, down: Demotion, up: Promotion, tier: Tier, health: Health):
+        self.down = down
+        self.up = up
         self.tier = tier
-        self.health = Health(tier.name)
-        self.down = Demotion(pool, memory, tier, self.health)
-        self.up = Promotion(pool, memory, tier, self.health)
+        self.health = health
 
 
 class Tiers(Observer, Below):
@@ -46,11 +47,20 @@ class Tiers(Observer, Below):
     Args:
         memory: the arena: uint8 [arena_bytes].
         tiers: in the order in which they are asked.
+        on_evict: of each, whether blocks are written when they are about to go, not when they are stored.
     """
 
-    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], tiers: Sequence[Tier]):
+    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], tiers: Sequence[Tier], on_evict: Sequence[bool] = ()):
         self._pool = pool
-        self._movers = [_Mover(pool, memory, tier) for tier in tiers]
+        health = [Health(tier.name) for tier in tiers]
+        down = [
+            Demotion(pool, memory, tier, each, on_evict=late)
+            for tier, each, late in zip(tiers, health, on_evict or [False] * len(tiers), strict=True)
+        ]
+        late_ones = [demotion for demotion in down if demotion.on_evict]
+        self._room = Room(pool, late_ones) if late_ones else None
+        up = [Promotion(pool, memory, tier, each, self._room) for tier, each in zip(tiers, health, strict=True)]
+        self._movers = list(map(_Mover, down, up, tiers, health))
         self._tasks: list[asyncio.Task[None]] = []
         self._forgetting: set[asyncio.Task[None]] = set()
 
@@ -62,12 +72,17 @@ class Tiers(Observer, Below):
         except BaseException:
             await self.close()
             raise
+        if self._room is not None:
+            self._tasks.append(asyncio.create_task(_for_ever(self._room.run)))
         for mover in self._movers:
             self._tasks.append(asyncio.create_task(_for_ever(mover.down.run)))
             self._tasks += [asyncio.create_task(_for_ever(mover.up.run)) for _ in range(BATCHES_AT_ONCE)]
 
     async def drain(self, timeout_s: float) -> int:
         """Writes what waits, as far as there is time; how many blocks were left."""
+        for mover in self._movers:
+            if mover.down.on_evict:
+                mover.down.offer_all()
         waiting = [asyncio.create_task(mover.down.drained()) for mover in self._movers if mover.health.up]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=timeout_s)
@@ -120,7 +135,13 @@ class Tiers(Observer, Below):
 
     def stored(self, entry: Entry) -> None:
         for mover in self._movers:
-            mover.down.offer(entry)
+            mover.down.stored(entry)
+        if self._room is not None:
+            self._room.taken()
+
+    def evicted(self, entry: Entry) -> None:
+        for mover in self._movers:
+            mover.down.evicted(entry)
 
     # Forgetting
 

@@ -59,7 +59,13 @@ def _run(space: int, chain: int, count: int) -> BlockRun:
 class World:
     """One server with a file tier, as long as it lives, and what lies on the disk, which lives longer."""
 
-    def __init__(self, pool_class: type[Pool] = Pool, tier_class: type[FileTier] = FileTier, policy: str = "density"):
+    def __init__(
+        self,
+        pool_class: type[Pool] = Pool,
+        tier_class: type[FileTier] = FileTier,
+        policy: str = "density",
+        on_evict: bool = False,
+    ):
         self.root = Path(tempfile.mkdtemp(prefix="kvpool-tier-"))
         self.loop = asyncio.new_event_loop()
         self.clock = FakeClock()
@@ -67,6 +73,7 @@ class World:
         self._pool_class = pool_class
         self._tier_class = tier_class
         self._policy = policy
+        self._on_evict = on_evict
         self.crashes = self.hits = self.promoted = 0
         self.start()
 
@@ -87,7 +94,7 @@ class World:
         policy = POLICIES[self._policy]
         self.pool = self._pool_class(Arena(ARENA_BYTES, EXTENT_BYTES), self.clock, lambda: next(ids), policy=policy)
         self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
-        self.tiers = Tiers(self.pool, self.memory, [self.tier])
+        self.tiers = Tiers(self.pool, self.memory, [self.tier], [self._on_evict])
         self.do(self.tiers.open())
         self.pool.observer = self.pool.below = self.tiers
         self.namespaces: list[Namespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
@@ -209,9 +216,9 @@ class TierMachine(RuleBasedStateMachine):
         super().__init__()
         self.world: World | None = None
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
-    def begin(self, policy: str) -> None:
-        self.world = World(policy=policy)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), on_evict=st.booleans())
+    def begin(self, policy: str, on_evict: bool) -> None:
+        self.world = World(policy=policy, on_evict=on_evict)
 
     chains = st.integers(0, CHAINS - 1)
     counts = st.integers(1, DEPTH)
@@ -302,7 +309,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=40, stateful_step_count=30)
+TestTierMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def _everything_once(world: World) -> None:

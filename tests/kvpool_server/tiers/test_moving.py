@@ -100,12 +100,12 @@ class MemoryTier(Tier):
 class Rig:
     """A pool of sixteen slots, and tiers."""
 
-    def __init__(self, *tiers: MemoryTier):
+    def __init__(self, *tiers: MemoryTier, on_evict: bool = False):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.pool = Pool(Arena(SLOTS * SLOT, 4 * SLOT), self.clock, lambda: next(ids))
         self.memory = np.zeros(SLOTS * SLOT, np.uint8)
-        self.tiers = Tiers(self.pool, self.memory, tiers)
+        self.tiers = Tiers(self.pool, self.memory, tiers, [on_evict] * len(tiers))
         for mover in self.tiers._movers:
             mover.health._clock = mover.up._clock = self.clock
         self.pool.observer = self.pool.below = self.tiers
@@ -150,14 +150,16 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def play(*tiers: Callable[[], MemoryTier]) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
+def play(
+    *tiers: Callable[[], MemoryTier], on_evict: bool = False
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
     """Runs a test with a rig that is open, and closes it."""
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
         def run() -> None:
             async def within() -> None:
                 made = [make() for make in (tiers or (MemoryTier,))]
-                rig = Rig(*made)
+                rig = Rig(*made, on_evict=on_evict)
                 await rig.tiers.open()
                 try:
                     async with asyncio.timeout(30):
@@ -459,3 +461,95 @@ def test_an_exception_of_our_own_does_not_end_the_moving(caplog: Any) -> None:
         module.AGAIN_S = again
 
     test()
+
+
+@play(on_evict=True)
+async def test_on_eviction_nothing_is_written_while_there_is_room(rig: Rig, tier: MemoryTier) -> None:
+    rig.put(*(f"a{nth}" for nth in range(SLOTS // 2)))
+    await turns()
+    assert not tier.kept
+
+
+@play(MemoryTier, MemoryTier, on_evict=True)
+async def test_on_eviction_room_is_made_before_it_is_needed(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
+    names = [f"p{nth}" for nth in range(3 * SLOTS)]
+    for name in names:  # Prefixes of one block.
+        rig.put(name)
+        await turns()
+    stats = rig.pool.stats()
+    assert stats.free_bytes >= SLOT, "there is no room for the next put"
+    held = {
+        block_hash(name)
+        for name in names
+        if rig.pool.lookup(rig.namespace.fingerprint, [BlockRun(0, [block_hash(name)])], prefix_only=True)
+        .hits[0]
+        .num_leading
+    }
+    for tier in (first, second):
+        assert set(tier.kept) | held == {block_hash(name) for name in names}, "something was lost"
+        assert not tier.counters["dropped_demotions"]
+    assert (await rig.hits("p0")).num_leading == 1
+
+
+@play(on_evict=True)
+async def test_on_eviction_parents_are_written_before_their_children(rig: Rig, tier: MemoryTier) -> None:
+    for chain in range(4):
+        for nth in range(6):
+            rig.put(f"{chain}-{nth}", parent=f"{chain}-{nth - 1}" if nth else None)
+            await rig.quiet()
+    assert len(tier.kept) >= 4 * 6 - SLOTS and not tier.counters["dropped_demotions"]
+    for chain in range(4):
+        assert (await rig.hits(*(f"{chain}-{nth}" for nth in range(6)))).num_leading == 6
+
+
+@play(on_evict=True)
+async def test_a_slow_tier_keeps_no_put_waiting_and_what_is_lost_is_counted(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    names = [f"p{nth}" for nth in range(3 * SLOTS)]
+    for name in names:
+        rig.put(name)
+        await turns(2)
+    assert rig.pool.counters["put_blocks_completed"] == len(names)
+    lost = tier.counters["dropped_demotions"]
+    assert lost > 0
+    tier.gate.set()
+    await rig.quiet()
+    assert len(tier.kept) + rig.pool.stats().num_entries + tier.counters["dropped_demotions"] >= len(names)
+
+
+@play(on_evict=True)
+async def test_what_is_read_while_it_is_written_down_stays(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    names = [f"p{nth}" for nth in range(SLOTS)]
+    rig.put(*names[:-1])
+    rig.put(names[-1])
+    await turns()
+    assert tier.calls["write"] == 1
+    held = [rig.lookup(name).lease_id for name in names]
+    tier.gate.set()
+    await rig.quiet()
+    stats = rig.pool.stats()
+    assert stats.num_entries == SLOTS and tier.kept, "a block was dropped under a lease"
+    rig.pool.release(held)
+    rig.put("new")
+    await rig.quiet()
+    rig.pool.check_integrity()
+    assert rig.pool.stats().num_entries <= SLOTS
+
+
+@play(on_evict=True)
+async def test_where_the_tier_fails_nothing_goes_before_its_time(rig: Rig, tier: MemoryTier) -> None:
+    tier.failure = "the disk is gone"
+    rig.put(*(f"p{nth}" for nth in range(SLOTS)))
+    await rig.quiet()
+    assert rig.pool.stats().num_entries == SLOTS and not tier.kept
+    rig.put("new")
+    assert tier.counters["dropped_demotions"] == 1
+
+
+@play(on_evict=True)
+async def test_at_the_end_everything_is_written(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b", "c")
+    rig.put("d")
+    assert await rig.tiers.drain(5) == 0
+    assert set(tier.kept) == {block_hash(name) for name in "abcd"}

@@ -58,12 +58,41 @@ def _demoted(client: Client) -> int:
     return sum(tier.counters.get("demoted_blocks", 0) for tier in client.stats().tiers)
 
 
+def _free(client: Client) -> int:
+    return client.stats().free_bytes
+
+
 def _file(path: Path, name: str = "one", **options: object) -> tuple[str, str]:
     more = "".join(f",{key}={value}" for key, value in options.items())
     return "--tier", f"file:{path},size=64MiB,name={name}{more}"
 
 
 NAMES = [f"t{nth}" for nth in range(64)]
+
+
+def test_written_on_eviction_it_comes_back_from_an_orderly_stop(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    spec, tier = _spec(), _file(tmp_path, write="evict")
+    server = pool_server("--memory", "8MiB", *tier)
+    client = connect(server)
+    namespace = client.open_namespace(spec)
+    prefixes = [[f"p{prefix}-{nth}" for nth in range(32)] for prefix in range(12)]  # 24 MiB.
+    for names in prefixes:
+        for start in range(0, 32, 4):  # No more at once than is kept free.
+            parent = names[start - 1] if start else None
+            some = names[start : start + 4]
+            client.put_blocks(namespace, run_of(*some, parent=parent), [payload(name, SLOT) for name in some])
+            wait_for(lambda: _free(client) >= 6 * SLOT, "room")
+    for names in prefixes:
+        assert _hits(client, namespace, names) == 32
+    assert not client.stats().tiers[0].counters.get("dropped_demotions")
+    server.terminate()
+    assert server.wait() == 0
+    client = connect(pool_server("--memory", "8MiB", *tier))
+    namespace = client.open_namespace(spec)
+    for names in prefixes:
+        assert _hits(client, namespace, names) == 32
 
 
 @pytest.mark.parametrize("end", ["terminate", "kill"])
