@@ -67,28 +67,36 @@ class Store:
 def master() -> Iterator[str]:
     """A master on a free port; its address."""
     address = f"127.0.0.1:{free_port()}"
-    port = address.rpartition(":")[2]
-    binary = Path(importlib.util.find_spec("mooncake").submodule_search_locations[0]) / "mooncake_master"  # type: ignore[union-attr,index]
-    arguments = [f"--rpc_port={port}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=10s"]
-    with process([str(binary), *arguments]) as running:
-        wait_until(lambda: _listens(int(port)), "mooncake_master", running)
+    port = int(address.rpartition(":")[2])
+    with process(master_command(port)) as running:
+        wait_until(lambda: listens(port), "mooncake_master", running)
         yield address
+
+
+def master_command(port: int) -> list[str]:
+    """Starts a master."""
+    binary = Path(importlib.util.find_spec("mooncake").submodule_search_locations[0]) / "mooncake_master"  # type: ignore[union-attr,index]
+    return [str(binary), f"--rpc_port={port}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=10s"]
+
+
+def holder_command(master: str, segment_bytes: int) -> list[str]:
+    """Starts the process that holds a segment; it says "ready"."""
+    holder = [sys.executable, "-m", "benchmarks.mooncake_store"]
+    return [*holder, master, f"127.0.0.1:{free_port()}", str(segment_bytes)]
 
 
 @contextlib.contextmanager
 def mooncake_store(segment_bytes: int) -> Iterator[Store]:
     """A store with one segment in another process, and a client of it here."""
-    with master() as address:
-        holder = [sys.executable, "-m", "benchmarks.mooncake_store"]
-        with process([*holder, address, f"127.0.0.1:{free_port()}", str(segment_bytes)]) as holder_process:
-            assert holder_process.stdout is not None
-            while (line := holder_process.stdout.readline()) and line != "ready\n":
-                pass
-            store = Store(address)
-            try:
-                yield store
-            finally:
-                store.close()
+    with master() as address, process(holder_command(address, segment_bytes)) as holder_process:
+        assert holder_process.stdout is not None
+        while (line := holder_process.stdout.readline()) and line != "ready\n":
+            pass
+        store = Store(address)
+        try:
+            yield store
+        finally:
+            store.close()
 
 
 def engine(model: Path, master: str, folder: Path, segment_bytes: int, options: dict[str, Any]) -> EngineSpec:
@@ -129,7 +137,8 @@ def _setup(master: str, local: str, segment_bytes: int) -> Any:
     return store
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether somebody listens there, on loopback."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

@@ -1,5 +1,7 @@
 """Mooncake's Transfer Engine, as the server and the client use it. The only module that imports it, and only on use.
 
+Mooncake's store, which a tier of the server is a client of, comes from here, too (`package`, `starting`).
+
 One-sided: an engine reads and writes what a peer has registered, and the peer takes no part. Submitting and asking are
 two steps here, not the engine's own `batch_transfer_sync_*`: those wait in a loop that takes a core from those who move
 the bytes (on two cores half as fast again without), end at a time of their own, and say "failed" as soon as one of
@@ -12,6 +14,7 @@ where its last reference goes, holds it until its listening thread has seen that
 from __future__ import annotations
 
 import enum
+import importlib
 import os
 import socket
 import struct
@@ -76,10 +79,8 @@ class Engine:
         Raises:
             ConfigError: the package, a library or the RDMA device is not here; the message says which.
         """
-        if protocol == "rdma":
-            _check_rdma(device)
-        with _starting, _environment(protocol):
-            native = _transfer_engine()()
+        with starting(protocol, device):
+            native = package("engine", "transport mooncake").TransferEngine()
             if native.initialize(host, "P2PHANDSHAKE", protocol, device):
                 raise ConfigError(
                     f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; its log is on stderr"
@@ -129,12 +130,20 @@ def address_towards(host: str) -> str:
         raise TransferError(f"no route to {host!r}: {error}") from None
 
 
-def _transfer_engine() -> Any:
+def package(module: str, whose: str) -> Any:
+    """A module of Mooncake's package, imported now.
+
+    Args:
+        whose: who needs it, for the message: "transport mooncake".
+
+    Raises:
+        ConfigError: the package or a library is not here; the message says which.
+    """
     try:
-        from mooncake.engine import TransferEngine
+        return importlib.import_module(f"mooncake.{module}")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"transport mooncake needs a package that is not installed ({error}); pip install 'kvpool[mooncake]', or "
+            f"{whose} needs a package that is not installed ({error}); pip install 'kvpool[mooncake]', or "
             "mooncake-transfer-engine-non-cuda where there is no CUDA"
         ) from None
     except ImportError as error:
@@ -142,7 +151,23 @@ def _transfer_engine() -> Any:
             f"mooncake-transfer-engine lacks a system library ({error}); "
             "apt-get install libibverbs1 librdmacm1 libnuma1, or what your system calls them"
         ) from None
-    return TransferEngine
+
+
+@contextmanager
+def starting(protocol: str, device: str = "") -> Iterator[None]:
+    """Around the start of an engine, one at a time.
+
+    Args:
+        protocol: "tcp" or "rdma".
+        device: of RDMA; empty: any.
+
+    Raises:
+        ConfigError: the RDMA device is not here.
+    """
+    if protocol == "rdma":
+        _check_rdma(device)
+    with _starting, _environment(protocol):
+        yield
 
 
 def _check_rdma(device: str) -> None:
