@@ -9,7 +9,9 @@ from kvpool_server.storage.eviction import Policy
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.file.usrbio import UsrbioDisk
-from kvpool_server.tiers.spec import FileSpec, Spec
+from kvpool_server.tiers.mooncake.tier import MooncakeTier
+from kvpool_server.tiers.mooncake.worker import Order
+from kvpool_server.tiers.spec import FileSpec, MooncakeSpec, Spec
 from kvpool_server.tiers.tier import Tier
 
 
@@ -28,4 +30,11 @@ def make_tier(spec: Spec, listen: tuple[str, int], policy: Callable[[], Policy])
         disk = UsrbioDisk(spec.path) if spec.io == "usrbio" else Disk()
         direct = spec.io == "direct"
         return FileTier(spec.path, owner, spec.size, policy, threads=spec.threads, direct=direct, disk=disk)
-    raise NotImplementedError
+    return MooncakeTier(_order(spec, listen[0]), spec.threads)
+
+
+def _order(spec: MooncakeSpec, listen_host: str) -> Order:
+    host = spec.host or listen_host
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return Order(spec.master, spec.metadata, host, int(spec.segment), spec.protocol, spec.device)

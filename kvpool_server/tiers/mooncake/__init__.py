@@ -1,0 +1,1 @@
+"""A Mooncake Store cluster as a tier."""

@@ -1,0 +1,383 @@
+"""The Mooncake tier on real clusters: the contract, and what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.mooncake import RDMA_DEVICES
+from kvpool_server.storage.catalog import Namespace
+from kvpool_server.tiers.mooncake.memo import GOOD_S, Memo
+from kvpool_server.tiers.mooncake.store import LANE_BYTES, Store
+from kvpool_server.tiers.mooncake.tier import MooncakeTier, _Reading
+from kvpool_server.tiers.mooncake.trailer import pack, trailer_bytes
+from kvpool_server.tiers.mooncake.worker import Order
+from kvpool_server.tiers.tier import Tier, TierError
+from tests.contracts.tier_contract import SHARDS, SLOT, Memory, TierContract, blocks_of, namespace_of, run
+from tests.support.clock import FakeClock
+from tests.support.mooncake import Cluster
+from tests.support.processes import run_command, server_command
+from tests.support.values import block_hash, group_spec, namespace_spec
+
+MakeCluster = Callable[..., Cluster]
+ENDS_S = 5.0
+
+
+def _order(master: str, segment_bytes: int = 0, protocol: str = "tcp") -> Order:
+    return Order(master, "P2PHANDSHAKE", "127.0.0.1", segment_bytes, protocol, "")
+
+
+def _key(namespace: Namespace, name: str) -> str:
+    return f"kvpool/{namespace.fingerprint.hex()}/0/{block_hash(name).hex()}"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """For all who harm it in nothing."""
+    made = Cluster(64 << 20)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[MakeCluster]:
+    """Makes a cluster that the test may break."""
+    made: list[Cluster] = []
+
+    def make(segment_bytes: int = 32 << 20) -> Cluster:
+        made.append(Cluster(segment_bytes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+class TestMooncakeTier(TierContract):
+    @pytest.fixture
+    def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
+        return lambda: MooncakeTier(_order(cluster.address))
+
+    def test_servers_on_one_cluster_read_each_others_blocks(self, cluster: Cluster, namespace: Namespace) -> None:
+        async def test() -> None:
+            one, two = (MooncakeTier(_order(cluster.address)) for _ in range(2))
+            await one.open()
+            await two.open()
+            try:
+                assert await one.write(namespace, 0, blocks_of("a", "b")) == 2
+                assert two.known(namespace, 0, [block_hash("a")]) is None, "nobody has told it"
+                assert await self._read(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
+                assert two.known(namespace, 0, [block_hash("a")]) == [True]
+                assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+                assert two.stats().counters["written_bytes"] == SLOT, "it has sent what was there"
+                assert two.holdings(namespace.fingerprint).num_entries == 1
+                await two.remove(namespace, 0, [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
+                assert await self._read(one, namespace, ["a", "b"]) == [None, "b"]
+                assert one.holdings(namespace.fingerprint).num_entries == 1
+            finally:
+                await one.close()
+                await two.close()
+
+        run(test)
+
+    @pytest.mark.parametrize("harm", ["payload", "trailer", "another's", "shorter", "longer", "foreign"])
+    def test_what_is_not_what_was_stored_is_a_miss_once_and_then_gone(
+        self, cluster: Cluster, namespace: Namespace, harm: str
+    ) -> None:
+        (block, other) = blocks_of("a", "b")
+        sound = bytes(block.payload) + pack(_key(namespace, "a"), SLOT, block.checksums)
+        harmed = {
+            "payload": bytes([sound[0] ^ 1]) + sound[1:],
+            "trailer": sound[:-1] + bytes([sound[-1] ^ 1]),
+            "another's": bytes(other.payload) + pack(_key(namespace, "b"), SLOT, other.checksums),
+            "shorter": sound[1:],
+            "longer": sound + b"\0",
+            "foreign": os.urandom(len(sound)),
+        }[harm]
+
+        async def test() -> None:
+            tier = MooncakeTier(_order(cluster.address))
+            await tier.open()
+            try:
+                assert tier._store is not None
+                with tier._store.lane() as lane:
+                    lane.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
+                    assert lane.ask("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
+                await tier.write(namespace, 0, [other])
+                assert await self._there(tier, namespace, ["a", "b"]) == [True, True]
+                assert await self._read(tier, namespace, ["a", "b"]) == [None, "b"]
+                assert tier.stats().counters["corrupt_blocks"] == 1
+                assert await self._there(tier, namespace, ["a", "b"]) == [False, True]
+                assert await tier.write(namespace, 0, [block]) == 1
+                assert await self._read(tier, namespace, ["a"]) == ["a"]
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = MooncakeTier(_order(cluster.address))
+            await tier.open()
+            try:
+                names = [f"m{nth}" for nth in range(2500)]
+                assert await tier.write(namespace, 0, blocks_of(*names)) == 2500
+                assert await self._read(tier, namespace, names) == names
+                await tier.remove(namespace, 0, [block_hash(name) for name in names])
+                assert not any(await self._there(tier, namespace, names))
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_a_block_that_no_lane_holds_is_refused(self, cluster: Cluster) -> None:
+        namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=LANE_BYTES)))
+
+        async def test() -> None:
+            tier = MooncakeTier(_order(cluster.address))
+            await tier.open()
+            try:
+                assert await tier.write(namespace, 0, blocks_of("huge", nbytes=LANE_BYTES, shards=1)) == 0
+                assert tier.stats().counters["refused_blocks"] == 1
+                into = Memory(1, LANE_BYTES).views
+                assert await tier.read(namespace, 0, [block_hash("huge")], into) == [None]
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_a_full_cluster_refuses_and_is_no_failure(self, own_cluster: MakeCluster) -> None:
+        namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
+        address = own_cluster(16 << 20).address
+
+        async def test() -> None:
+            tier = MooncakeTier(_order(address))
+            await tier.open()
+            try:
+                names = [f"f{nth}" for nth in range(32)]
+                kept = await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1))
+                assert 0 < kept < 16 and tier.stats().counters["refused_blocks"] == 32 - kept
+                assert tier.holdings(namespace.fingerprint).nbytes == kept << 20
+            finally:
+                await tier.close()
+
+        run(test)
+
+    def test_what_is_given_up_does_not_touch_its_view(self, cluster: Cluster, namespace: Namespace) -> None:
+        async def test() -> None:
+            tier = MooncakeTier(_order(cluster.address))
+            await tier.open()
+            try:
+                await tier.write(namespace, 0, blocks_of("a"))
+                memory = Memory(1)
+                reading = _Reading([_key(namespace, "a")], memory.views, SHARDS)
+                reading.give_up()
+                assert tier._get(reading) == [SLOT + trailer_bytes(SHARDS)]
+                assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
+            finally:
+                await tier.close()
+
+        run(test)
+
+
+def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
+    namespace = namespace_of(TierContract.spec)
+    address = own_cluster().address
+
+    async def test() -> None:
+        tier = MooncakeTier(_order(address))
+        await tier.open()
+        try:
+            assert await tier.write(namespace, 0, blocks_of("a")) == 1
+            assert tier._store is not None
+            os.kill(tier._store._process.pid, signal.SIGKILL)
+            with contextlib.suppress(TierError):  # If its death was not seen before the call.
+                await tier.find(namespace, 0, [block_hash("a")])
+            memory = Memory(1)
+            (sums,) = await tier.read(namespace, 0, [block_hash("a")], memory.views)
+            assert sums == tuple(blocks_of("a")[0].checksums)
+        finally:
+            await tier.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCluster, way: str) -> None:
+    namespace = namespace_of(TierContract.spec)
+    cluster = own_cluster()
+
+    async def test() -> None:
+        tier = MooncakeTier(_order(cluster.address, segment_bytes=16 << 20))
+        await tier.open()
+        try:
+            await tier.write(namespace, 0, blocks_of("a"))
+            if way == "killed":
+                cluster.kill_master()
+            else:
+                cluster.master.send_signal(signal.SIGSTOP)
+            for call in (
+                tier.find(namespace, 0, [block_hash("b")]),
+                tier.write(namespace, 0, blocks_of("c")),
+                tier.read(namespace, 0, [block_hash("a")], Memory(1).views),
+                tier.remove(namespace, 0, [block_hash("a")]),
+            ):
+                began_at = time.monotonic()
+                with pytest.raises(TierError, match="does not answer"):
+                    await call
+                assert time.monotonic() - began_at < 10
+            if way == "killed":
+                cluster.start_master()
+            else:
+                cluster.master.send_signal(signal.SIGCONT)
+            ends_at = time.monotonic() + 30
+            while True:
+                try:
+                    if await tier.write(namespace, 0, blocks_of("new")) == 1:
+                        break
+                except TierError:
+                    pass
+                assert time.monotonic() < ends_at, "it has not found its master again"
+            (sums,) = await tier.read(namespace, 0, [block_hash("new")], Memory(1).views)
+            assert sums is not None
+        finally:
+            await tier.close()
+
+    run(test)
+
+
+def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster: MakeCluster) -> None:
+    namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
+    cluster = own_cluster(64 << 20)
+    names = [f"h{nth}" for nth in range(16)]
+
+    async def test() -> None:
+        tier = MooncakeTier(_order(cluster.address))
+        await tier.open()
+        try:
+            assert await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1)) == 16
+            assert cluster.holder is not None
+            cluster.holder.send_signal(signal.SIGSTOP)
+            memory = Memory(16, 1 << 20)
+            began_at = time.monotonic()
+            assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
+            assert time.monotonic() - began_at < 40  # 60 s, were Mooncake left to itself.
+            cluster.holder.send_signal(signal.SIGCONT)
+            await asyncio.sleep(1)
+            assert (memory.blocks == 0xA5).all(), "what came late went to where it was to be"
+        finally:
+            await tier.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["there", "killed", "stopped"])
+def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluster, way: str) -> None:
+    namespace = namespace_of(TierContract.spec)
+    cluster = own_cluster()
+
+    async def test() -> None:
+        tier = MooncakeTier(_order(cluster.address, segment_bytes=16 << 20))
+        await tier.open()
+        assert tier._store is not None
+        process = tier._store._process
+        if way == "killed":
+            cluster.kill_master()
+        elif way == "stopped":
+            cluster.master.send_signal(signal.SIGSTOP)
+        calls = [asyncio.create_task(tier.find(namespace, 0, [block_hash(nth)])) for nth in range(4)]
+        await asyncio.sleep(0.1)
+        began_at = time.monotonic()
+        await tier.close()
+        assert time.monotonic() - began_at < ENDS_S
+        assert process.poll() is not None
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    run(test)
+
+
+@pytest.mark.parametrize("who", ["nobody", "one who says nothing"])
+def test_a_master_that_is_not_there_is_said_at_the_start(who: str) -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            if who == "nobody":
+                listener.close()
+            began_at = time.monotonic()
+            with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*start mooncake_master first"):
+                await MooncakeTier(_order(f"127.0.0.1:{port}")).open()
+            assert time.monotonic() - began_at < 13
+
+    run(test)
+
+
+def _say(*flags: str, **environment: str) -> str:
+    listen = ("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "8MiB")
+    done = run_command(*server_command(*listen, *flags), **environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_a_segment_that_cannot_be_is_said_at_the_start(cluster: Cluster) -> None:
+    assert "Mooncake takes no less than 16MiB" in _say("--tier", f"mooncake:master={cluster.address},segment=1MiB")
+    assert "segment=109951162777600" in _say("--tier", f"mooncake:master={cluster.address},segment=100TiB")
+
+
+def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    root = Path(__file__).parents[3]
+    said = _say("--tier", "mooncake:master=127.0.0.1:1", PYTHONPATH=f"{tmp_path}{os.pathsep}{root}")
+    assert "tier mooncake needs a package that is not installed" in said and "pip install 'kvpool[mooncake]'" in said
+
+
+@pytest.mark.skipif(RDMA_DEVICES.is_dir(), reason="this machine has RDMA")
+def test_rdma_without_a_device_is_an_error_and_not_tcp(cluster: Cluster) -> None:
+    said = _say("--tier", f"mooncake:master={cluster.address},protocol=rdma")
+    assert f"no RDMA device in {RDMA_DEVICES}" in said
+
+
+def test_a_store_whose_server_has_gone_ends(cluster: Cluster) -> None:
+    store = Store(_order(cluster.address), 1)
+    assert store._process.stdin is not None
+    store._process.stdin.close()
+    assert store._process.wait(ENDS_S) == 0
+    store.end()
+
+
+class TestMemo:
+    def test_what_was_seen_is_believed_for_a_while(self) -> None:
+        clock = FakeClock()
+        memo = Memo(clock)
+        key = (b"ns", 0, b"a")
+        assert not memo.has(key)
+        memo.saw(key, 100)
+        clock.advance(GOOD_S - 0.1)
+        assert memo.has(key)
+        clock.advance(0.2)
+        assert not memo.has(key)
+        assert memo.num_own[b"ns"] == 1, "how old it is says nothing about whether it has gone"
+        memo.saw(key)
+        assert memo.has(key) and memo.own_bytes[b"ns"] == 100
+        memo.forget(key)
+        assert not memo.has(key) and not memo.num_own[b"ns"] and not memo.own_bytes[b"ns"]
+
+    def test_it_keeps_the_latest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvpool_server.tiers.mooncake.memo.MAX_BLOCKS", 3)
+        memo = Memo(FakeClock())
+        for name in (b"a", b"b", b"c", b"a", b"d"):
+            memo.saw((b"ns", 0, name), 10)
+        assert [memo.has((b"ns", 0, name)) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+        assert memo.num_own[b"ns"] == 3 and memo.own_bytes[b"ns"] == 30

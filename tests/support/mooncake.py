@@ -1,0 +1,60 @@
+"""A real Mooncake Store cluster: a master that can be killed and stopped, and a process that holds a segment."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from benchmarks.harness import free_port
+from benchmarks.mooncake_store import holder_command, listens, master_command
+from tests.support.processes import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+class Cluster:
+    """One of each.
+
+    Args:
+        segment_bytes: of the holder; 0 for none, where others give memory.
+
+    Attributes:
+        address: HOST:PORT of the master.
+        master, holder: their processes.
+    """
+
+    def __init__(self, segment_bytes: int):
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.holder: subprocess.Popen[str] | None = None
+        self.start_master()
+        if segment_bytes:
+            self.holder = subprocess.Popen(
+                holder_command(self.address, segment_bytes),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            assert self.holder.stdout is not None
+            while (line := self.holder.stdout.readline()) != "ready\n":
+                assert line, "the holder of the segment has ended"
+
+    def start_master(self) -> None:
+        """On the same port again, knowing nothing."""
+        self.master = subprocess.Popen(master_command(self._port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda: listens(self._port), "mooncake_master listens")
+
+    def kill_master(self) -> None:
+        """SIGKILL, also to one that is stopped."""
+        self.master.kill()
+        self.master.wait()
+
+    def stop(self) -> None:
+        """Ends everything."""
+        if self.holder is not None:
+            self.holder.kill()  # Without a master it would take seconds to end by itself.
+            self.holder.wait()
+            assert self.holder.stdout is not None
+            self.holder.stdout.close()
+        self.kill_master()
