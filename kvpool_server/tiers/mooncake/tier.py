@@ -22,7 +22,8 @@ import numpy as np
 import structlog
 
 from kvpool.errors import ConfigError
-from kvpool.types import TierHoldings, TierStats
+from kvpool.holdings import TierHoldings
+from kvpool.types import TierStats
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.tiers.mooncake.memo import Memo
 from kvpool_server.tiers.mooncake.store import LANE_BYTES, Lane, Store, StoreError
