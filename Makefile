@@ -10,7 +10,7 @@ PROTO := kvpool/v1/pool.proto
 PROTOC := uv run --no-project --isolated --python 3.11 --with grpcio-tools==1.71.2 --with 'setuptools<80' \
 	python -m grpc_tools.protoc -Iproto
 
-.PHONY: demo test test-all test-fast soak-sim test-gpu check bench bench-gpu proto lock clean help
+.PHONY: demo test test-all test-fast soak soak-sim test-gpu check bench bench-gpu proto lock clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ test-all: $(STAMP) test  ## The same, and what is left out of it for time.
 soak-sim: $(STAMP)  ## Many random schedules against the connector (KVPOOL_SIM_SCHEDULES=100000).
 	KVPOOL_SIM_SCHEDULES=$(or $(KVPOOL_SIM_SCHEDULES),100000) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
 
+soak: $(STAMP)  ## Ten minutes at full speed, while servers are killed (SOAK_SECONDS=600).
+	$(BIN)/python -m benchmarks.soak --seconds $(or $(SOAK_SECONDS),600)
+
 test-gpu:  ## The tests that need a CUDA device, with whatever Python and vLLM are there.
 	python3 -m pytest -m gpu
 
@@ -41,7 +44,7 @@ check: $(STAMP)  ## Style, types, import contracts.
 	$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)  ## Every benchmark that needs no GPU, beside its peers; writes results, tables and plots.
-	for name in memory lookup replay transport wan clients "vllm --rounds 7"; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in memory lookup replay transport tiers wan clients "vllm --rounds 7"; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(BIN)/python -m benchmarks.report
 
 bench-gpu:  ## The benchmarks that need a CUDA device, with whatever Python and vLLM are there.

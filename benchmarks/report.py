@@ -48,6 +48,12 @@ came: 12,031 requests of the Mooncake trace, through the server's own pool, in m
 more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. Then made-up
 traces of one shape each (`benchmarks.workloads`), where the default policy is not to lose what `lru` has. Without the
 trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
+    "tiers": """What lies under the arena. The file tier beside its disk (a virtual machine's, whose own cache flatters
+writes); a restart with a million blocks; a prompt of 64 MiB that a server which has just started brings up; and what a
+tier costs those who put, also one that stands still (Mooncake's, with a stopped master).""",
+    "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
+cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
+compared with what it must be; at the end nothing may be held or lost.""",
     "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",

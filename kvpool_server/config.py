@@ -108,11 +108,13 @@ class ServerConfig(BaseModel):
     @field_validator("tier")
     @classmethod
     def _check_tier(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for text in value:
-            try:
-                parse(text)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
+        try:
+            specs = list(map(parse, value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        for nth, spec in enumerate(specs):
+            if any(spec.place == other.place for other in specs[:nth]):
+                raise ValueError(f"{spec.place} is there twice; give each place once")
         return value
 
     @field_validator("kv_events", "kv_events_replay")

@@ -24,7 +24,8 @@ log = structlog.get_logger()
 
 BATCH_BYTES = 32 << 20
 """Written at once, and kept in the arena meanwhile."""
-MAX_BATCH_BLOCKS = 4096
+MAX_BATCH_BLOCKS = 64
+"""Held at once: who evicts steps over each of them."""
 MAX_WAITING = 1 << 17
 """Blocks that may wait: beyond that the oldest are dropped."""
 

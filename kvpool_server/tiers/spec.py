@@ -28,6 +28,11 @@ class FileSpec(BaseModel):
     )
     write: Literal["through", "evict"] = Field("through", description="when a block is written down")
 
+    @property
+    def place(self) -> str:
+        """What the tier is called."""
+        return f"file:{self.path}"
+
 
 class MooncakeSpec(BaseModel):
     """A Mooncake Store cluster."""
@@ -42,6 +47,11 @@ class MooncakeSpec(BaseModel):
     host: str = Field("", description="name or address by which the others reach this server; default: as in --listen")
     threads: int = Field(2, ge=1, le=64, description="reads and writes at once")
     write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+
+    @property
+    def place(self) -> str:
+        """What the tier is called."""
+        return f"mooncake:{self.master}"
 
 
 Spec = FileSpec | MooncakeSpec

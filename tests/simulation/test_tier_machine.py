@@ -185,9 +185,9 @@ class World:
             with file.open("r+b") as handle:
                 at = random.randrange(size)
                 handle.seek(at)
-                byte = handle.read(1)[0]
+                byte = handle.read(1)
                 handle.seek(at)
-                handle.write(bytes([byte ^ 0x40]))
+                handle.write(bytes(value ^ 0x40 for value in byte))  # None, where the tier has just cut it.
 
     def check(self) -> None:
         self.pool.check_integrity()

@@ -6,17 +6,31 @@ Bytes are written and read where the caller has them, without a copy of their ow
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpool_server.tiers.file.disk import Disk
 
+MAX_OPEN_FILES = 64
+"""Of one directory: neighbours have theirs, and processes may have some hundred."""
 DIRECT_BYTES = 4096
 """What O_DIRECT wants everything to be a multiple of, on any file system."""
+
+
+class _Handle:
+    """An open file, and how many use it."""
+
+    __slots__ = ("fd", "num_users")
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.num_users = 0
 
 
 class Extents:
@@ -34,41 +48,60 @@ class Extents:
         self._writable = writable
         self._direct = direct
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, bool], int] = {}
+        self._open: OrderedDict[tuple[int, bool], _Handle] = OrderedDict()  # Used last, last.
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Writes the views side by side; all within one extent. Raises OSError."""
         idx, within = divmod(offset, self.extent_bytes)
-        self._disk.write(self._fd(idx, within, views), views, within)
+        with self._file(idx, within, views) as fd:
+            self._disk.write(fd, views, within)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> bool:
         """Fills the views from side by side, within one extent; False if the file ends before. Raises OSError."""
         idx, within = divmod(offset, self.extent_bytes)
         try:
-            fd = self._fd(idx, within, views)
+            with self._file(idx, within, views) as fd:
+                return self._disk.read(fd, views, within) == sum(view.nbytes for view in views)
         except FileNotFoundError:
             return False
-        return self._disk.read(fd, views, within) == sum(view.nbytes for view in views)
 
     def free(self, idx: int) -> None:
         """Gives an extent's space back to the file system. Raises OSError."""
         if (self._directory / _name(idx)).exists():
-            self._disk.truncate(self._fd(idx, 1, ()), 0)
+            with self._file(idx, 1, ()) as fd:
+                self._disk.truncate(fd, 0)
 
     def close(self) -> None:
         """Nothing may be under way. Idempotent."""
         with self._lock:
-            fds, self._open = list(self._open.values()), {}
-        for fd in fds:
-            self._disk.close(fd)
+            handles, self._open = list(self._open.values()), OrderedDict()
+        for handle in handles:
+            self._disk.close(handle.fd)
 
-    def _fd(self, idx: int, within: int, views: Sequence[memoryview]) -> int:
+    @contextlib.contextmanager
+    def _file(self, idx: int, within: int, views: Sequence[memoryview]) -> Iterator[int]:
+        """An extent's file, which stays open meanwhile."""
         direct = self._direct and not within % DIRECT_BYTES and all(map(_suits_direct, views))
         with self._lock:
-            fd = self._open.get((idx, direct))
-            if fd is None:
-                fd = self._open[idx, direct] = self._open_file(idx, direct)
-            return fd
+            handle = self._open.get((idx, direct))
+            if handle is None:
+                self._close_surplus()
+                handle = self._open[idx, direct] = _Handle(self._open_file(idx, direct))
+            self._open.move_to_end((idx, direct))
+            handle.num_users += 1
+        try:
+            yield handle.fd
+        finally:
+            with self._lock:
+                handle.num_users -= 1
+
+    def _close_surplus(self) -> None:
+        for key, handle in list(self._open.items()):
+            if len(self._open) < MAX_OPEN_FILES:
+                return
+            if not handle.num_users:
+                del self._open[key]
+                self._disk.close(handle.fd)
 
     def _open_file(self, idx: int, direct: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT if self._writable else os.O_RDONLY

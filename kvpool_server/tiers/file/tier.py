@@ -39,6 +39,7 @@ from kvpool_server.tiers.file.lock import DirectoryLock
 from kvpool_server.tiers.file.neighbours import Neighbours
 from kvpool_server.tiers.file.news import News
 from kvpool_server.tiers.file.stretches import Place, Source, read_all, write_all
+from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.threads import Threads
 from kvpool_server.tiers.tier import Block, Tier, TierError
 
@@ -88,6 +89,7 @@ class FileTier(Tier):
         self._ids = itertools.count(1)
         self._journal = Journal(self._directory, self._disk)
         self._neighbours = Neighbours(root, self._directory, self._disk, direct)
+        self._to_close: list[Callable[[], None]] = [self._journal.close, self._neighbours.close]
         self._news = News()
         self._writing = asyncio.Lock()
         self._lock: DirectoryLock | None = None
@@ -99,14 +101,20 @@ class FileTier(Tier):
     # Start and end
 
     async def open(self) -> None:
+        self._threads = Threads(self._num_threads, "kvpool-tier")
+        self._watcher = Threads(1, "kvpool-tier-watch")
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = DirectoryLock(self._directory)
-            self._threads = Threads(self._num_threads, "kvpool-tier")
-            self._watcher = Threads(1, "kvpool-tier-watch")
+            async with asyncio.timeout(ANSWER_S):
+                self._lock = await self._threads.call(self._take_directory)
             await self._threads.call(self._load)
             await self._look_around()
+        except TimeoutError:
+            await self.close()
+            raise ConfigError(
+                f"tier {self.name}: the file system does not answer; see whether it is mounted, and its server there"
+            ) from None
         except BlockingIOError:
+            await self.close()
             raise ConfigError(
                 f"tier {self.name}: {self._directory} belongs to another running server; give each server a path, or "
                 "a name= of its own"
@@ -115,6 +123,10 @@ class FileTier(Tier):
             await self.close()
             raise ConfigError(f"tier {self.name}: {error}; give a directory that this server can write to") from None
         self._looking = asyncio.create_task(self._keep_looking())
+
+    def _take_directory(self) -> DirectoryLock:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return DirectoryLock(self._directory)
 
     @no_collections()
     def _load(self) -> None:
@@ -127,6 +139,7 @@ class FileTier(Tier):
         arena = Arena(self._size_bytes, extent_bytes)
         self._pool = Pool(arena, time.monotonic, lambda: next(self._ids), _LIMITS, self._policy)
         self._extents = Extents(self._directory, extent_bytes, self._disk, writable=True, direct=self._direct)
+        self._to_close.append(self._extents.close)
         for fingerprint, spec in inventory.specs.items():
             try:
                 self._open[fingerprint], _ = self._pool.open_namespace(spec)
@@ -156,9 +169,8 @@ class FileTier(Tier):
             threads, self._threads = self._threads, None
             # Who hangs in the file system goes on hanging, and keeps its files.
             if threads.close(CLOSE_S) & self._watcher.close(CLOSE_S):
-                self._extents.close()
-                self._journal.close()
-                self._neighbours.close()
+                for close in self._to_close:
+                    close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None

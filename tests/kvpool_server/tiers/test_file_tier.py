@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvpool.errors import ConfigError
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.tiers.file import extents
 from kvpool_server.tiers.file.lock import FILE_NAME as LOCK
 from kvpool_server.tiers.file.neighbours import ORPHANED_S
 from kvpool_server.tiers.file.tier import FileTier
@@ -165,6 +167,43 @@ class TestFileTier(TierContract):
                 await tier.close()
 
         run(test)
+
+    def test_few_files_are_open_however_many_extents_there_are(
+        self, tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(extents, "MAX_OPEN_FILES", 2)
+
+        async def test() -> None:
+            tier = _tier(tmp_path, size=2 * SIZE, direct=False)
+            await tier.open()
+            try:
+                names = [f"x{nth}" for nth in range(2 * SIZE // SLOT)]
+                for start in range(0, len(names), 128):
+                    await tier.write(namespace, 0, blocks_of(*names[start : start + 128]))
+                assert len(list(tmp_path.rglob("extent-*"))) == 4
+                for start in range(0, len(names), 97):
+                    some = names[start::97]
+                    assert await self._read(tier, namespace, some) == some
+                links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+                assert sum("extent-" in link for link in links) <= 2 + 2, "two, and those in use by two threads"
+            finally:
+                await tier.close()
+            links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+            assert not any(str(tmp_path) in link for link in links), "a file stays open"
+
+        run(test)
+
+    def test_a_file_system_that_does_not_answer_is_an_error_in_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvpool_server.tiers.file.tier.ANSWER_S", 0.1)
+        monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)
+        mounted = threading.Event()
+        tier = _tier(tmp_path)
+        monkeypatch.setattr(tier, "_take_directory", lambda: mounted.wait(10))
+        with pytest.raises(ConfigError, match="the file system does not answer"):
+            asyncio.run(tier.open())
+        mounted.set()
 
     def test_two_servers_with_one_name_is_an_error(self, tmp_path: Path) -> None:
         async def test() -> None:

@@ -271,8 +271,10 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
         ("file:/tmp/kv,size=1GiB,size=2GiB", "'size=2GiB' is not one NAME=VALUE"),
         ("file:/proc/nothing,size=1GiB", "give a directory that this server can write to"),
         ("mooncake:master=nowhere", "master = 'nowhere'"),
+        ("file:/tmp/kv,size=1GiB file:/tmp/kv,size=2GiB,name=b", "file:/tmp/kv is there twice"),
     ],
 )
 def test_what_cannot_be_is_said_at_the_start(tier: str, says: str) -> None:
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    tiers = [flag for one in tier.split(" ") for flag in ("--tier", one)]
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *tiers))
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

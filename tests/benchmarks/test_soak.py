@@ -1,0 +1,36 @@
+"""The soak: some seconds of it, with everything it does in ten minutes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness, soak
+
+
+def test_nothing_breaks_in_some_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(soak, "CALAMITY_EVERY_S", (0.1, 0.5))
+    soak.main(seconds=12, seed=1)
+    rows = {row["what"]: row for row in json.loads((tmp_path / "soak.json").read_text())["rows"]}
+    assert rows["operations"]["figure"] > 100 and rows["of them, hit"]["figure"] > 0.1
+    assert sum(row["figure"] for what, row in rows.items() if what.startswith("calamities")) >= 2
+    assert all(row["met"] for row in rows.values() if row["met"] is not None)
+
+
+def test_wrong_bytes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    content = soak.content
+    stored = []
+
+    def changing(prefix: int, depth: int) -> object:
+        """After a while another block is expected than was stored."""
+        stored.append(None)
+        return content(prefix, depth + (len(stored) > 2_000))
+
+    monkeypatch.setattr(soak, "content", changing)
+    monkeypatch.setattr(soak.Calamities, "next", lambda self: None)
+    with pytest.raises(SystemExit, match="something broke"):
+        soak.main(seconds=6, seed=1)
+    rows = {row["what"]: row for row in json.loads((tmp_path / "soak.json").read_text())["rows"]}
+    assert rows["wrong blocks"]["figure"] > 0
