@@ -1,6 +1,7 @@
 """The soak: some seconds of it, with everything it does in ten minutes."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_nothing_breaks_in_some_seconds(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_wrong_bytes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # What failed leaves its logs.
     content = soak.content
     stored = []
 
