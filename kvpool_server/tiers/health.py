@@ -33,7 +33,8 @@ class Health:
     def up(self) -> bool:
         """Ask it, or leave it alone?"""
         now = self._clock()
-        is_late = any(now - began_at > ANSWER_S for began_at in self._calls.values())
+        calls = list(self._calls.values())  # A scrape asks from another thread.
+        is_late = any(now - began_at > ANSWER_S for began_at in calls)
         if is_late and not self._is_late:
             log.error("a tier does not answer and is left alone", tier=self._name, seconds=ANSWER_S)
         self._is_late = is_late

@@ -248,8 +248,8 @@ class MooncakeTier(Tier):
         return TierStats(
             self.name,
             size_bytes=0,
-            used_bytes=self._memo.own_bytes.total(),
-            num_entries=self._memo.num_own.total(),
+            used_bytes=sum(list(self._memo.own_bytes.values())),  # A copy: a scrape asks from another thread.
+            num_entries=sum(list(self._memo.num_own.values())),
             counters=dict(self.counters),
         )
 
