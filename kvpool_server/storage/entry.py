@@ -69,6 +69,11 @@ class Group:
                 found.append(entry)
         return RunHits(leading, int("".join(reversed(flags)), 2))
 
+    def find(self, runs: Sequence[BlockRun]) -> tuple[list[Entry], int]:
+        """The entries of these blocks, each once, and how many of the blocks have none."""
+        named = list(map(self.index.get, dict.fromkeys(block_hash for run in runs for block_hash in run.block_hashes)))
+        return [entry for entry in named if entry is not None], named.count(None)
+
     def forget(self, block_hash: bytes) -> None:
         """Takes a block out of the index."""
         del self.index[block_hash]

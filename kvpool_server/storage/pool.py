@@ -1,7 +1,7 @@
 """The pool: a synchronous state machine over entries, leases and tickets. It decides; its callers move bytes.
 
-The file stands in the order of its paths: lookup; put_start, put_end, put_revoke; raise_start, raise_end, hold,
-restore; get, release; verify, remove, clear.
+It answers requests; where entries lie, how they come and how they go is in `residents`. The file stands in the order of
+its paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
 Clock, ids and arena come from outside, so a simulation can drive it. Not thread-safe: one event loop owns it.
 
 Invariants (`check_integrity`):
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, OutOfSpaceError
@@ -38,16 +38,13 @@ from kvpool.types import (
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.below import Below
 from kvpool_server.storage.catalog import Catalog, Namespace
-from kvpool_server.storage.entry import Entry, Group, Record
+from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
-from kvpool_server.storage.eviction.queue import TICK
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.storage.leases import Lease, Register, Ticket
 from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.observer import Observer
-from kvpool_server.storage.quarantine import Quarantine
 from kvpool_server.storage.quotas import Accounts
-from kvpool_server.storage.space import Space
+from kvpool_server.storage.residents import Residents
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -63,8 +60,10 @@ class Pool:
         policy: makes what decides who goes, for each slot size and each set of quotas.
 
     Attributes:
-        observer: hears what becomes readable and what stops being so. Give one before the first call.
         below: hears what lookups miss, and may bring it up.
+        new_id: as given.
+        residents: its entries.
+        leases, tickets: who may read them, and write them, now.
     """
 
     def __init__(
@@ -78,19 +77,14 @@ class Pool:
         self.arena = arena
         self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
-        self.observer = Observer()
         self.below = Below()
-        self._space = Space(arena, policy, self.counters)
-        self._accounts = Accounts(self.limits.max_quotas)
+        self.new_id = new_id
+        self.residents = Residents(arena, clock, self.limits.grace_ms, policy, self.counters)
+        self.leases: Register[Lease] = Register()
+        self.tickets: Register[Ticket] = Register()
         self._clock = clock
-        self._new_id = new_id
         self._catalog = Catalog(self.limits, arena.extent_bytes)
-        self._leases: Register[Lease] = Register()
-        self._tickets: Register[Ticket] = Register()
-        self._quarantine = Quarantine()
-        self._stamp = 0
-        self._num_live = 0
-        self._num_complete = 0
+        self._accounts = Accounts(self.limits.max_quotas)
 
     # Namespaces
 
@@ -104,16 +98,16 @@ class Pool:
         namespace, created = self._catalog.open(spec, expected_fingerprint, self._clock())
         if created:
             accounts = self._accounts.of(spec.tenant, namespace.fingerprint)
-            self._space.place(namespace.groups, accounts)
+            self.residents.space.place(namespace.groups, accounts)
         if (surplus := self._catalog.pop_surplus()) is not None:
             self.expire()
             for entry in surplus.entries():
-                self._drop(entry)
-            self._space.remove(surplus.groups)
+                self.residents.drop(entry)
+            self.residents.space.remove(surplus.groups)
         self._used(namespace, self._clock())
         for older in self._catalog.superseded(namespace):
             older.retired = True
-            self._space.retired.add(older.groups)
+            self.residents.space.retired.add(older.groups)
         return namespace, created
 
     def _used(self, namespace: Namespace, now: float) -> None:
@@ -121,7 +115,7 @@ class Pool:
         namespace.used_at = now
         if namespace.retired:
             namespace.retired = False
-            self._space.retired.remove(namespace.groups)
+            self.residents.space.retired.remove(namespace.groups)
 
     def namespaces(self) -> list[NamespaceInfo]:
         """Every open namespace, and what it holds. Looks at every entry."""
@@ -154,15 +148,15 @@ class Pool:
         self._accounts.set(quotas)
         for namespace in self._catalog.values():
             accounts = self._accounts.of(namespace.spec.tenant, namespace.fingerprint)
-            self._space.place(namespace.groups, accounts)
+            self.residents.space.place(namespace.groups, accounts)
         self.settle()
 
     def settle(self) -> None:
         """Evicts what subjects hold beyond their quotas, and what keeps a slot size from its share. To be called often:
         what is leased or being written stays until it is not."""
         now = self.expire()
-        self._evict(self._space.surplus(self._accounts.values()))
-        self._evict(self._space.vacate(now))
+        self.residents.evict(self.residents.space.surplus(self._accounts.values()))
+        self.residents.evict(self.residents.space.vacate(now))
 
     # Lookup
 
@@ -191,18 +185,18 @@ class Pool:
         self._used(namespace, now)
         if not found:
             return Lookup(told, retry_after_ms=retry_after_ms)
-        if len(self._leases) >= self.limits.max_leases:
+        if len(self.leases) >= self.limits.max_leases:
             self.counters["leases_refused"] += 1
             return Lookup(told)
         ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
-        lease = Lease(self._new_id(), now + ttl_ms / 1000, found)
-        self._leases.add(lease)
+        lease = Lease(self.new_id(), now + ttl_ms / 1000, found)
+        self.leases.add(lease)
         for entry in found:
             entry.leases += 1
         if not retry_after_ms:
-            stamp = self._next_stamp(groups)
+            stamp = self.residents.next_stamp(groups)
             for group, start, stop in zip(groups, [0, *stops], stops, strict=False):
-                self._space.policy(group).used(found[start:stop], stamp)
+                self.residents.space.policy(group).used(found[start:stop], stamp)
         return Lookup(told, lease.id, ttl_ms, retry_after_ms)
 
     # Put
@@ -228,37 +222,18 @@ class Pool:
         shards.check(group.spec.num_shards)
         now = self.expire()
         self._used(namespace, now)
-        if len(self._tickets) >= self.limits.max_tickets:
-            raise OutOfSpaceError(f"{len(self._tickets)} puts are under way, which is the limit; try again later")
-        offsets = iter(self._make_room(group, runs))
+        if len(self.tickets) >= self.limits.max_tickets:
+            raise OutOfSpaceError(f"{len(self.tickets)} puts are under way, which is the limit; try again later")
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
-        ticket = Ticket(self._new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
-        stamp = self._next_stamp([group])
-        policy = self._space.policy(group)
-        statuses = []
-        for run in runs:
-            parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
-            renewed: list[Entry] = []
-            stored: list[Entry] = []
-            for block_hash in run.block_hashes:
-                entry = group.index.get(block_hash)
-                if entry is None:
-                    entry = self._insert(group, block_hash, parent, parent_hash, next(offsets), stamp)
-                    stored.append(entry)
-                else:
-                    renewed.append(entry)
-                statuses.append(self._reserve(entry, ticket))
-                parent, parent_hash = entry, block_hash
-            policy.renewed(renewed, stamp)
-            if stored:
-                policy.stored(stored, stored[0].parent, stamp)
+        ticket = Ticket(self.new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
+        statuses = self.residents.reserve(group, runs, ticket)
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
         self.counters["put_blocks_granted"] += len(granted)
         self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
         self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
         if not granted:
             return PutGrant(0, 0, tuple(statuses), ())
-        self._tickets.add(ticket)
+        self.tickets.add(ticket)
         return PutGrant(ticket.id, ttl_ms, tuple(statuses), granted)
 
     def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
@@ -279,10 +254,10 @@ class Pool:
                 f"put_end has {len(checksums)} checksums; the ticket covers {len(ticket.entries)} blocks "
                 f"x {count} shards"
             )
-        self._tickets.pop(ticket_id)
+        self.tickets.pop(ticket_id)
         committed = completed = 0
         for idx, entry in enumerate(ticket.entries):
-            committed += self._commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
+            committed += self.residents.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
             completed += entry.live and entry.complete
         self.counters["put_blocks_completed"] += completed
         return PutReceipt(committed, completed)
@@ -290,12 +265,12 @@ class Pool:
     def put_revoke(self, ticket_id: int) -> bool:
         """Takes a ticket back from a writer that has stopped writing; False if it was not live."""
         self.expire()
-        ticket = self._tickets.pop(ticket_id)
+        ticket = self.tickets.pop(ticket_id)
         if ticket is None:
             return False
         self.counters["tickets_revoked"] += 1
         for entry in ticket.entries:
-            self._take_back(entry, ticket)
+            self.residents.take_back(entry, ticket)
         return True
 
     def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
@@ -311,90 +286,6 @@ class Pool:
             if start <= offset and offset + nbytes <= start + ticket.shards.count * chunk_bytes:
                 return
         raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {ticket_id:#x}")
-
-    # Up from a tier, and down to it: the server is the writer, or the reader, and ends what it begins
-
-    def raise_start(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> PutGrant:
-        """As `put_start`, of whole blocks, with a ticket that does not expire."""
-        _, group = self._catalog.one_group(fingerprint, runs)
-        return self.put_start(fingerprint, runs, ShardRange(0, group.spec.num_shards), expires=False)
-
-    def raise_end(self, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
-        """Commits those of a ticket's blocks that came; returns how many are readable now.
-
-        Args:
-            checksums: of each granted block those of its chunks; None: it did not come.
-        """
-        ticket = self._tickets.pop(ticket_id)
-        assert ticket is not None, "a ticket that does not expire was lost"
-        raised = 0
-        for entry, sums in zip(ticket.entries, checksums, strict=True):
-            if sums is None:
-                self._take_back(entry, ticket)
-            else:
-                raised += self._commit(entry, ticket, sums)
-        return raised
-
-    def hold(self, entries: Sequence[Entry]) -> int:
-        """A lease on entries that are there, which ends when it is released; no use of them, for the policy."""
-        lease = Lease(self._new_id(), math.inf, list(entries))
-        for entry in lease.entries:
-            assert entry.live, "a dropped entry cannot be held"
-            entry.leases += 1
-        self._leases.add(lease)
-        return lease.id
-
-    def hold_next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> tuple[int, list[Entry]]:
-        """A lease on entries that should go soon, and those; see `Space.next_victims` and `let_go`."""
-        self.expire()
-        chosen = self._space.next_victims(reserve, needs, max_bytes)
-        return self.hold(chosen), chosen
-
-    def let_go(self, lease_id: int, entries: Sequence[Entry], *, drop: bool) -> int:
-        """Ends that lease, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
-        self.release([lease_id])
-        dropped = 0
-        for entry in entries:
-            if not entry.live:
-                continue
-            if drop and entry.movable and not entry.children:
-                self._drop(entry)
-                dropped += 1
-            else:
-                self._space.spare(entry)
-        self.counters["evicted_blocks"] += dropped
-        return dropped
-
-    def restore(self, fingerprint: bytes, group_idx: int, records: Sequence[Record]) -> int:
-        """Takes complete blocks back in where they lie; returns how many: those whose place is free.
-
-        For a pool whose bytes outlive it. Parents come before their children, and what was used last comes last.
-        """
-        group = self._catalog.group(fingerprint, group_idx)
-        placed = self.arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-        policy = self._space.policy(group)
-        stamp = self._next_stamp([group])
-        restored = 0
-        chain: list[Entry] = []
-        for record, is_placed in zip(records, placed, strict=True):
-            if is_placed and record.block_hash in group.index:
-                self.arena.free(record.offset)
-            elif is_placed:
-                parent = group.index.get(record.parent_hash)
-                if chain and parent is not chain[-1]:
-                    policy.stored(chain, chain[0].parent, stamp)
-                    chain = []
-                entry = self._insert(group, record.block_hash, parent, record.parent_hash, record.offset, stamp)
-                entry.checksums = array("Q", record.checksums)
-                entry.present = group.full_mask
-                chain.append(entry)
-                restored += 1
-        if chain:
-            policy.stored(chain, chain[0].parent, stamp)
-        self._num_complete += restored
-        for entry in group.index.values():
-            self._offer(entry)
-        return restored
 
     # Get
 
@@ -414,7 +305,7 @@ class Pool:
         checksums = array("Q")
         first, stop, full_mask = shards.start, shards.start + shards.count, group.full_mask
         start = first * group.spec.chunk_bytes
-        for entry in map(group.index.get, _all(runs)):
+        for entry in map(group.index.get, (block_hash for run in runs for block_hash in run.block_hashes)):
             there = entry is not None and entry.present == full_mask and id(entry) in held
             present.append(there)
             if there:
@@ -441,7 +332,7 @@ class Pool:
         self.expire()
         released = 0
         for lease_id in lease_ids:
-            if (lease := self._leases.pop(lease_id)) is not None:
+            if (lease := self.leases.pop(lease_id)) is not None:
                 self._end_lease(lease)
                 released += 1
         return released
@@ -453,7 +344,8 @@ class Pool:
         _, group = self._catalog.one_group(fingerprint, runs)
         self.expire()
         checked = dropped = 0
-        for entry in self._found(group, runs):
+        entries, _ = group.find(runs)
+        for entry in entries:
             if not entry.complete:
                 continue
             checked += 1
@@ -462,7 +354,7 @@ class Pool:
                 checksum(read(entry.offset + shard * size, size)) != expected
                 for shard, expected in enumerate(entry.checksums)
             ):
-                self._drop(entry)
+                self.residents.drop(entry)
                 dropped += 1
         self.counters["corrupt_blocks_dropped"] += dropped
         return checked, dropped
@@ -471,9 +363,9 @@ class Pool:
         """Drops blocks; returns how many were there. Readers that hold a lease finish undisturbed."""
         _, group = self._catalog.one_group(fingerprint, runs)
         self.expire()
-        entries = self._found(group, runs)
+        entries, _ = group.find(runs)
         for entry in entries:
-            self._drop(entry)
+            self.residents.drop(entry)
         self.counters["removed_blocks"] += len(entries)
         return len(entries)
 
@@ -483,7 +375,7 @@ class Pool:
         chosen = [self._catalog.get(fingerprint)] if fingerprint else self._catalog.values()
         entries = [entry for namespace in chosen for entry in namespace.entries()]
         for entry in entries:
-            self._drop(entry)
+            self.residents.drop(entry)
         self.counters["removed_blocks"] += len(entries)
         return len(entries)
 
@@ -492,24 +384,14 @@ class Pool:
     def expire(self) -> float:
         """Ends what has reached its deadline; returns the time. Cheap when nothing has."""
         now = self._clock()
-        for lease in self._leases.pop_expired(now):
+        for lease in self.leases.pop_expired(now):
             self.counters["leases_expired"] += 1
             self._end_lease(lease)
-        for ticket in self._tickets.pop_expired(now):
+        for ticket in self.tickets.pop_expired(now):
             self.counters["tickets_expired"] += 1
-            # Its writer may be alive and late. Nobody else may be handed these slots before the grace is over, and
-            # nobody need wait for that: the entries go, the next put_start gets fresh ones.
-            grace_ends = ticket.deadline + self.limits.grace_ms / 1000
             for entry in ticket.entries:
-                entry.pending &= ~ticket.shards.mask
-                if entry.live:
-                    self._drop(entry, grace_ends)
-                else:
-                    self._quarantine.hold(entry, grace_ends)
-        for entry in self._quarantine.pop_ended(now):
-            self.arena.free(entry.offset)
-        if self._space.claim.held:
-            self._evict(self._space.claim.idle(now))
+                self.residents.abandon(entry, ticket)
+        self.residents.free_ended(now)
         return now
 
     # State
@@ -519,28 +401,29 @@ class Pool:
             arena_bytes=self.arena.arena_bytes,
             free_bytes=self.arena.arena_bytes - self.arena.used_bytes,
             prefaulted_bytes=prefaulted_bytes,
-            num_entries=self._num_complete,
-            num_incomplete=self._num_live - self._num_complete,
-            num_quarantined=len(self._quarantine),
-            num_leases=len(self._leases),
-            num_tickets=len(self._tickets),
+            num_entries=self.residents.num_complete,
+            num_incomplete=self.residents.num_live - self.residents.num_complete,
+            num_quarantined=len(self.residents.quarantine),
+            num_leases=len(self.leases),
+            num_tickets=len(self.tickets),
             counters=dict(self.counters),
         )
 
     def check_integrity(self) -> None:
         """Recomputes the invariants from scratch; raises AssertionError. For tests: it looks at every slot."""
         entries = [entry for namespace in self._catalog.values() for entry in namespace.entries()]
-        quarantined = self._quarantine.entries()
+        residents = self.residents
+        quarantined = residents.quarantine.entries()
         check_slots(self.arena, entries, quarantined)
-        check_holdings(entries, list(quarantined.values()), self._leases.values(), self._tickets.values())
+        check_holdings(entries, list(quarantined.values()), self.leases.values(), self.tickets.values())
         check_prefixes(entries)
-        assert len(entries) == self._num_live, "the count of entries is off"
-        assert sum(entry.complete for entry in entries) == self._num_complete, "the count of complete entries is off"
+        assert len(entries) == residents.num_live, "the count of entries is off"
+        assert sum(entry.complete for entry in entries) == residents.num_complete, "the count of the complete is off"
 
     # Helpers
 
     def _ticket(self, ticket_id: int) -> Ticket:
-        ticket = self._tickets.get(ticket_id)
+        ticket = self.tickets.get(ticket_id)
         if ticket is None:
             raise LeaseExpiredError(
                 f"ticket {ticket_id:#x} is not live: it expired, was ended, or is of another boot; put_start again"
@@ -548,143 +431,15 @@ class Pool:
         return ticket
 
     def _lease(self, lease_id: int) -> Lease:
-        lease = self._leases.get(lease_id)
+        lease = self.leases.get(lease_id)
         if lease is None:
             raise LeaseExpiredError(
                 f"lease {lease_id:#x} is not live: it expired, was released, or is of another boot; look up again"
             )
         return lease
 
-    def _next_stamp(self, groups: Sequence[Group]) -> int:
-        self._stamp += TICK
-        for group in groups:
-            self._space.touch(group.spec.slot_bytes, self._stamp)
-        return self._stamp
-
-    def _make_room(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
-        """Slots for the blocks of a put that are not there yet."""
-        named = [group.index.get(block_hash) for block_hash in _distinct(runs)]
-        count = named.count(None)
-        if not count:
-            return []
-        # Nothing that the put itself names may be evicted for it.
-        parents = [group.index.get(run.parent_hash) for run in runs]
-        kept = [entry for entry in (*named, *parents) if entry is not None]
-        for entry in kept:
-            entry.leases += 1
-        try:
-            victims = self._space.victims(group, count)
-        finally:
-            for entry in kept:
-                entry.leases -= 1
-        self._evict(victims)
-        offsets = self.arena.take(group.spec.slot_bytes, count)
-        assert offsets is not None, "evicting made too little room"
-        return offsets
-
-    def _evict(self, victims: Sequence[Entry]) -> None:
-        for victim in victims:
-            if victim.complete:
-                self.observer.evicted(victim)
-            self._drop(victim)
-        self.counters["evicted_blocks"] += len(victims)
-
-    def _insert(
-        self, group: Group, block_hash: bytes, parent: Entry | None, parent_hash: bytes, offset: int, stamp: int
-    ) -> Entry:
-        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, stamp, parent_hash)
-        self.arena.assign(offset, entry)
-        if parent is not None:
-            parent.children += 1
-        self._num_live += 1
-        return entry
-
-    @staticmethod
-    def _reserve(entry: Entry, ticket: Ticket) -> PutStatus:
-        mask = ticket.shards.mask
-        if entry.present & mask == mask:
-            return PutStatus.PRESENT
-        if entry.pending & mask:
-            return PutStatus.BUSY
-        entry.pending |= mask
-        if ticket.deadline < math.inf:  # Such a writer may be late. One that ends its tickets itself is not.
-            entry.pending_until = max(entry.pending_until, ticket.deadline)
-        entry.present &= ~mask
-        ticket.entries.append(entry)
-        return PutStatus.GRANTED
-
-    def _commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
-        """Makes a ticket's shards of an entry present, unless it was dropped meanwhile."""
-        entry.pending &= ~ticket.shards.mask
-        if not entry.live:
-            self._settle(entry)
-            return False
-        start = ticket.shards.start
-        for nth, value in enumerate(checksums):
-            entry.checksums[start + nth] = value
-        entry.present |= ticket.shards.mask
-        if entry.complete:
-            self._num_complete += 1
-            self.observer.stored(entry)
-        self._offer(entry)
-        return True
-
-    def _take_back(self, entry: Entry, ticket: Ticket) -> None:
-        """Frees what a ticket's writer has not written, and will not write."""
-        entry.pending &= ~ticket.shards.mask
-        if not entry.live:
-            self._settle(entry)
-        elif not entry.present and not entry.pending:
-            self._drop(entry)
-        else:
-            self._offer(entry)
-
-    def _settle(self, entry: Entry) -> None:
-        """Frees a dropped entry's slot if nobody can touch it any more."""
-        if self._quarantine.settle(entry, self._clock()):
-            self.arena.free(entry.offset)
-
-    def _offer(self, entry: Entry) -> None:
-        if entry.live and not entry.children and not entry.pending:
-            self._space.policy(entry.group).add(entry)
-
-    def _drop(self, entry: Entry, not_before: float = 0.0) -> None:
-        """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
-        assert entry.live
-        entry.live = False
-        self._space.policy(entry.group).dropped(entry)
-        entry.group.forget(entry.block_hash)
-        self._num_live -= 1
-        if entry.complete:
-            self._num_complete -= 1
-            self.observer.removed(entry)
-        if (parent := entry.parent) is not None:
-            entry.parent = None
-            parent.children -= 1
-            self._offer(parent)
-        if entry.pending:
-            not_before = max(not_before, entry.pending_until + self.limits.grace_ms / 1000)
-        # What another ticket that has expired, too, has yet to let go of is freed then, and only then.
-        if not entry.movable or not_before > self._clock():
-            self._quarantine.hold(entry, not_before)
-        else:
-            self.arena.free(entry.offset)
-
     def _end_lease(self, lease: Lease) -> None:
         for entry in lease.entries:
             entry.leases -= 1
             if not entry.live:
-                self._settle(entry)
-
-    @staticmethod
-    def _found(group: Group, runs: Sequence[BlockRun]) -> list[Entry]:
-        found = (group.index.get(block_hash) for block_hash in _distinct(runs))
-        return [entry for entry in found if entry is not None]
-
-
-def _all(runs: Sequence[BlockRun]) -> Iterator[bytes]:
-    return (block_hash for run in runs for block_hash in run.block_hashes)
-
-
-def _distinct(runs: Sequence[BlockRun]) -> list[bytes]:
-    return list(dict.fromkeys(_all(runs)))
+                self.residents.settle(entry)

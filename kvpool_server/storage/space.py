@@ -8,7 +8,7 @@ Slot sizes share the arena fairly. A size that needs room takes it, in this orde
 4. while it has less than its share of extents: the coldest extent of the size that has most; where somebody reads or
    writes in each of those, one is emptied for it (`claim`);
 5. from entries of its own size, as the policies say.
-Decides only: the pool drops the victims, then takes the slots.
+Decides only: `residents` drops the victims, then takes the slots.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import structlog
 
 from kvpool_server.storage.entry import Entry, Group
+from kvpool_server.storage.moves import Moves
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.tier import Block, Tier, TierError
@@ -43,6 +44,7 @@ class Demotion:
     ):
         self.on_evict = on_evict
         self._pool = pool
+        self._moves = Moves(pool)
         self._memory = memory
         self._tier = tier
         self._health = health
@@ -109,7 +111,7 @@ class Demotion:
         group, entries = self._next_batch()
         if not entries:
             return
-        lease_id = self._pool.hold(entries)
+        lease_id = self._moves.hold(entries)
         try:
             await self._write(group, entries)
         except TierError:

@@ -19,6 +19,7 @@ import structlog
 from kvpool.errors import KVPoolError
 from kvpool.types import BlockRun, PutStatus
 from kvpool_server.storage.catalog import Namespace
+from kvpool_server.storage.moves import Moves
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.room import Room
@@ -67,7 +68,7 @@ class Promotion:
         room: Room | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._pool = pool
+        self._moves = Moves(pool)
         self._memory = memory
         self._tier = tier
         self._health = health
@@ -190,10 +191,12 @@ class Promotion:
                 self._coming.pop(key, None)
 
     async def _read(self, namespace: Namespace, run: BlockRun) -> None:
+        group = namespace.groups[run.group_idx]
+        size = group.spec.slot_bytes
         if self._room is not None:
-            await self._room.need(namespace.groups[run.group_idx].spec.slot_bytes, len(run))
+            await self._room.need(size, len(run))
         try:
-            grant = self._pool.raise_start(namespace.fingerprint, [run])
+            grant = self._moves.raise_start(group, [run])
         except KVPoolError as error:  # No room, or the namespace is closed.
             self._tier.counters["dropped_promotions"] += len(run)
             self._forget(namespace, run)
@@ -206,7 +209,6 @@ class Promotion:
         ]
         if not granted:
             return
-        size = namespace.groups[run.group_idx].spec.slot_bytes
         into = [self._memory[offset : offset + size].data for offset in grant.offsets]
         sums: Sequence[Sequence[int] | None] = [None] * len(granted)
         began_at = self._clock()
@@ -216,7 +218,7 @@ class Promotion:
         except TierError:
             pass  # `Health` has said so.
         finally:
-            raised = self._pool.raise_end(grant.ticket_id, sums)
+            raised = self._moves.raise_end(grant.ticket_id, sums)
         self._batch_s = self._clock() - began_at
         self._tier.counters["promoted_blocks"] += raised
         self._tier.counters["missed_promotions"] += len(granted) - raised

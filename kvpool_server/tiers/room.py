@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from kvpool_server.storage.moves import Moves
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.demotion import BATCH_BYTES, Demotion
 from kvpool_server.tiers.health import ANSWER_S
@@ -28,6 +29,7 @@ class Room:
 
     def __init__(self, pool: Pool, demotions: Sequence[Demotion]):
         self._pool = pool
+        self._moves = Moves(pool)
         self._demotions = demotions
         self._work = asyncio.Event()
         self._needs: Counter[int] = Counter()
@@ -64,10 +66,10 @@ class Room:
         awake = [demotion for demotion in self._demotions if demotion.is_up]
         if not awake:
             return False
-        lease_id, entries = self._pool.hold_next_victims(RESERVE, self._needs, BATCH_BYTES)
+        lease_id, entries = self._moves.hold_next_victims(RESERVE, self._needs, BATCH_BYTES)
         is_kept = False
         try:
             is_kept = any(await asyncio.gather(*(demotion.keep(entries) for demotion in awake)))
         finally:
-            dropped = self._pool.let_go(lease_id, entries, drop=is_kept)
+            dropped = self._moves.let_go(lease_id, entries, drop=is_kept)
         return dropped > 0

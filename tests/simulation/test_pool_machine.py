@@ -13,7 +13,6 @@ from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
@@ -189,7 +188,7 @@ class LeaseIgnoredByEviction(_Unchecked):
 
 class VisibleBeforeLastShard(_Unchecked):
     def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
-        ticket = self._tickets.get(ticket_id)
+        ticket = self.tickets.get(ticket_id)
         receipt = super().put_end(ticket_id, checksums)
         for entry in ticket.entries if ticket is not None else ():
             entry.present = entry.group.full_mask
@@ -197,30 +196,35 @@ class VisibleBeforeLastShard(_Unchecked):
 
 
 class VisibleBeforePutEnd(_Unchecked):
-    @staticmethod
-    def _reserve(entry: Entry, ticket: object) -> PutStatus:
-        status = Pool._reserve(entry, ticket)  # type: ignore[arg-type]
-        entry.present |= entry.pending
-        return status
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
+        grant = super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+        ticket = self.tickets.get(grant.ticket_id)
+        for entry in ticket.entries if ticket is not None else ():
+            entry.present |= entry.pending
+        return grant
 
 
 class RevokeLeaks(_Unchecked):
     def put_revoke(self, ticket_id: int) -> bool:
-        ticket = self._tickets.pop(ticket_id)
+        ticket = self.tickets.pop(ticket_id)
         for entry in ticket.entries if ticket is not None else ():
             entry.pending = 0
         return ticket is not None
 
 
 class RefusalEvicts(_Unchecked):
-    def _make_room(self, group: object, runs: Sequence[BlockRun]) -> list[int]:
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
         try:
-            return super()._make_room(group, runs)  # type: ignore[arg-type]
+            return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
         except OutOfSpaceError:
             for namespace in self._catalog.values():
                 for each in namespace.groups:
                     for entry in [entry for entry in each.index.values() if entry.movable]:
-                        self._drop(entry)
+                        self.residents.drop(entry)
             raise
 
 
@@ -238,7 +242,7 @@ class QuotaIgnored(_Unchecked):
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
         for namespace in self._catalog.values():
-            self._space.place(namespace.groups, ())
+            self.residents.space.place(namespace.groups, ())
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
@@ -261,7 +265,7 @@ class RetiredLikeOthers(_Unchecked):
     def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> tuple[Namespace, bool]:
         opened = super().open_namespace(spec, expected_fingerprint)
         for namespace in self._catalog.values():
-            self._space.retired.remove(namespace.groups)
+            self.residents.space.retired.remove(namespace.groups)
         return opened
 
 

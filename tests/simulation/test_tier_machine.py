@@ -96,7 +96,7 @@ class World:
         self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
         self.tiers = Tiers(self.pool, self.memory, [self.tier], [self._on_evict])
         self.do(self.tiers.open())
-        self.pool.observer = self.pool.below = self.tiers
+        self.pool.residents.observer = self.pool.below = self.tiers
         self.namespaces: list[Namespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
 
     # What clients do
@@ -200,7 +200,7 @@ class World:
             self.clock.advance(1_000)
             for pool in (self.pool, self.tier._pool):
                 pool.expire()
-                assert not len(pool._leases) and not len(pool._tickets), "a lease or a ticket leaks"
+                assert not len(pool.leases) and not len(pool.tickets), "a lease or a ticket leaks"
                 pool.clear()
                 stats = pool.stats()
                 assert stats.free_bytes == stats.arena_bytes and not stats.num_quarantined, "slots leak"

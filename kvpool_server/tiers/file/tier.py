@@ -31,6 +31,7 @@ from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.entry import Entry, Record
 from kvpool_server.storage.eviction import Policy
 from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.moves import Moves
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extents import Extents
@@ -138,6 +139,7 @@ class FileTier(Tier):
         inventory.extent_bytes = extent_bytes
         arena = Arena(self._size_bytes, extent_bytes)
         self._pool = Pool(arena, time.monotonic, lambda: next(self._ids), _LIMITS, self._policy)
+        self._moves = Moves(self._pool)
         self._extents = Extents(self._directory, extent_bytes, self._disk, writable=True, direct=self._direct)
         self._to_close.append(self._extents.close)
         for fingerprint, spec in inventory.specs.items():
@@ -145,10 +147,10 @@ class FileTier(Tier):
                 self._open[fingerprint], _ = self._pool.open_namespace(spec)
             except InvalidRequestError:
                 continue  # Its blocks are larger than what a smaller tier has room for.
-            for group_idx in range(len(spec.groups)):
-                if records := inventory.groups.get((fingerprint, group_idx)):
-                    self._pool.restore(fingerprint, group_idx, list(records.values()))
-        self._pool.observer = self._news
+            for group in self._open[fingerprint].groups:
+                if records := inventory.groups.get((fingerprint, group.idx)):
+                    self._moves.restore(group, list(records.values()))
+        self._pool.residents.observer = self._news
         self._journal.begin(inventory.only(self._lies_at))
         for fingerprint in inventory.specs:
             self._news.already_told(fingerprint)
@@ -219,7 +221,8 @@ class FileTier(Tier):
         if namespace.fingerprint not in self._open:
             self._open[namespace.fingerprint], _ = self._pool.open_namespace(namespace.spec)
         self._news.opened(namespace)
-        grant = self._pool.raise_start(namespace.fingerprint, _runs(group_idx, blocks))
+        group = self._open[namespace.fingerprint].groups[group_idx]
+        grant = self._moves.raise_start(group, _runs(group_idx, blocks))
         # Nobody else writes here, and no block is there: all are granted.
         places = [
             Place(offset, block.payload, block.checksums) for offset, block in zip(grant.offsets, blocks, strict=True)
@@ -229,7 +232,7 @@ class FileTier(Tier):
         except OSError:
             self._pool.put_revoke(grant.ticket_id)
             raise
-        self._pool.raise_end(grant.ticket_id, [block.checksums for block in blocks])
+        self._moves.raise_end(grant.ticket_id, [block.checksums for block in blocks])
         self.counters["written_bytes"] += sum(block.payload.nbytes for block in blocks)
         return len(blocks)
 

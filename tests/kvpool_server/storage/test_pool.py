@@ -590,8 +590,8 @@ class Told(Observer):
 
 @pytest.fixture
 def told(bench: Bench) -> Told:
-    bench.pool.observer = Told()
-    return bench.pool.observer
+    bench.pool.residents.observer = told = Told()
+    return told
 
 
 def test_an_observer_hears_of_a_block_with_its_last_shard(bench: Bench, told: Told) -> None:

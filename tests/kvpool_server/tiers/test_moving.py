@@ -108,7 +108,7 @@ class Rig:
         self.tiers = Tiers(self.pool, self.memory, tiers, [on_evict] * len(tiers))
         for mover in self.tiers._movers:
             mover.health._clock = mover.up._clock = self.clock
-        self.pool.observer = self.pool.below = self.tiers
+        self.pool.residents.observer = self.pool.below = self.tiers
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
 
     def put(self, *names: object, parent: object = None) -> None:
