@@ -8,11 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvpool.types import BlockRun, PutGrant, ShardRange
 from kvpool_server.storage.entry import Entry, Group, Record
+from kvpool_server.storage.eviction import Policy
 from kvpool_server.storage.leases import Lease
 from kvpool_server.storage.pool import Pool
+
+
+class Ahead(NamedTuple):
+    """Entries that are to go, held until their bytes lie elsewhere.
+
+    Args:
+        lease_id: of the hold.
+        entries: children before their parents.
+        policies: by which each was chosen.
+    """
+
+    lease_id: int
+    entries: list[Entry]
+    policies: list[Policy]
 
 
 class Moves:
@@ -46,7 +62,8 @@ class Moves:
     def restore(self, group: Group, records: Sequence[Record]) -> int:
         """Takes complete blocks back in where they lie; returns how many: those whose place is free.
 
-        For a pool whose bytes outlive it. Parents come before their children, and what was used last comes last.
+        For a pool whose bytes outlive it, before it has an observer. Parents come before their children, and what was
+        used last comes last.
         """
         residents, arena = self._pool.residents, self._pool.arena
         placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
@@ -81,23 +98,25 @@ class Moves:
         self._pool.leases.add(lease)
         return lease.id
 
-    def hold_next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> tuple[int, list[Entry]]:
-        """A lease on entries that should go soon, and those; see `Space.next_victims` and `let_go`."""
+    def hold_next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Ahead:
+        """Holds entries that should go soon; see `Space.next_victims` and `let_go`. Retired ones go at once."""
         self._pool.expire()
-        chosen = self._pool.residents.space.next_victims(reserve, needs, max_bytes)
-        return self.hold(chosen), chosen
+        residents = self._pool.residents
+        residents.evict(residents.space.retired_ahead(reserve, needs))
+        entries = residents.space.next_victims(reserve, needs, max_bytes).entries
+        return Ahead(self.hold(entries), entries, [residents.space.policy(entry.group) for entry in entries])
 
-    def let_go(self, lease_id: int, entries: Sequence[Entry], *, drop: bool) -> int:
-        """Ends that lease, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
-        self._pool.release([lease_id])
+    def let_go(self, ahead: Ahead, *, drop: bool) -> int:
+        """Ends that hold, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
+        self._pool.release([ahead.lease_id])
         residents, dropped = self._pool.residents, 0
-        for entry in entries:
+        for entry, policy in zip(ahead.entries, ahead.policies, strict=True):
             if not entry.live:
                 continue
             if drop and entry.movable and not entry.children:
                 residents.drop(entry)
                 dropped += 1
             else:
-                residents.space.spare(entry)
+                residents.space.spare(entry, policy)
         self._pool.counters["evicted_blocks"] += dropped
         return dropped

@@ -8,7 +8,7 @@ Invariants (`check_integrity`):
 - free + reserved + resident + quarantined slots = capacity.
 - An entry is readable only when every shard has been covered by a put_end.
 - A slot is free again only when no lease covers it and no ticket, nor the grace after one, could still write to it.
-- A call that raises has changed nothing, but for what had expired before it.
+- A call that raises has changed nothing, but for what had expired before it; and its namespace has been used.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Pool:
             return Lookup(told, retry_after_ms=retry_after_ms)
         if len(self.leases) >= self.limits.max_leases:
             self.counters["leases_refused"] += 1
-            return Lookup(told)
+            return Lookup(told, retry_after_ms=retry_after_ms)
         ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
         lease = Lease(self.new_id(), now + ttl_ms / 1000, found)
         self.leases.add(lease)

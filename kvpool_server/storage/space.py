@@ -94,8 +94,8 @@ class Space:
         self._counters["quota_evicted_blocks"] += for_quotas
         return victims.entries
 
-    def next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> list[Entry]:
-        """Who should go soon, so that a share of each slot size's slots is free for puts.
+    def next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Victims:
+        """Who should go soon, as the policies say, so that a share of each slot size's slots is free for puts.
 
         They are out of the policies' hands until they are dropped, or given back with `spare`.
 
@@ -104,18 +104,32 @@ class Space:
             max_bytes: of all their slots; of one, if that is more.
         """
         victims = Victims()
-        for size in self.arena.sizes():
-            slots = len(self.arena.extents(size)) * self.arena.slots_per_extent(size)
-            short = math.ceil(slots * reserve) + needs.get(size, 0) - self.arena.available(size)
-            room = max(1, max_bytes // size)
-            if short > 0 and max_bytes > 0:
-                self._take(self._shelves.of_size(size), min(short, room), victims)
-                max_bytes -= victims.nbytes(lambda group, size=size: group.spec.slot_bytes == size)  # type: ignore[misc]
+        for size, short in self._shortages(reserve, needs):
+            if max_bytes > 0:
+                count = min(short, max(1, max_bytes // size))
+                max_bytes -= size * take(self._shelves.of_size(size), count, victims, self._stamp)
+        return victims
+
+    def retired_ahead(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
+        """As `next_victims`, of retired namespaces: they come first, and nobody needs their bytes."""
+        victims = Victims()
+        for size, short in self._shortages(reserve, needs) if self.retired else ():
+            groups = {group for shelf in self._shelves.of_size(size) for group in shelf.groups}
+            self.retired.take(groups, short, victims)
         return victims.entries
 
-    def spare(self, entry: Entry) -> None:
-        """Takes back who does not go after all."""
-        self.policy(entry.group).restore([entry])
+    def _shortages(self, reserve: float, needs: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Slot sizes of which fewer slots are free than should be, and by how many."""
+        short = []
+        for size in self.arena.sizes():
+            slots = len(self.arena.extents(size)) * self.arena.slots_per_extent(size)
+            short.append((size, math.ceil(slots * reserve) + needs.get(size, 0) - self.arena.available(size)))
+        return [(size, count) for size, count in short if count > 0]
+
+    def spare(self, entry: Entry, chosen_by: Policy) -> None:
+        """Takes back who does not go after all, unless it is under another policy by now, which has queued it."""
+        if self.policy(entry.group) is chosen_by:
+            chosen_by.restore([entry])
 
     def surplus(self, accounts: Iterable[Account]) -> list[Entry]:
         """Who must go so that no subject has more than its quota, as far as they may."""

@@ -66,10 +66,10 @@ class Room:
         awake = [demotion for demotion in self._demotions if demotion.is_up]
         if not awake:
             return False
-        lease_id, entries = self._moves.hold_next_victims(RESERVE, self._needs, BATCH_BYTES)
+        ahead = self._moves.hold_next_victims(RESERVE, self._needs, BATCH_BYTES)
         is_kept = False
         try:
-            is_kept = any(await asyncio.gather(*(demotion.keep(entries) for demotion in awake)))
+            is_kept = any(await asyncio.gather(*(demotion.keep(ahead.entries) for demotion in awake)))
         finally:
-            dropped = self._moves.let_go(lease_id, entries, drop=is_kept)
+            dropped = self._moves.let_go(ahead, drop=is_kept)
         return dropped > 0

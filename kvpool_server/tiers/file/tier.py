@@ -96,7 +96,6 @@ class FileTier(Tier):
         self._lock: DirectoryLock | None = None
         self._threads: Threads | None = None
         self._watcher: Threads | None = None
-        self._open: dict[bytes, Namespace] = {}
         self._looking: asyncio.Task[None] | None = None
 
     # Start and end
@@ -144,10 +143,10 @@ class FileTier(Tier):
         self._to_close.append(self._extents.close)
         for fingerprint, spec in inventory.specs.items():
             try:
-                self._open[fingerprint], _ = self._pool.open_namespace(spec)
+                opened, _ = self._pool.open_namespace(spec)
             except InvalidRequestError:
                 continue  # Its blocks are larger than what a smaller tier has room for.
-            for group in self._open[fingerprint].groups:
+            for group in opened.groups:
                 if records := inventory.groups.get((fingerprint, group.idx)):
                     self._moves.restore(group, list(records.values()))
         self._pool.residents.observer = self._news
@@ -197,7 +196,7 @@ class FileTier(Tier):
         return entry is not None and entry.offset == record.offset
 
     def _index(self, fingerprint: bytes, group_idx: int) -> dict[bytes, Entry]:
-        namespace = self._open.get(fingerprint)
+        namespace = self._pool.namespace(fingerprint)
         return {} if namespace is None else namespace.groups[group_idx].index
 
     # Down
@@ -218,10 +217,9 @@ class FileTier(Tier):
         return sum(there) + written
 
     async def _write_new(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        if namespace.fingerprint not in self._open:
-            self._open[namespace.fingerprint], _ = self._pool.open_namespace(namespace.spec)
+        opened = self._pool.namespace(namespace.fingerprint) or self._pool.open_namespace(namespace.spec)[0]
         self._news.opened(namespace)
-        group = self._open[namespace.fingerprint].groups[group_idx]
+        group = opened.groups[group_idx]
         grant = self._moves.raise_start(group, _runs(group_idx, blocks))
         # Nobody else writes here, and no block is there: all are granted.
         places = [
@@ -294,12 +292,12 @@ class FileTier(Tier):
     # Forgetting
 
     async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        if namespace.fingerprint in self._open:
+        if self._pool.namespace(namespace.fingerprint) is not None:
             self._pool.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)])
             await self._forget_extents()
 
     async def clear(self, fingerprint: bytes = b"") -> None:
-        if not fingerprint or fingerprint in self._open:
+        if not fingerprint or self._pool.namespace(fingerprint) is not None:
             self._pool.clear(fingerprint)
             await self._forget_extents()
 
@@ -319,7 +317,7 @@ class FileTier(Tier):
     # State
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
-        namespace = self._open.get(fingerprint)
+        namespace = self._pool.namespace(fingerprint)
         groups = [] if namespace is None else namespace.groups
         num_entries = sum(len(group.index) for group in groups)
         return TierHoldings(self.name, num_entries, sum(len(group.index) * group.spec.slot_bytes for group in groups))

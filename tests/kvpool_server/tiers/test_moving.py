@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -553,3 +554,31 @@ async def test_at_the_end_everything_is_written(rig: Rig, tier: MemoryTier) -> N
     rig.put("d")
     assert await rig.tiers.drain(5) == 0
     assert set(tier.kept) == {block_hash(name) for name in "abcd"}
+
+
+@play(on_evict=True)
+async def test_retired_namespaces_go_first_and_are_not_written(rig: Rig, tier: MemoryTier) -> None:
+    old, _ = rig.pool.open_namespace(replace(rig.namespace.spec, weights_epoch="old"))
+    rig.namespace = old
+    rig.put("a", "b", "c")
+    rig.namespace, _ = rig.pool.open_namespace(replace(old.spec, weights_epoch="new"))
+    assert old.retired
+    for nth in range(SLOTS - 1):
+        rig.put(f"p{nth}")
+        await rig.quiet()
+    assert not old.entries() and not tier.kept, "what nobody needs was written, or what is needed had to go"
+
+
+@play(on_evict=True)
+async def test_a_tier_that_fails_again_and_again_leaves_the_queues_as_they_are(rig: Rig, tier: MemoryTier) -> None:
+    for nth in range(SLOTS):
+        rig.put(f"p{nth}")
+    policy = rig.pool.residents.space.policy(rig.namespace.groups[0])
+    before = len(policy)
+    tier.failure = "the disk is gone"
+    for _ in range(5):
+        rig.clock.advance(AWAY_S[1] + 1)
+        rig.tiers._room.taken()
+        await rig.quiet()
+    assert tier.calls["write"] >= 5 and len(policy) == before
+    rig.pool.check_integrity()
