@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import string
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo
 from kvpool.quotas import parse_quota, size_text
-from kvpool.types import Quota
+from kvpool.types import HASH_BYTES, Quota
 from kvpool.version import __version__
 
 app = typer.Typer(
@@ -29,6 +30,8 @@ app = typer.Typer(
     help="Talk to a running kvpool-server.",
 )
 QUIET_S = 5.0
+CLEAR_TIMEOUT_MS = 20_000
+"""Tiers are waited for, too."""
 """After so long without an event, one that was lost is asked for."""
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -165,7 +168,9 @@ def clear(
     with _client(endpoint) as client:
         fingerprint = b"" if namespace is None else _resolve(client, namespace)
         whose = "all namespaces" if namespace is None else f"namespace {fingerprint.hex()[:12]}"
-        typer.echo(f"dropped {client.clear(fingerprint):,} blocks of {whose} at {endpoint}")
+        typer.echo(
+            f"dropped {client.clear(fingerprint, timeout_ms=CLEAR_TIMEOUT_MS):,} blocks of {whose} at {endpoint}"
+        )
 
 
 @app.command()
@@ -206,6 +211,8 @@ def _resolve(client: Client, prefix: str) -> bytes:
         raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all instead")
     fingerprints = [info.fingerprint for info in client.namespaces()]
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
+    if not matching and len(prefix) == 2 * HASH_BYTES and not prefix.strip(string.hexdigits):
+        return bytes.fromhex(prefix)  # Maybe only a tier knows it, since a restart.
     if len(matching) != 1:
         raise InvalidRequestError(
             f"namespace {prefix!r} names {len(matching)} of {len(fingerprints)} namespaces, not 1; "

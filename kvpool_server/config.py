@@ -105,6 +105,11 @@ class ServerConfig(BaseModel):
             split_address(value)
         return value
 
+    @field_validator("tier", mode="before")
+    @classmethod
+    def _one_tier(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
     @field_validator("tier")
     @classmethod
     def _check_tier(cls, value: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import structlog
 
 from kvpool import wire
 from kvpool.data_port import Kind, Signer, pack_offsets
-from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError
+from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError, UnavailableError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -24,6 +24,7 @@ from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from kvpool.version import __version__
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.storage.pool import Pool
+from kvpool_server.tiers.tier import TierError
 from kvpool_server.tiers.tiers import Tiers
 
 log = structlog.get_logger()
@@ -340,14 +341,17 @@ class PoolService(PoolServicer):
         fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         removed = self._pool.remove(fingerprint, runs)
         if self._tiers is not None:
-            self._tiers.forget(fingerprint, runs)
+            await _forgotten(self._tiers.forget(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         fingerprint = wire.decode_namespace(request.namespace) if request.namespace else b""
-        removed = self._pool.clear(fingerprint)
+        below = self._tiers is not None and (not fingerprint or self._tiers.has_any(fingerprint))
+        is_open = not fingerprint or self._pool.namespace(fingerprint) is not None
+        # What was stored before a restart lies in a tier, and nobody has opened its namespace yet.
+        removed = self._pool.clear(fingerprint) if is_open or not below else 0
         if self._tiers is not None:
-            self._tiers.clear(fingerprint)
+            await _forgotten(self._tiers.clear(fingerprint))
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self._boot_token, num_removed=removed)
 
@@ -369,6 +373,15 @@ class PoolService(PoolServicer):
             self._pool.set_quotas(wire.decode_quotas(request.quotas))
             log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
         return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
+
+
+async def _forgotten(removal: Awaitable[None]) -> None:
+    try:
+        await removal
+    except TierError as error:
+        raise UnavailableError(
+            f"removed from memory, and not from every tier: {error}; ask again when it is back"
+        ) from None
 
 
 def add_service(service: PoolService, server: grpc.aio.Server) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from kvpool.types import ShardRange
-from kvpool_server.storage.entry import Entry
+from kvpool_server.storage.catalog import Namespace
+from kvpool_server.storage.entry import Entry, Group
 
 SWEEP_AT_LEAST = 1_000
 
@@ -35,10 +36,32 @@ class Holding:
         return id(entry) in self.members
 
 
-class Lease(Holding):
-    """Keeps entries from eviction between lookup and load."""
+class Seen(NamedTuple):
+    """What a lookup came to.
 
-    __slots__ = ()
+    Args:
+        num_asked, num_found: blocks.
+        parts: of the entries that were found, those of each group: [start, stop).
+    """
+
+    namespace: Namespace
+    num_asked: int
+    num_found: int
+    parts: Sequence[tuple[Group, int, int]]
+
+
+class Lease(Holding):
+    """Keeps entries from eviction between lookup and load.
+
+    Attributes:
+        seen: what the lookup came to, while it is open whether it was the last of its request; else None.
+    """
+
+    __slots__ = ("seen",)
+
+    def __init__(self, id: int, deadline: float, entries: list[Entry]):
+        super().__init__(id, deadline, entries)
+        self.seen: Seen | None = None
 
 
 class Ticket(Holding):

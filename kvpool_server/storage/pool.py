@@ -41,7 +41,7 @@ from kvpool_server.storage.catalog import Catalog, Namespace
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
-from kvpool_server.storage.leases import Lease, Register, Ticket
+from kvpool_server.storage.leases import Lease, Register, Seen, Ticket
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.quotas import Accounts
 from kvpool_server.storage.residents import Residents
@@ -97,8 +97,7 @@ class Pool:
         """
         namespace, created = self._catalog.open(spec, expected_fingerprint, self._clock())
         if created:
-            accounts = self._accounts.of(spec.tenant, namespace.fingerprint)
-            self.residents.space.place(namespace.groups, accounts)
+            self._place([namespace])
         if (surplus := self._catalog.pop_surplus()) is not None:
             self.expire()
             for entry in surplus.entries():
@@ -146,10 +145,13 @@ class Pool:
             InvalidRequestError: one of them cannot be set; none is.
         """
         self._accounts.set(quotas)
-        for namespace in self._catalog.values():
-            accounts = self._accounts.of(namespace.spec.tenant, namespace.fingerprint)
-            self.residents.space.place(namespace.groups, accounts)
+        self._place(self._catalog.values())
         self.settle()
+
+    def _place(self, namespaces: Sequence[Namespace]) -> None:
+        """Puts namespaces' groups under the quotas that there are."""
+        under = [(each.groups, self._accounts.of(each.spec.tenant, each.fingerprint)) for each in namespaces]
+        self.residents.space.place((group, accounts) for groups, accounts in under for group in groups)
 
     def settle(self) -> None:
         """Evicts what subjects hold beyond their quotas, and what keeps a slot size from its share. To be called often:
@@ -173,13 +175,9 @@ class Pool:
             hits.append(group.hits(run, prefix_only, found))
             stops.append(len(found))
         told, retry_after_ms = self.below.want(namespace, runs, hits, prefix_only) if lease_ttl_ms else (tuple(hits), 0)
-        if not retry_after_ms:  # Who will ask again shall count once.
-            num_asked = sum(map(len, runs))
-            namespace.lookup_blocks += num_asked
-            namespace.lookup_hits += len(found)
-            self.counters["lookups"] += 1
-            self.counters["lookup_blocks"] += num_asked
-            self.counters["lookup_hits"] += len(found)
+        seen = Seen(namespace, sum(map(len, runs)), len(found), list(zip(groups, [0, *stops], stops, strict=False)))
+        if not retry_after_ms:
+            self._count(seen)
         if not lease_ttl_ms:
             return Lookup(told)
         self._used(namespace, now)
@@ -193,11 +191,24 @@ class Pool:
         self.leases.add(lease)
         for entry in found:
             entry.leases += 1
-        if not retry_after_ms:
-            stamp = self.residents.next_stamp(groups)
-            for group, start, stop in zip(groups, [0, *stops], stops, strict=False):
-                self.residents.space.policy(group).used(found[start:stop], stamp)
+        if retry_after_ms:
+            lease.seen = seen  # Who asks again shall count once: this one counts if something is got under it.
+        else:
+            self._use(lease, seen)
         return Lookup(told, lease.id, ttl_ms, retry_after_ms)
+
+    def _count(self, seen: Seen) -> None:
+        seen.namespace.lookup_blocks += seen.num_asked
+        seen.namespace.lookup_hits += seen.num_found
+        self.counters["lookups"] += 1
+        self.counters["lookup_blocks"] += seen.num_asked
+        self.counters["lookup_hits"] += seen.num_found
+
+    def _use(self, lease: Lease, seen: Seen) -> None:
+        """Tells the policies what a reader wants."""
+        stamp = self.residents.next_stamp([group for group, _, _ in seen.parts])
+        for group, start, stop in seen.parts:
+            self.residents.space.policy(group).used(lease.entries[start:stop], stamp)
 
     # Put
 
@@ -228,9 +239,10 @@ class Pool:
         ticket = Ticket(self.new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
         statuses = self.residents.reserve(group, runs, ticket)
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
-        self.counters["put_blocks_granted"] += len(granted)
-        self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
-        self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
+        if expires:  # What the server itself brings up is no client's put.
+            self.counters["put_blocks_granted"] += len(granted)
+            self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
+            self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
         if not granted:
             return PutGrant(0, 0, tuple(statuses), ())
         self.tickets.add(ticket)
@@ -299,6 +311,10 @@ class Pool:
         shards.check(group.spec.num_shards)
         now = self.expire()
         lease = self._lease(lease_id)
+        if (seen := lease.seen) is not None:
+            lease.seen = None
+            self._count(seen)
+            self._use(lease, seen)
         held = lease.members
         present: list[bool] = []
         offsets: list[int] = []

@@ -7,7 +7,7 @@ can be asked for victims without looking at anybody else's entries.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction import TICK, Policy
@@ -67,14 +67,25 @@ class Shelves:
     def of_account(self, account: Account) -> list[Shelf]:
         return [shelf for shelf in self._by_key.values() if account in shelf.accounts]
 
-    def place(self, group: Group, accounts: tuple[Account, ...], stamp: int) -> None:
-        """Says under which quotas a group is from now on; its entries, if any, are queued anew."""
-        before = self._of.get(group)
-        if before is not None:
-            if before.accounts == accounts:
-                return
-            before.policy.leave(group)
-            self.remove(group)
+    def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]], stamp: int) -> None:
+        """Says under which quotas groups are from now on; the entries of those that change are queued anew."""
+        changed = [
+            (group, accounts)
+            for group, accounts in placed
+            if (before := self._of.get(group)) is None or before.accounts != accounts
+        ]
+        leaving: dict[Policy, set[Group]] = {}
+        for group, _ in changed:
+            if group.index and group in self._of:
+                leaving.setdefault(self.policy(group), set()).add(group)
+        for policy, groups in leaving.items():  # Once a policy: it looks at all that it has.
+            policy.leave(groups)
+        for group, accounts in changed:
+            if group in self._of:
+                self.remove(group)
+            self._add(group, accounts, stamp)
+
+    def _add(self, group: Group, accounts: tuple[Account, ...], stamp: int) -> None:
         key = (group.spec.slot_bytes, accounts)
         shelf = self._by_key.get(key)
         if shelf is None:

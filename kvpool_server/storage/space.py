@@ -56,10 +56,9 @@ class Space:
         """The one that a group's entries are under."""
         return self._shelves.policy(group)
 
-    def place(self, groups: Sequence[Group], accounts: tuple[Account, ...]) -> None:
-        """Says under which quotas a namespace's groups are from now on."""
-        for group in groups:
-            self._shelves.place(group, accounts, self._stamp)
+    def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
+        """Says under which quotas groups are from now on."""
+        self._shelves.place(placed, self._stamp)
 
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""

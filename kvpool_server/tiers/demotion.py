@@ -27,6 +27,8 @@ BATCH_BYTES = 32 << 20
 """Written at once, and kept in the arena meanwhile."""
 MAX_BATCH_BLOCKS = 64
 """Held at once: who evicts steps over each of them."""
+MAX_CLIMB = 64
+"""Blocks before a new one that are looked at, whether they are lacking: a put is not to pay for a whole prefix."""
 MAX_WAITING = 1 << 17
 """Blocks that may wait: beyond that the oldest are dropped."""
 
@@ -77,14 +79,18 @@ class Demotion:
         if not self._health.up:
             self._tier.counters["dropped_demotions"] += 1
             return
-        lacking = [entry]
-        while (parent := lacking[-1].parent) is not None and self._is_lacking(parent):
-            lacking.append(parent)
-        for each in reversed(lacking):
-            self._waiting[each] = None
+        self._take(entry, MAX_CLIMB)
         while len(self._waiting) > MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
             self._tier.counters["dropped_demotions"] += 1
+
+    def _take(self, entry: Entry, max_climb: int) -> None:
+        """Has an entry wait, and before it what the tier lacks of so many before it in its prefix."""
+        lacking = [entry]
+        while len(lacking) <= max_climb and (parent := lacking[-1].parent) is not None and self._is_lacking(parent):
+            lacking.append(parent)
+        for each in reversed(lacking):
+            self._waiting[each] = None
         self._idle.clear()
         self._work.set()
 
@@ -153,7 +159,12 @@ class Demotion:
             for entry in entries
         ]
         with self._health.call():
-            self._tier.counters["demoted_blocks"] += await self._tier.write(namespace, group.idx, blocks)
+            kept = await self._tier.write(namespace, group.idx, blocks)
+            self._tier.counters["demoted_blocks"] += kept
+            # What is held is not evicted: it was removed, or cleared, while it was being written.
+            gone = [entry.block_hash for entry in entries if not entry.live]
+            if gone:
+                await self._tier.remove(namespace, group.idx, gone)
 
     def offer_all(self) -> None:
         """Takes all that the pool has and the tier has not, what was used last first; for a last time."""
@@ -163,8 +174,9 @@ class Demotion:
             for entry in namespace.entries()
             if entry.complete and self._known(entry) is not True
         ]
-        for entry in sorted(entries, key=lambda entry: entry.used, reverse=True)[:MAX_WAITING]:
-            self.offer(entry)
+        for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
+            if entry not in self._waiting:
+                self._take(entry, entry.depth)
 
     async def drained(self) -> None:
         """Returns when nothing waits."""

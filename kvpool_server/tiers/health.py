@@ -13,6 +13,8 @@ log = structlog.get_logger()
 AWAY_S = (1.0, 30.0)
 """How long after its first failure in a row, and after many."""
 
+MAX_DOUBLINGS = 10
+
 ANSWER_S = 10.0
 """A call that takes longer has failed for those who wait. It may go on; until it ends, the tier is away."""
 
@@ -40,6 +42,11 @@ class Health:
         self._is_late = is_late
         return not is_late and now >= self._back_at
 
+    @property
+    def works(self) -> bool:
+        """Did it do so when it was last asked?"""
+        return self.up and not self._failures
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Around a call: knows how long it takes. What it raises is a failure, and passes."""
@@ -59,7 +66,7 @@ class Health:
             del self._calls[nth]
 
     def _failed(self, error: Exception) -> None:
-        away_s = min(AWAY_S[0] * 2**self._failures, AWAY_S[1])
+        away_s = min(AWAY_S[0] * 2 ** min(self._failures, MAX_DOUBLINGS), AWAY_S[1])
         self._failures += 1
         self._back_at = self._clock() + away_s
         log.error("a tier has failed and is left alone", tier=self._name, error=str(error), seconds=away_s)

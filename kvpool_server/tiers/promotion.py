@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.errors import KVPoolError
-from kvpool.types import BlockRun, PutStatus
+from kvpool.errors import KVPoolError, OutOfSpaceError
+from kvpool.types import BlockRun, PutGrant, PutStatus
 from kvpool_server.storage.catalog import Namespace
+from kvpool_server.storage.entry import Group
 from kvpool_server.storage.moves import Moves
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.health import Health
@@ -42,13 +43,18 @@ BlockKey = tuple[bytes, int, bytes]
 
 @dataclass(slots=True)
 class _Wish:
-    """Blocks of one prefix, in its order."""
+    """Blocks of one prefix, in its order.
+
+    Args:
+        leading: they are of no use behind one that does not come.
+    """
 
     namespace: Namespace
     group_idx: int
     parent_hash: bytes
     block_hashes: list[bytes]
     asked_at: float
+    leading: bool
 
 
 class Promotion:
@@ -116,7 +122,7 @@ class Promotion:
                 wish = None
                 continue
             if wish is None:
-                wish = _Wish(namespace, group_idx, parent_hash, [], now)
+                wish = _Wish(namespace, group_idx, parent_hash, [], now, leading)
                 self._wishes.append(wish)
                 self._work.set()
             wish.block_hashes.append(block_hash)
@@ -185,30 +191,37 @@ class Promotion:
             if self._clock() - wish.asked_at > STALE_S or not self._health.up:
                 self._tier.counters["dropped_promotions"] += len(keys)
                 return
-            await self._read(wish.namespace, BlockRun(wish.group_idx, block_hashes, parent_hash))
+            all_came = await self._read(wish.namespace, BlockRun(wish.group_idx, block_hashes, parent_hash))
+            if wish.leading and not all_came:
+                self._give_up(wish)
         finally:
             for key in keys:
                 self._coming.pop(key, None)
 
-    async def _read(self, namespace: Namespace, run: BlockRun) -> None:
+    def _give_up(self, wish: _Wish) -> None:
+        """Drops what a wish still waits for."""
+        if wish.block_hashes:
+            self._tier.counters["dropped_promotions"] += len(wish.block_hashes)
+            for block_hash in wish.block_hashes:
+                self._coming.pop((wish.namespace.fingerprint, wish.group_idx, block_hash), None)
+            self._wishes.remove(wish)
+            wish.block_hashes = []
+
+    async def _read(self, namespace: Namespace, run: BlockRun) -> bool:
         group = namespace.groups[run.group_idx]
         size = group.spec.slot_bytes
         if self._room is not None:
             await self._room.need(size, len(run))
-        try:
-            grant = self._moves.raise_start(group, [run])
-        except KVPoolError as error:  # No room, or the namespace is closed.
-            self._tier.counters["dropped_promotions"] += len(run)
-            self._forget(namespace, run)
-            log.debug("blocks cannot be brought up", tier=self._tier.name, blocks=len(run), error=str(error))
-            return
+        raising, grant = self._reserve(namespace, group, run)
+        if grant is None:
+            return False
         granted = [
             block_hash
-            for block_hash, status in zip(run.block_hashes, grant.statuses, strict=True)
+            for block_hash, status in zip(raising, grant.statuses, strict=True)
             if status == PutStatus.GRANTED
         ]
         if not granted:
-            return
+            return len(raising) == len(run)
         into = [self._memory[offset : offset + size].data for offset in grant.offsets]
         sums: Sequence[Sequence[int] | None] = [None] * len(granted)
         began_at = self._clock()
@@ -225,11 +238,30 @@ class Promotion:
         for block_hash, came in zip(granted, sums, strict=True):
             if came is None:
                 self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
+        return raised == len(granted) and len(raising) == len(run)
 
-    def _forget(self, namespace: Namespace, run: BlockRun) -> None:
-        """What cannot be brought up now is not to be asked for at once again."""
-        for block_hash in run.block_hashes:
+    def _reserve(self, namespace: Namespace, group: Group, run: BlockRun) -> tuple[Sequence[bytes], PutGrant | None]:
+        """Room for a run, or for its first half, and so on: which blocks, and where; None: for none of them."""
+        hashes, count = list(run.block_hashes), len(run)
+        grant = None
+        while grant is None and count:
+            some = BlockRun(run.group_idx, hashes[:count], run.parent_hash)
+            try:
+                grant = self._moves.raise_start(group, [some])
+            except OutOfSpaceError as error:
+                count //= 2
+                log.debug("there is little room for blocks to come up", tier=self._tier.name, error=str(error))
+            except KVPoolError:  # The namespace is closed.
+                count = 0
+        self._tier.counters["dropped_promotions"] += len(hashes) - count
+        for block_hash in hashes[count:]:  # Not to be asked for at once again.
             self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
+        return hashes[:count], grant
+
+    def forget(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+        """Blocks are being removed from the tier: none of them is to come up meanwhile."""
+        for block_hash in block_hashes:
+            self._remember((namespace.fingerprint, group_idx, block_hash), False)
 
     def _start(self, call: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(call)

@@ -34,6 +34,7 @@ class Room:
         self._work = asyncio.Event()
         self._needs: Counter[int] = Counter()
         self._made = asyncio.Condition()
+        self._late: set[asyncio.Task[bool]] = set()
 
     async def need(self, slot_bytes: int, count: int) -> None:
         """Returns when so many slots are free beside the reserve, or no more can be made: who comes up can wait."""
@@ -67,9 +68,18 @@ class Room:
         if not awake:
             return False
         ahead = self._moves.hold_next_victims(RESERVE, self._needs, BATCH_BYTES)
-        is_kept = False
+        dropped = 0
+        writing = [asyncio.create_task(demotion.keep(ahead.entries)) for demotion in awake]
         try:
-            is_kept = any(await asyncio.gather(*(demotion.keep(ahead.entries) for demotion in awake)))
-        finally:
+            # Who has not ended by then is left alone (`Health`): what it still writes is no more what it is called, and
+            # its checksums tell.
+            ended, late = await asyncio.wait(writing, timeout=ANSWER_S)
+            self._late |= late
+            for task in late:
+                task.add_done_callback(self._late.discard)
+            is_kept = any(task.result() for task in ended)
             dropped = self._moves.let_go(ahead, drop=is_kept)
+        except BaseException:
+            self._moves.let_go(ahead, drop=False)
+            raise
         return dropped > 0

@@ -14,8 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.holdings import TierHoldings
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
 from kvpool_server.storage.catalog import Namespace
+
+COUNTERS = (
+    "demoted_blocks",
+    "dropped_demotions",
+    "refused_blocks",
+    "promoted_blocks",
+    "missed_promotions",
+    "dropped_promotions",
+    "corrupt_blocks",
+    "evicted_blocks",
+    "read_bytes",
+    "written_bytes",
+)
+"""What is counted of every tier."""
 
 
 class TierError(Exception):
@@ -95,6 +110,10 @@ class Tier(ABC):
     @abstractmethod
     async def clear(self, fingerprint: bytes = b"") -> None:
         """Forgets all blocks of a namespace, or of all. Raises TierError."""
+
+    def specs(self) -> list[NamespaceSpec]:
+        """Of the namespaces whose blocks it holds, oldest first, where it knows them. Good once it is open."""
+        return []
 
     @abstractmethod
     def holdings(self, fingerprint: bytes) -> TierHoldings:

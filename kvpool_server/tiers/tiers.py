@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvpool.errors import InvalidRequestError
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, RunHits, TierStats
 from kvpool_server.storage.below import Below
@@ -18,16 +21,18 @@ from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.observer import Observer
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.demotion import Demotion
-from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.promotion import BATCHES_AT_ONCE, Promotion
 from kvpool_server.tiers.room import Room
-from kvpool_server.tiers.tier import Tier, TierError
+from kvpool_server.tiers.tier import COUNTERS, Tier, TierError
 
 log = structlog.get_logger()
 
 MAX_AHEAD_BLOCKS = 1024
 MAX_AHEAD_BYTES = 256 << 20
 """How much of a prompt is brought up before it is asked for again."""
+MAX_NAMESPACES = 256
+"""Of a tier that are opened at the start, the newest."""
 AGAIN_S = 1.0
 
 
@@ -62,7 +67,7 @@ class Tiers(Observer, Below):
         up = [Promotion(pool, memory, tier, each, self._room) for tier, each in zip(tiers, health, strict=True)]
         self._movers = list(map(_Mover, down, up, tiers, health))
         self._tasks: list[asyncio.Task[None]] = []
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._clearing: Counter[bytes] = Counter()
 
     async def open(self) -> None:
         """Raises ConfigError where a tier cannot be had; nothing is left behind then."""
@@ -75,8 +80,19 @@ class Tiers(Observer, Below):
         if self._room is not None:
             self._tasks.append(asyncio.create_task(_for_ever(self._room.run)))
         for mover in self._movers:
+            self._open_namespaces(mover.tier)
             self._tasks.append(asyncio.create_task(_for_ever(mover.down.run)))
             self._tasks += [asyncio.create_task(_for_ever(mover.up.run)) for _ in range(BATCHES_AT_ONCE)]
+
+    def _open_namespaces(self, tier: Tier) -> None:
+        """What a tier holds is there to be seen, and cleared, before an engine asks for it."""
+        stats, specs = tier.stats(), tier.specs()
+        log.info("tier opened", tier=tier.name, size_bytes=stats.size_bytes or None, entries=stats.num_entries)
+        for spec in specs[-MAX_NAMESPACES:]:
+            try:
+                self._pool.open_namespace(spec)
+            except InvalidRequestError:
+                continue  # Its blocks are larger than what the arena has room for.
 
     async def drain(self, timeout_s: float) -> int:
         """Writes what waits, as far as there is time; how many blocks were left."""
@@ -92,7 +108,7 @@ class Tiers(Observer, Below):
 
     async def close(self) -> None:
         """Ends everything, within seconds. Idempotent."""
-        tasks, self._tasks = [*self._tasks, *self._forgetting], []
+        tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -104,21 +120,24 @@ class Tiers(Observer, Below):
     def want(
         self, namespace: Namespace, runs: Sequence[BlockRun], hits: Sequence[RunHits], prefix_only: bool
     ) -> tuple[tuple[RunHits, ...], int]:
-        wanted = tuple(self._want(namespace, run, hit, prefix_only) for run, hit in zip(runs, hits, strict=True))
-        is_pending = any(hit.num_pending for hit in wanted)
-        return wanted, max(mover.up.retry_after_ms for mover in self._movers) if is_pending else 0
+        if self._clearing[namespace.fingerprint] or self._clearing[b""]:
+            return tuple(hits), 0
+        left, wanted = MAX_AHEAD_BLOCKS, []
+        left_bytes = MAX_AHEAD_BYTES
+        for run, hit in zip(runs, hits, strict=True):
+            slot_bytes = namespace.groups[run.group_idx].spec.slot_bytes
+            most = min(left, max(left_bytes // slot_bytes, left == MAX_AHEAD_BLOCKS))
+            pending = self._want(namespace, run, hit, prefix_only, most) if most and hit.num_leading < len(run) else 0
+            left -= pending
+            left_bytes -= pending * slot_bytes
+            wanted.append(replace(hit, num_pending=pending) if pending else hit)
+        if left == MAX_AHEAD_BLOCKS:
+            return tuple(wanted), 0
+        return tuple(wanted), max(mover.up.retry_after_ms for mover in self._movers)
 
-    def _want(self, namespace: Namespace, run: BlockRun, hit: RunHits, prefix_only: bool) -> RunHits:
-        length = len(run)
-        if hit.num_leading == length:
-            return hit
-        most = max(1, min(MAX_AHEAD_BLOCKS, MAX_AHEAD_BYTES // namespace.groups[run.group_idx].spec.slot_bytes))
-        missing: list[tuple[bytes, bytes]] = []
-        for nth in range(hit.num_leading, length):
-            if len(missing) == most:
-                break
-            if prefix_only or not hit.complete >> nth & 1:
-                missing.append((run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash))
+    def _want(self, namespace: Namespace, run: BlockRun, hit: RunHits, prefix_only: bool, most: int) -> int:
+        """Asks for up to `most` blocks of a run that are missing; how many come, or may come."""
+        missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
         pending = 0
         for mover in self._movers:
             if not missing:
@@ -129,7 +148,7 @@ class Tiers(Observer, Below):
                 missing = missing[came:]  # What comes is the beginning; another tier may have what follows.
             elif came:
                 break
-        return replace(hit, num_pending=pending) if pending else hit
+        return pending
 
     # What the pool tells
 
@@ -145,30 +164,44 @@ class Tiers(Observer, Below):
 
     # Forgetting
 
-    def forget(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> None:
-        """Has blocks removed everywhere; does not wait for it."""
+    async def forget(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> None:
+        """Has blocks removed everywhere. Raises TierError where that has not been done, or not in time."""
         namespace = self._pool.namespace(fingerprint)
         assert namespace is not None, "the pool has removed blocks of it"
         for mover in self._movers:
             for run in runs:
-                self._forget(mover, mover.tier.remove(namespace, run.group_idx, run.block_hashes))
+                mover.up.forget(namespace, run.group_idx, run.block_hashes)
+        await self._everywhere(
+            lambda tier: asyncio.gather(*(tier.remove(namespace, run.group_idx, run.block_hashes) for run in runs))
+        )
 
-    def clear(self, fingerprint: bytes = b"") -> None:
-        """Has all blocks of a namespace, or of all, removed everywhere; does not wait for it."""
-        for mover in self._movers:
-            self._forget(mover, mover.tier.clear(fingerprint))
+    async def clear(self, fingerprint: bytes = b"") -> None:
+        """Has all blocks of a namespace, or of all, removed everywhere; none comes up meanwhile. Raises as `forget`."""
+        self._clearing[fingerprint] += 1
+        try:
+            await self._everywhere(lambda tier: tier.clear(fingerprint))
+        finally:
+            self._clearing[fingerprint] -= 1
 
-    def _forget(self, mover: _Mover, removal: Awaitable[None]) -> None:
-        async def forget() -> None:
+    async def _everywhere(self, removal: Callable[[Tier], Awaitable[object]]) -> None:
+        async def one(mover: _Mover) -> str:
             try:
                 with mover.health.call():
-                    await removal
+                    async with asyncio.timeout(ANSWER_S):
+                        await removal(mover.tier)
+            except TimeoutError:
+                return f"{mover.tier.name} does not answer"
             except TierError as error:
-                log.error("a tier has not forgotten what it was told to", tier=mover.tier.name, error=str(error))
+                return str(error)
+            return ""
 
-        task = asyncio.create_task(forget())
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        failures = list(filter(None, await asyncio.gather(*map(one, self._movers))))
+        if failures:
+            raise TierError("; ".join(failures))
+
+    def has_any(self, fingerprint: bytes) -> bool:
+        """Whether a tier holds blocks of a namespace, which need not be open."""
+        return any(held.num_entries for held in self.holdings(fingerprint))
 
     # State
 
@@ -178,7 +211,12 @@ class Tiers(Observer, Below):
 
     def stats(self) -> tuple[TierStats, ...]:
         """A snapshot of each."""
-        return tuple(replace(mover.tier.stats(), up=mover.health.up) for mover in self._movers)
+        found = []
+        for mover in self._movers:
+            stats = mover.tier.stats()
+            counters = {**dict.fromkeys(COUNTERS, 0), **stats.counters}
+            found.append(replace(stats, up=mover.health.works, counters=counters))
+        return tuple(found)
 
 
 async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
@@ -188,3 +226,11 @@ async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
         except Exception:
             log.exception("moving blocks to or from a tier failed; it goes on")
             await asyncio.sleep(AGAIN_S)
+
+
+def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:
+    """The blocks of a run that a lookup has not found, each with its parent's hash."""
+    there = "" if prefix_only else f"{hit.complete:b}"[::-1]
+    for nth in range(hit.num_leading, len(run)):
+        if there[nth : nth + 1] != "1":
+            yield run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash

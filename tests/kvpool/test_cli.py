@@ -187,10 +187,17 @@ def test_clear_of_an_empty_name_drops_nothing(cli: Cli, stored: object) -> None:
     assert set(_left(cli).values()) == {2}
 
 
-@pytest.mark.parametrize("prefix", ["zzz", "0" * 64])
-def test_clear_of_a_namespace_that_is_not_there_drops_nothing(cli: Cli, stored: object, prefix: str) -> None:
-    sentence = f"kvpool: namespace '{prefix}' names 0 of 2 namespaces, not 1; `kvpool namespaces` lists them\n"
-    assert cli.fails("clear", "--namespace", prefix) == ("", sentence)
+@pytest.mark.parametrize(
+    ("prefix", "sentence"),
+    [
+        ("zzz", "namespace 'zzz' names 0 of 2 namespaces, not 1; `kvpool namespaces` lists them"),
+        ("0" * 64, f"namespace {'0' * 64} is not open on this server; open it first"),
+    ],
+)
+def test_clear_of_a_namespace_that_is_not_there_drops_nothing(
+    cli: Cli, stored: object, prefix: str, sentence: str
+) -> None:
+    assert cli.fails("clear", "--namespace", prefix) == ("", f"kvpool: {sentence}\n")
     assert set(_left(cli).values()) == {2}
 
 

@@ -242,7 +242,7 @@ class QuotaIgnored(_Unchecked):
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
         for namespace in self._catalog.values():
-            self.residents.space.place(namespace.groups, ())
+            self.residents.space.place((group, ()) for group in namespace.groups)
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 

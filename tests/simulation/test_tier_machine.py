@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -80,13 +80,11 @@ class World:
     def do(self, call: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(call, 30))
 
-    def call(self, function: Callable[..., None], *args: object) -> None:
-        """What has to be called within the event loop."""
-
-        async def within() -> None:
-            function(*args)
-
-        self.do(within())
+    def expect_gone(self, space: int, run: BlockRun) -> None:
+        """What was removed is there no more, whatever was on its way up or down."""
+        self.settle()
+        found = self.pool.lookup(SPECS[space].fingerprint(), [run], prefix_only=True, lease_ttl_ms=0)
+        assert not found.hits[0].num_leading and self.tier.known(self.namespaces[space], 0, run.block_hashes) == [False]
 
     def start(self) -> None:
         ids = itertools.count(1)
@@ -247,7 +245,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.world is not None
         run = BlockRun(0, [block_hash(f"{space} {chain} {depth}")])
         self.world.pool.remove(SPECS[space].fingerprint(), [run])
-        self.world.call(self.world.tiers.forget, SPECS[space].fingerprint(), [run])
+        self.world.do(self.world.tiers.forget(SPECS[space].fingerprint(), [run]))
+        self.world.expect_gone(space, run)
 
     @rule(really=st.integers(0, 3), space=st.sampled_from([0, 1, None]))
     def clear(self, really: int, space: int | None) -> None:
@@ -255,7 +254,7 @@ class TierMachine(RuleBasedStateMachine):
         if really == 0:
             fingerprint = b"" if space is None else SPECS[space].fingerprint()
             self.world.pool.clear(fingerprint)
-            self.world.call(self.world.tiers.clear, fingerprint)
+            self.world.do(self.world.tiers.clear(fingerprint))
 
     @rule()
     def restart(self) -> None:

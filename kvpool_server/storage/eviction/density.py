@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvpool_server.storage.entry import Entry, Group
 from kvpool_server.storage.eviction.hazards import PERIOD_CALLS, Hazards
@@ -123,9 +123,9 @@ class HitDensity(Policy):
             while len(self._ghosts) > MIN_GHOSTS + GHOSTS_A_BLOCK * self._num_resident:
                 self._ghosts.popitem(last=False)
 
-    def leave(self, group: Group) -> None:
-        super().leave(group)
-        self._num_resident -= len(group.index)
+    def leave(self, groups: Collection[Group]) -> None:
+        super().leave(groups)
+        self._num_resident -= sum(len(group.index) for group in groups)
 
     def join(self, group: Group, stamp: int) -> None:
         self._pass_time(stamp)

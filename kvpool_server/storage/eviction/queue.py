@@ -10,7 +10,7 @@ Source: the leaf-first order is that of radix-tree caches (SGLang, RadixAttentio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvpool_server.storage.entry import Entry, Group
 
@@ -65,12 +65,13 @@ class Policy(ABC):
             self._num_queued += 1
             self._push(entry)
 
-    def leave(self, group: Group) -> None:
-        """The entries of a group go over to another policy."""
-        self._num_queued = self._sweep(lambda entry: entry.live and entry.group is not group)
+    def leave(self, groups: Collection[Group]) -> None:
+        """The entries of some groups go over to another policy. Looks at all that are queued."""
+        self._num_queued = self._sweep(lambda entry: entry.live and entry.group not in groups)
         self._num_dead = 0
-        for entry in group.index.values():
-            entry.queued = False
+        for group in groups:
+            for entry in group.index.values():
+                entry.queued = False
 
     def join(self, group: Group, stamp: int) -> None:
         """The entries of a group come over from another policy."""

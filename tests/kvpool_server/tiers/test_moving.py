@@ -15,12 +15,13 @@ import pytest
 from kvpool.hashing import checksum
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
+from kvpool_server.metrics import _TIER_COUNTERS
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers import demotion, promotion
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S
-from kvpool_server.tiers.tier import Block, Tier, TierError
+from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
+from kvpool_server.tiers.tier import COUNTERS, Block, Tier, TierError
 from kvpool_server.tiers.tiers import Tiers
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
@@ -285,8 +286,9 @@ async def test_a_tier_that_fails_is_left_alone_and_tried_again(rig: Rig, tier: M
     assert rig.lookup("a").hits[0].num_pending == 0, "who asks waits for a dead tier"
     tier.failure = ""
     rig.clock.advance(AWAY_S[0] + 0.1)
-    assert rig.tiers.stats()[0].up
+    assert not rig.tiers.stats()[0].up, "nothing has shown yet that it works"
     assert (await rig.hits("a")).num_leading == 1
+    assert rig.tiers.stats()[0].up
 
 
 @play()
@@ -582,3 +584,145 @@ async def test_a_tier_that_fails_again_and_again_leaves_the_queues_as_they_are(r
         await rig.quiet()
     assert tier.calls["write"] >= 5 and len(policy) == before
     rig.pool.check_integrity()
+
+
+@play()
+async def test_a_lookup_counts_and_teaches_once_its_blocks_are_got(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b")
+    await rig.quiet()
+    rig.evict_all()
+    rig.put("a")
+    await rig.quiet()
+    tier.gate.clear()
+    found = [rig.lookup("a", "b") for _ in range(3)]
+    assert all(each.hits[0] == RunHits(1, 0, 1) for each in found)
+    assert not rig.pool.counters["lookups"]
+    run = BlockRun(0, [block_hash("a")])
+    for _ in range(2):
+        located = rig.pool.get(found[-1].lease_id, rig.namespace.fingerprint, [run], ShardRange(0, 1))
+        assert located.present == (True,)
+    counted = [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")]
+    assert counted == [1, 2, 1]
+    rig.pool.release([each.lease_id for each in found])
+    tier.gate.set()
+    await rig.quiet()
+
+
+@play()
+async def test_behind_a_hole_nothing_more_comes_up(rig: Rig, tier: MemoryTier) -> None:
+    names = [f"n{nth}" for nth in range(12)]
+    rig.put(*names)
+    await rig.quiet()
+    rig.evict_all()
+    del tier.kept[block_hash("n2")]
+    tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]
+    most, promotion.BATCH_BYTES = promotion.BATCH_BYTES, 2 * SLOT
+    try:
+        assert (await rig.hits(*names)).num_leading == 2
+    finally:
+        promotion.BATCH_BYTES = most
+    assert rig.pool.stats().num_entries <= 6, "blocks came up that are of no use"
+    assert not rig.tiers._movers[0].up._coming
+
+
+@play()
+async def test_where_there_is_little_room_a_part_comes(rig: Rig, tier: MemoryTier) -> None:
+    names = [f"n{nth}" for nth in range(8)]
+    rig.put(*names)
+    await rig.quiet()
+    rig.evict_all()
+    others = [f"p{nth}" for nth in range(SLOTS - 4)]
+    rig.put(*others)
+    await rig.quiet()
+    held = rig.lookup(*others).lease_id
+    assert (await rig.hits(*names)).num_leading == 4
+    rig.pool.release([held])
+
+
+@play()
+async def test_what_is_removed_while_it_is_written_does_not_stay(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    rig.put("a", "b")
+    await turns()
+    assert tier.calls["write"] == 1
+    fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("b")])
+    rig.pool.remove(fingerprint, [run])
+    await rig.tiers.forget(fingerprint, [run])
+    tier.gate.set()
+    await rig.quiet()
+    assert set(tier.kept) == {block_hash("a")}
+
+
+@play()
+async def test_what_is_being_removed_does_not_come_up(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b")
+    await rig.quiet()
+    fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("a")])
+    rig.pool.remove(fingerprint, [run])
+    really, gate = tier.remove, asyncio.Event()
+
+    async def slowly(*args: Any) -> None:
+        await gate.wait()
+        await really(*args)
+
+    tier.remove = slowly  # type: ignore[method-assign]
+    removing = asyncio.create_task(rig.tiers.forget(fingerprint, [run]))
+    await turns()
+    assert rig.lookup("a").hits[0].num_pending == 0
+    gate.set()
+    await removing
+    assert block_hash("a") not in tier.kept
+
+
+@play()
+async def test_a_tier_that_cannot_forget_says_so(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a")
+    await rig.quiet()
+
+    async def fails(*_: Any) -> None:
+        raise TierError("the master has gone")
+
+    tier.clear = fails  # type: ignore[method-assign]
+    with pytest.raises(TierError, match="the master has gone"):
+        await rig.tiers.clear()
+    assert not rig.tiers.stats()[0].up
+
+
+def test_health_survives_any_number_of_failures() -> None:
+    clock = FakeClock()
+    health = Health("tier", clock)
+    for _ in range(3_000):
+        with pytest.raises(TierError), health.call():
+            raise TierError("gone")
+    assert not health.up
+    clock.advance(AWAY_S[1] + 1)
+    assert health.up and not health.works
+    with health.call():
+        pass
+    assert health.works
+
+
+@play(MemoryTier, MemoryTier, on_evict=True)
+async def test_a_tier_that_stands_still_does_not_keep_the_others(
+    rig: Rig, first: MemoryTier, second: MemoryTier
+) -> None:
+    import kvpool_server.tiers.room as room
+
+    answer, room.ANSWER_S = room.ANSWER_S, 0.02
+    try:
+        first.gate.clear()
+        for nth in range(3 * SLOTS):
+            rig.put(f"p{nth}")
+            await asyncio.sleep(0.003)
+            if nth == SLOTS + 4:
+                await asyncio.sleep(0.05)
+                rig.clock.advance(ANSWER_S + 1)
+        assert len(second.kept) > SLOTS, "one tier that hangs stops the other"
+        first.gate.set()
+        await rig.quiet()
+    finally:
+        room.ANSWER_S = answer
+
+
+def test_every_counter_of_a_tier_has_a_series() -> None:
+    assert tuple(_TIER_COUNTERS) == COUNTERS
