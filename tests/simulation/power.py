@@ -38,7 +38,8 @@ class PowerDisk(Disk):
         self._files: dict[int, _File] = {}
         self._names: dict[Path, int] = {}
         """Durable names."""
-        self._renames: list[tuple[Path, int]] = []
+        self._renames: list[tuple[Path, int | None]] = []
+        """Names since, and None for one that was removed."""
         self._of_fd: dict[int, int] = {}
 
     @property
@@ -81,6 +82,12 @@ class PowerDisk(Disk):
             self._renames.append((target, source.stat().st_ino))
         super().replace(source, target)
 
+    def remove(self, path: Path) -> None:
+        with self._lock:
+            self._live_or_die()
+            self._renames.append((path, None))
+        super().remove(path)
+
     def _live_or_die(self) -> None:
         if self.ops_left is not None:
             self.ops_left -= 1
@@ -94,8 +101,7 @@ class PowerDisk(Disk):
                 for change in file.pending:
                     _apply(file.durable, change)
                 file.pending.clear()
-            for path, inode in self._renames:
-                self._names[path] = inode
+            _apply_names(self._names, self._renames)
             self._renames.clear()
 
     def cut(self, directory: Path, random: Random) -> None:
@@ -105,8 +111,7 @@ class PowerDisk(Disk):
         """
         with self._lock:
             names = dict(self._names)
-            for path, inode in self._renames[: random.randint(0, len(self._renames))]:
-                names[path] = inode
+            _apply_names(names, self._renames[: random.randint(0, len(self._renames))])
             share = random.choice([0.0, 0.2, 0.5, 0.9, 1.0])
             left = {}
             for path, inode in names.items():
@@ -122,6 +127,14 @@ class PowerDisk(Disk):
         for path, content in left.items():
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
+
+
+def _apply_names(names: dict[Path, int], changes: Sequence[tuple[Path, int | None]]) -> None:
+    for path, inode in changes:
+        if inode is None:
+            names.pop(path, None)
+        else:
+            names[path] = inode
 
 
 def _sectors(change: tuple[int, bytes] | int) -> list[tuple[int, bytes] | int]:

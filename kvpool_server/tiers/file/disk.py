@@ -45,6 +45,9 @@ class Disk:
     def replace(self, source: Path, target: Path) -> None:
         os.replace(source, target)
 
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
     def _read_rest(self, fd: int, views: Sequence[memoryview], skip: int, offset: int) -> int:
         done = 0
         rest = _after(list(views), skip)

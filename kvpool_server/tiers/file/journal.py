@@ -3,7 +3,7 @@
 A journal is a sequence of frames, each with a checksum of its own, appended by the one server that owns the directory
 and read by it at its start, and by others at any time. Nothing is flushed to the disk: a frame that is torn, or missing
 after a power cut, ends the journal there. What it says may be older or newer than what lies in the slots; whoever reads
-a slot compares checksums, so that a wrong line costs a miss.
+a slot compares checksums, so that a wrong line costs a miss. A whole frame that makes no sense ends it, too.
 
     frame       MAGIC, kind, nbytes, xxh3-64 of the payload; the payload
     HEAD        of the journal: format version and bytes of an extent, uint64 each
@@ -14,21 +14,26 @@ a slot compares checksums, so that a wrong line costs a miss.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+import structlog
 
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import HASH_BYTES
 from kvpool_server.storage.entry import Record
 from kvpool_server.tiers.file.disk import Disk
+
+log = structlog.get_logger()
 
 FILE_NAME = "journal"
 FORMAT_VERSION = 1
@@ -44,9 +49,24 @@ _ROOT = bytes(HASH_BYTES)
 
 GroupKey = tuple[bytes, int]
 """(fingerprint, group_idx)"""
+Items = TypeVar("Items", Sequence[Record], "array[int]")
+
+
+def is_one_or_none(path: Path) -> bool:
+    """Whether a file is empty, or begins as a journal of any version does; True if there is none. Raises OSError."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_FRAME.size)
+    except FileNotFoundError:
+        return True
+    if len(start) < _FRAME.size:
+        return not start
+    magic, kind, *_ = _FRAME.unpack(start)
+    return magic == _MAGIC and kind == HEAD
 
 
 def _frame(kind: int, payload: bytes) -> bytes:
+    assert len(payload) <= MAX_FRAME_BYTES, "nobody would read this frame, nor what follows it"
     return _FRAME.pack(_MAGIC, kind, len(payload), checksum(payload)) + payload
 
 
@@ -63,8 +83,7 @@ def opened(spec: NamespaceSpec) -> bytes:
 def stored(group: GroupKey, records: Sequence[Record]) -> bytes:
     """Says that blocks of a group are there; all have as many checksums."""
     frames = []
-    for start in range(0, len(records), RECORDS_A_FRAME):
-        some = records[start : start + RECORDS_A_FRAME]
+    for some in _at_most(records, RECORDS_A_FRAME):
         lines = b"".join(
             b"".join(
                 (
@@ -82,7 +101,11 @@ def stored(group: GroupKey, records: Sequence[Record]) -> bytes:
 
 def removed(offsets: Iterable[int]) -> bytes:
     """Says that nothing is there any more."""
-    return _frame(REMOVED, array("Q", offsets).tobytes())
+    return b"".join(_frame(REMOVED, some.tobytes()) for some in _at_most(array("Q", offsets), RECORDS_A_FRAME))
+
+
+def _at_most(items: Items, count: int) -> Iterator[Items]:
+    return (items[start : start + count] for start in range(0, len(items), count))
 
 
 class Inventory:
@@ -96,6 +119,7 @@ class Inventory:
         groups: of each group its blocks by hash, in the order in which they were stored.
         nbytes: of the journal, as far as it was whole.
         is_exact: whether it says just this: it ends with a whole frame, and nothing was left out of it.
+        trouble: why a whole frame was not taken in; empty if there was none such.
     """
 
     def __init__(self) -> None:
@@ -104,32 +128,44 @@ class Inventory:
         self.groups: dict[GroupKey, dict[bytes, Record]] = {}
         self.nbytes = 0
         self.is_exact = True
+        self.trouble = ""
         self._at: dict[int, tuple[GroupKey, bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._at)
 
     def apply(self, text: bytes | memoryview) -> int:
-        """Takes in what is whole; returns how many bytes that were."""
+        """Takes in what is whole and makes sense; returns how many bytes that were."""
         done = 0
+        self.trouble = ""
         for kind, payload, ends in _frames(memoryview(text)):
-            if kind == HEAD:
-                version, extent_bytes = _HEAD.unpack(payload)
-                if version != FORMAT_VERSION:
-                    return done
-                self.extent_bytes = extent_bytes
-            elif kind == NAMESPACE:
-                spec = msgspec.json.decode(payload, type=NamespaceSpec)
-                self.specs[spec.fingerprint()] = spec
-            elif kind == STORED:
-                self._store(payload)
-            elif kind == REMOVED:
-                for offset in np.frombuffer(payload, np.uint64).tolist():
-                    self._remove(offset)
+            try:
+                self._apply_frame(kind, payload)
+            except (
+                Exception
+            ) as error:  # Another version, or another program, wrote it: whatever is wrong, it ends here.
+                self.trouble = f"{type(error).__name__}: {error}"
+                break
             done = ends
         self.nbytes += done
         self.is_exact = done == len(text)
         return done
+
+    def _apply_frame(self, kind: int, payload: memoryview) -> None:
+        """Raises anything, and has changed nothing then."""
+        if kind == HEAD:
+            version, extent_bytes = _HEAD.unpack(payload)
+            if version != FORMAT_VERSION or not 0 < extent_bytes < 1 << 63:
+                raise ValueError(f"a journal of version {version} with extents of {extent_bytes} bytes")
+            self.extent_bytes = extent_bytes
+        elif kind == NAMESPACE:
+            spec = msgspec.json.decode(payload, type=NamespaceSpec)
+            self.specs[spec.fingerprint()] = spec
+        elif kind == STORED:
+            self._store(payload)
+        elif kind == REMOVED:
+            for offset in np.frombuffer(payload, np.uint64).tolist():
+                self._remove(offset)
 
     def only(self, wanted: Callable[[GroupKey, Record], bool]) -> Inventory:
         """Itself, without the blocks that are not wanted."""
@@ -144,17 +180,21 @@ class Inventory:
         return None if records is None else records.get(block_hash)
 
     def encode(self) -> Iterator[bytes]:
-        """A journal that says the same, parents before their children where they were stored so."""
+        """A journal that says the same, parents before their children where they were stored so.
+
+        All namespaces are in it, also those without blocks: who appends has told of them, and does not do so again.
+        """
         yield head(self.extent_bytes)
-        for fingerprint, spec in self.specs.items():
-            if any(records for (owner, _), records in self.groups.items() if owner == fingerprint):
-                yield opened(spec)
+        for spec in self.specs.values():
+            yield opened(spec)
         for group, records in self.groups.items():
             if records:
                 yield stored(group, list(records.values()))
 
     def _store(self, payload: memoryview) -> None:
         fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
+        if not num_shards:
+            raise ValueError("blocks without a checksum")
         line = np.dtype(
             [
                 ("hash", f"V{HASH_BYTES}"),
@@ -236,15 +276,23 @@ class Journal:
             self._disk.write(self._fd, [memoryview(frames)], self._nbytes)
             self._nbytes += len(frames)
             if self._nbytes >= self._compact_at:
-                inventory = Inventory()
-                inventory.apply(self._path.read_bytes())
-                self._rewrite(inventory)
+                try:
+                    self._compact()
+                except OSError as error:
+                    # The frames are written. It goes on growing, and is tried again when it is worth it.
+                    self._compact_at = self._nbytes + self.COMPACT_AT_LEAST
+                    log.warning("a tier's journal could not be written anew", path=str(self._path), error=str(error))
 
     def close(self) -> None:
         with self._lock:
             if self._fd >= 0:
                 self._disk.close(self._fd)
                 self._fd = -1
+
+    def _compact(self) -> None:
+        inventory = Inventory()
+        inventory.apply(self._path.read_bytes())
+        self._rewrite(inventory)
 
     def _rewrite(self, inventory: Inventory) -> None:
         fresh = self._path.with_suffix(".new")
@@ -257,6 +305,8 @@ class Journal:
             self._disk.replace(fresh, self._path)
         except BaseException:
             self._disk.close(fd)
+            with contextlib.suppress(OSError):
+                self._disk.remove(fresh)  # It takes room, of which there may be none left.
             raise
         if self._fd >= 0:
             self._disk.close(self._fd)
