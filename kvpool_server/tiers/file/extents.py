@@ -6,49 +6,38 @@ Bytes are written and read where the caller has them, without a copy of their ow
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.open_files import DirectoryFiles, OpenFiles
 
-MAX_OPEN_FILES = 64
-"""Of one directory: neighbours have theirs, and processes may have some hundred."""
 DIRECT_BYTES = 4096
 """What O_DIRECT wants everything to be a multiple of, on any file system."""
-
-
-class _Handle:
-    """An open file, and how many use it."""
-
-    __slots__ = ("fd", "num_users")
-
-    def __init__(self, fd: int):
-        self.fd = fd
-        self.num_users = 0
 
 
 class Extents:
     """The extents in one directory. Thread-safe.
 
     Args:
+        files: where descriptors are counted.
         writable: whether they are this server's own.
         direct: whether to pass by the page cache where that is possible.
     """
 
-    def __init__(self, directory: Path, extent_bytes: int, disk: Disk, *, writable: bool, direct: bool):
+    def __init__(
+        self, directory: Path, extent_bytes: int, disk: Disk, files: OpenFiles, *, writable: bool, direct: bool
+    ):
         self.extent_bytes = extent_bytes
         self._directory = directory
         self._disk = disk
         self._writable = writable
         self._direct = direct
-        self._lock = threading.Lock()
-        self._open: OrderedDict[tuple[int, bool], _Handle] = OrderedDict()  # Used last, last.
+        self._files = DirectoryFiles(files, self._open_file, disk.close)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Writes the views side by side; all within one extent. Raises OSError."""
@@ -72,36 +61,13 @@ class Extents:
                 self._disk.truncate(fd, 0)
 
     def close(self) -> None:
-        """Nothing may be under way. Idempotent."""
-        with self._lock:
-            handles, self._open = list(self._open.values()), OrderedDict()
-        for handle in handles:
-            self._disk.close(handle.fd)
+        """From now on reads are misses and writes fail; what is under way ends as it would have. Idempotent."""
+        self._files.close()
 
-    @contextlib.contextmanager
-    def _file(self, idx: int, within: int, views: Sequence[memoryview]) -> Iterator[int]:
+    def _file(self, idx: int, within: int, views: Sequence[memoryview]) -> AbstractContextManager[int]:
         """An extent's file, which stays open meanwhile."""
         direct = self._direct and not within % DIRECT_BYTES and all(map(_suits_direct, views))
-        with self._lock:
-            handle = self._open.get((idx, direct))
-            if handle is None:
-                self._close_surplus()
-                handle = self._open[idx, direct] = _Handle(self._open_file(idx, direct))
-            self._open.move_to_end((idx, direct))
-            handle.num_users += 1
-        try:
-            yield handle.fd
-        finally:
-            with self._lock:
-                handle.num_users -= 1
-
-    def _close_surplus(self) -> None:
-        for key, handle in list(self._open.items()):
-            if len(self._open) < MAX_OPEN_FILES:
-                return
-            if not handle.num_users:
-                del self._open[key]
-                self._disk.close(handle.fd)
+        return self._files.use((idx, direct))
 
     def _open_file(self, idx: int, direct: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT if self._writable else os.O_RDONLY

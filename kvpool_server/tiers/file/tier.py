@@ -36,9 +36,11 @@ from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.journal import GroupKey, Inventory, Journal
-from kvpool_server.tiers.file.lock import DirectoryLock
+from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, take
 from kvpool_server.tiers.file.neighbours import Neighbours
 from kvpool_server.tiers.file.news import News
+from kvpool_server.tiers.file.open_files import OPEN_FILES, OpenFiles, raise_descriptor_limit
+from kvpool_server.tiers.file.shelf import Shelf
 from kvpool_server.tiers.file.stretches import Place, Source, read_all, write_all
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.threads import Threads
@@ -66,6 +68,7 @@ class FileTier(Tier):
         policy: makes what decides who goes.
         threads: that read and write at once.
         direct: whether to pass by the page cache where that is possible.
+        files: where descriptors are counted.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class FileTier(Tier):
         threads: int = 4,
         direct: bool = True,
         disk: Disk | None = None,
+        files: OpenFiles = OPEN_FILES,
     ):
         self.name = f"file:{root}"
         self.counters: Counter[str] = Counter()
@@ -87,9 +91,10 @@ class FileTier(Tier):
         self._num_threads = threads
         self._direct = direct
         self._disk = disk or Disk()
+        self._files = files
         self._ids = itertools.count(1)
         self._journal = Journal(self._directory, self._disk)
-        self._neighbours = Neighbours(root, self._directory, self._disk, direct)
+        self._neighbours = Neighbours(root, self._directory, self._disk, files, direct)
         self._to_close: list[Callable[[], None]] = [self._journal.close, self._neighbours.close]
         self._news = News()
         self._writing = asyncio.Lock()
@@ -97,17 +102,19 @@ class FileTier(Tier):
         self._threads: Threads | None = None
         self._watcher: Threads | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._is_gone = False
+        self._said: dict[str, str] = {}
 
     # Start and end
 
     async def open(self) -> None:
+        raise_descriptor_limit()
         self._threads = Threads(self._num_threads, "kvpool-tier")
         self._watcher = Threads(1, "kvpool-tier-watch")
         try:
             async with asyncio.timeout(ANSWER_S):
                 self._lock = await self._threads.call(self._take_directory)
             await self._threads.call(self._load)
-            await self._look_around()
         except TimeoutError:
             await self.close()
             raise ConfigError(
@@ -125,8 +132,7 @@ class FileTier(Tier):
         self._looking = asyncio.create_task(self._keep_looking())
 
     def _take_directory(self) -> DirectoryLock:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        return DirectoryLock(self._directory)
+        return take(self._directory)
 
     @no_collections()
     def _load(self) -> None:
@@ -139,7 +145,9 @@ class FileTier(Tier):
         arena = Arena(self._size_bytes, extent_bytes)
         self._pool = Pool(arena, time.monotonic, lambda: next(self._ids), _LIMITS, self._policy)
         self._moves = Moves(self._pool)
-        self._extents = Extents(self._directory, extent_bytes, self._disk, writable=True, direct=self._direct)
+        self._extents = Extents(
+            self._directory, extent_bytes, self._disk, self._files, writable=True, direct=self._direct
+        )
         self._to_close.append(self._extents.close)
         for fingerprint, spec in inventory.specs.items():
             try:
@@ -165,7 +173,7 @@ class FileTier(Tier):
             try:
                 async with asyncio.timeout(CLOSE_S):
                     await self._write_news()
-            except (TimeoutError, OSError) as error:
+            except (TimeoutError, OSError, TierError) as error:
                 log.warning("a tier's last news were not written", tier=self.name, error=str(error))
             threads, self._threads = self._threads, None
             # Who hangs in the file system goes on hanging, and keeps its files.
@@ -179,6 +187,8 @@ class FileTier(Tier):
     # What is there
 
     def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        if self._is_gone:
+            return [False] * len(block_hashes)
         index = self._index(namespace.fingerprint, group_idx)
         group = (namespace.fingerprint, group_idx)
         others = len(self._neighbours) > 0
@@ -203,6 +213,7 @@ class FileTier(Tier):
 
     async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
         async with self._writing:
+            self._running()
             there = self.known(namespace, group_idx, [block.block_hash for block in blocks])
             new = {block.block_hash: block for block, is_there in zip(blocks, there, strict=True) if not is_there}
             try:
@@ -249,14 +260,17 @@ class FileTier(Tier):
         self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         group = (namespace.fingerprint, group_idx)
+        self._running()
         own = self._index(*group)
         sources: dict[Source, dict[int, Place]] = {}
+        theirs: dict[int, tuple[Shelf, Record]] = {}
         for nth, (block_hash, view) in enumerate(zip(block_hashes, into, strict=True)):
             entry = own.get(block_hash)
             if entry is not None and entry.complete:
                 place = Place(entry.offset, view, entry.checksums)
                 sources.setdefault(self._extents, {})[nth] = place
             elif (other := self._neighbours.find(group, block_hash)) is not None:
+                theirs[nth] = other
                 place = Place(other[1].offset, view, other[1].checksums)
                 sources.setdefault(other[0], {})[nth] = place
         here = [block_hashes[nth] for nth in sources.get(self._extents, {})]
@@ -273,6 +287,9 @@ class FileTier(Tier):
             raise TierError(f"{self.name}: {error}") from None
         finally:
             self._pool.release([lease_id])
+        for nth, (shelf, record) in theirs.items():
+            if found[nth] is None:
+                shelf.forget(record)
         changed = [block_hashes[nth] for nth in sources.get(self._extents, {}) if found[nth] is None]
         if changed:
             self.counters["corrupt_blocks"] += len(changed)
@@ -339,20 +356,39 @@ class FileTier(Tier):
     def _running(self) -> Threads:
         if self._threads is None:
             raise TierError(f"{self.name} is closed")
+        if self._is_gone:
+            raise TierError(f"{self.name}: {self._directory} was removed or replaced; start this server again")
         return self._threads
 
     async def _keep_looking(self) -> None:
         while True:
+            await self._look_around()
             await asyncio.sleep(LOOK_AROUND_S)
-            try:
-                await self._look_around()
-            except OSError as error:
-                log.warning("a tier's directory cannot be read", tier=self.name, error=str(error))
 
     async def _look_around(self) -> None:
+        """Says that this server lives, and looks what others have. Whatever fails is tried again the next time."""
         assert self._watcher is not None and self._lock is not None
-        await self._watcher.call(self._lock.give_sign_of_life)
-        await self._watcher.call(self._neighbours.refresh)
+        try:
+            await self._watcher.call(self._lock.give_sign_of_life)
+            self._is_gone = False
+            self._say("a tier's directory cannot be touched", "")
+        except DirectoryGoneError as error:
+            if not self._is_gone:
+                log.error("a tier's directory has gone, and the tier with it", tier=self.name, error=str(error))
+            self._is_gone = True
+        except Exception as error:
+            self._say("a tier's directory cannot be touched", str(error))
+        try:
+            await self._watcher.call(self._neighbours.refresh)
+            self._say("a tier's path cannot be read", "")
+        except Exception as error:
+            self._say("a tier's path cannot be read", str(error))
+
+    def _say(self, what: str, error: str) -> None:
+        """Warns, once for each error in a row."""
+        if error and error != self._said.get(what):
+            log.warning(what, tier=self.name, error=error)
+        self._said[what] = error
 
 
 def _extent_bytes(size_bytes: int) -> int:

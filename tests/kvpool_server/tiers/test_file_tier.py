@@ -15,9 +15,9 @@ from kvpool.errors import ConfigError
 from kvpool_server.storage.catalog import Namespace
 from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file import extents
 from kvpool_server.tiers.file.lock import FILE_NAME as LOCK
-from kvpool_server.tiers.file.neighbours import ORPHANED_S
+from kvpool_server.tiers.file.open_files import OpenFiles
+from kvpool_server.tiers.file.orphans import ORPHANED_S
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import Tier, TierError
 from tests.contracts.tier_contract import SLOT, TierContract, blocks_of, run
@@ -168,13 +168,9 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_few_files_are_open_however_many_extents_there_are(
-        self, tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(extents, "MAX_OPEN_FILES", 2)
-
+    def test_few_files_are_open_however_many_extents_there_are(self, tmp_path: Path, namespace: Namespace) -> None:
         async def test() -> None:
-            tier = _tier(tmp_path, size=2 * SIZE, direct=False)
+            tier = FileTier(tmp_path, "one", 2 * SIZE, PrefixLRU, threads=2, direct=False, files=OpenFiles(2))
             await tier.open()
             try:
                 names = [f"x{nth}" for nth in range(2 * SIZE // SLOT)]
@@ -282,6 +278,7 @@ class TestFileTier(TierContract):
             one = _tier(tmp_path, "one")
             await one.open()
             try:
+                await one._look_around()
                 assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "not ours", "one", "silent"]
             finally:
                 await one.close()
