@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from kvpool.errors import ConfigError
 
@@ -27,6 +27,14 @@ class FileSpec(BaseModel):
         "direct", description="direct passes by the page cache, where it can; usrbio is for mounts of 3FS"
     )
     write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+
+    @field_validator("name")
+    @classmethod
+    def _no_leading_dot(cls, name: str) -> str:
+        """`.` and `..` are other directories, and what begins with a dot is being removed."""
+        if name.startswith("."):
+            raise ValueError("a server's directory may not begin with a dot")
+        return name
 
     @property
     def place(self) -> str:
