@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -37,11 +37,35 @@ class Extents:
         self._disk = disk
         self._writable = writable
         self._direct = direct
+        self._with_bytes: set[int] = set()
+        """Of this server's own: those that take room. Others are not opened to be freed."""
         self._files = DirectoryFiles(files, self._open_file, disk.close)
+
+    def tidy(self, num_extents: int, unused: Collection[int]) -> None:
+        """Before anything is written: lets go of what an earlier, larger tier has left, and of what nothing lies in.
+
+        Raises:
+            OSError: the directory cannot be read, or something not removed.
+        """
+        for path in list(self._directory.glob("extent-*")):
+            digits = path.name.removeprefix("extent-")
+            if not digits.isdecimal() or path.name != _name(idx := int(digits)):
+                continue
+            if idx >= num_extents:
+                self._disk.remove(path)
+                continue
+            size = path.stat().st_size
+            kept = 0 if idx in unused else min(size, self.extent_bytes)
+            if kept < size:
+                with self._file(idx, 1, ()) as fd:
+                    self._disk.truncate(fd, kept)
+            if kept:
+                self._with_bytes.add(idx)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Writes the views side by side; all within one extent. Raises OSError."""
         idx, within = divmod(offset, self.extent_bytes)
+        self._with_bytes.add(idx)
         with self._file(idx, within, views) as fd:
             self._disk.write(fd, views, within)
 
@@ -56,9 +80,10 @@ class Extents:
 
     def free(self, idx: int) -> None:
         """Gives an extent's space back to the file system. Raises OSError."""
-        if (self._directory / _name(idx)).exists():
+        if idx in self._with_bytes:
             with self._file(idx, 1, ()) as fd:
                 self._disk.truncate(fd, 0)
+            self._with_bytes.discard(idx)
 
     def close(self) -> None:
         """From now on reads are misses and writes fail; what is under way ends as it would have. Idempotent."""

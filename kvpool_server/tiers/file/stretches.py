@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -49,18 +50,35 @@ async def write_all(threads: Threads, extents: Extents, places: Sequence[Place])
 
 
 async def read_all(threads: Threads, source: Source, places: Sequence[Place]) -> list[bool]:
-    """Of each place whether its block came, as it was stored. Raises OSError when nothing is under way any more."""
+    """Of each place whether its block came, as it was stored; one on a bad spot of the disk did not.
+
+    Raises:
+        OSError: of several places not one could be read, or the file system fails otherwise than by a bad spot (EIO).
+            Nothing is under way any more.
+    """
     stretches = _stretches(places, source.extent_bytes, threads.count)
     parts = await _all(threads.call(_read_stretch, source, stretch) for stretch in stretches)
-    return [came for part in parts for came in part]
+    results = [result for part in parts for result in part]
+    errors = [result for result in results if isinstance(result, OSError)]
+    if len(errors) == len(results) > 1:
+        raise errors[0]
+    return [result is True for result in results]
 
 
-def _read_stretch(source: Source, stretch: Sequence[Place]) -> list[bool]:
-    if not source.read(stretch[0].offset, [place.view for place in stretch]):
-        if len(stretch) == 1:
-            return [False]
-        return [came for place in stretch for came in _read_stretch(source, [place])]  # The file ends in one of them.
-    return [_is_sound(place) for place in stretch]
+def _read_stretch(source: Source, stretch: Sequence[Place]) -> list[bool | OSError]:
+    """Of each place whether its block came, or the error of its bad spot. Raises any other OSError."""
+    failed: bool | OSError = False
+    try:
+        if source.read(stretch[0].offset, [place.view for place in stretch]):
+            return [_is_sound(place) for place in stretch]
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        failed = error
+    if len(stretch) == 1:
+        return [failed]
+    # The file ends in one of them, or one lies on a bad spot.
+    return [result for place in stretch for result in _read_stretch(source, [place])]
 
 
 def _is_sound(place: Place) -> bool:

@@ -14,6 +14,7 @@ Servers that share PATH read each other's blocks, and write only to their own di
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import time
 from collections import Counter
@@ -159,6 +160,7 @@ class FileTier(Tier):
                     self._moves.restore(group, list(records.values()))
         self._pool.residents.observer = self._news
         self._journal.begin(inventory.only(self._lies_at))
+        self._extents.tidy(arena.num_extents, set(arena.unused_extents()))
         for fingerprint in inventory.specs:
             self._news.already_told(fingerprint)
         if inventory.specs:
@@ -284,6 +286,9 @@ class FileTier(Tier):
                         found[nth] = place.checksums
                         self.counters["read_bytes"] += place.view.nbytes
         except OSError as error:
+            if error.errno == errno.EIO and here:
+                # The disk, or a bad spot that has all of these: that one is not to fail the tier each time anew.
+                self._pool.remove(namespace.fingerprint, [BlockRun(group_idx, here)])
             raise TierError(f"{self.name}: {error}") from None
         finally:
             self._pool.release([lease_id])
@@ -294,7 +299,9 @@ class FileTier(Tier):
         if changed:
             self.counters["corrupt_blocks"] += len(changed)
             log.error(
-                "blocks of a tier are not what was stored, and are forgotten", tier=self.name, blocks=len(changed)
+                "blocks of a tier cannot be read, or are not what was stored, and are forgotten",
+                tier=self.name,
+                blocks=len(changed),
             )
             self._pool.remove(namespace.fingerprint, [BlockRun(group_idx, changed)])
         return found
