@@ -141,9 +141,7 @@ class Inventory:
         for kind, payload, ends in _frames(memoryview(text)):
             try:
                 self._apply_frame(kind, payload)
-            except (
-                Exception
-            ) as error:  # Another version, or another program, wrote it: whatever is wrong, it ends here.
+            except Exception as error:  # Another version or program wrote it: whatever is wrong, it ends here.
                 self.trouble = f"{type(error).__name__}: {error}"
                 break
             done = ends
@@ -193,8 +191,9 @@ class Inventory:
 
     def _store(self, payload: memoryview) -> None:
         fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
-        if not num_shards:
-            raise ValueError("blocks without a checksum")
+        spec = self.specs.get(fingerprint)
+        if not num_shards or (spec is not None and spec.groups[group_idx].num_shards != num_shards):
+            raise ValueError(f"blocks with {num_shards} checksums")
         line = np.dtype(
             [
                 ("hash", f"V{HASH_BYTES}"),

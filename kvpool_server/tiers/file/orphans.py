@@ -50,7 +50,7 @@ def remove(directory: Path) -> bool:
         BlockingIOError: its owner lives, and could not say so: a clock is wrong, or its disk is full.
         OSError: something cannot be read or removed.
     """
-    if not is_of_a_server(directory):
+    if directory.is_symlink() or not is_of_a_server(directory):
         return False
     with contextlib.closing(DirectoryLock(directory, is_owner=False)):
         if not is_orphaned(directory):

@@ -139,6 +139,8 @@ class FileTier(Tier):
     def _load(self) -> None:
         started = time.perf_counter()
         inventory = self._journal.load()
+        if inventory.trouble:
+            log.warning("a tier's journal cannot be read to its end", tier=self.name, error=inventory.trouble)
         extent_bytes = inventory.extent_bytes or _extent_bytes(self._size_bytes)
         if extent_bytes > self._size_bytes:
             inventory, extent_bytes = Inventory(), _extent_bytes(self._size_bytes)

@@ -82,6 +82,7 @@ def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batc
         disk.bad_slots = {0, 1}
         with pytest.raises(TierError, match="Input/output error"):
             await _read(tier, namespace, "ab")
+        assert tier.known(namespace, 0, [block_hash(name) for name in "abc"]) == [False, False, True]
         assert await _read(tier, namespace, "abcd") == "cd"
         disk.bad_slots, disk.errno = {2}, 116
         with pytest.raises(TierError, match="Stale file handle"):

@@ -56,6 +56,8 @@ NONSENSE = {
     "blocks": journal._frame(journal.STORED, b"short"),
     "part of a block": journal._frame(journal.STORED, journal._STORED.pack(*GROUP, 1) + b"short"),
     "no checksums": journal._frame(journal.STORED, journal._STORED.pack(*GROUP, 0)),
+    "too many checksums": journal._frame(journal.STORED, journal._STORED.pack(*GROUP, 3)),
+    "no such group": journal._frame(journal.STORED, journal._STORED.pack(GROUP[0], 9, 2)),
     "offsets": journal._frame(journal.REMOVED, b"short"),
 }
 

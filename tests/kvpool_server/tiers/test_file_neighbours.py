@@ -98,6 +98,14 @@ def test_a_directory_that_is_no_servers_stays(tmp_path: Path, kind: str) -> None
     assert [path for path in sorted(tmp_path.rglob("*")) if "one" not in path.parts] == before
 
 
+def test_a_link_to_a_directory_stays(tmp_path: Path) -> None:
+    take(tmp_path / "elsewhere").close()
+    _age(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert not orphans.remove(tmp_path / "link")
+    assert (tmp_path / "link" / "lock").exists()
+
+
 def test_a_directory_that_is_being_removed_is_nobodys_and_is_finished_by_the_next(
     tmp_path: Path, namespace: Namespace
 ) -> None:
@@ -384,14 +392,17 @@ def test_all_directories_share_one_number_of_descriptors(tmp_path: Path) -> None
     assert len(closed) == 8
 
 
-def test_a_tier_asks_for_as_many_descriptors_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_asks_for_as_many_descriptors_as_there_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
-    from kvpool_server.tiers.file.open_files import raise_descriptor_limit
+    async def opened_and_closed() -> None:
+        tier = _tier(tmp_path)
+        await tier.open()
+        await tier.close()
 
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for soft, hard in [(1024, 4096), (1024, 1 << 20), (1024, resource.RLIM_INFINITY), (1 << 17, 1 << 20), (64, 64)]:
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
-        raise_descriptor_limit()
+        run(opened_and_closed)
     assert asked == [(4096, 4096), (65_536, 1 << 20), (65_536, resource.RLIM_INFINITY)]
