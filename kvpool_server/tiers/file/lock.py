@@ -80,10 +80,13 @@ def take(directory: Path) -> DirectoryLock:
     Tries again: who removes it holds the lock for a moment, and the directory has gone then.
     """
     for _ in range(TRIES - 1):
-        directory.mkdir(parents=True, exist_ok=True)
         try:
-            return DirectoryLock(directory)
-        except (BlockingIOError, FileNotFoundError):
+            return _make_and_lock(directory)
+        except (BlockingIOError, FileNotFoundError, FileExistsError):
             time.sleep(WAIT_S)
-    directory.mkdir(parents=True, exist_ok=True)
+    return _make_and_lock(directory)
+
+
+def _make_and_lock(directory: Path) -> DirectoryLock:
+    directory.mkdir(parents=True, exist_ok=True)  # FileExistsError, also if it goes just while this looks what it is.
     return DirectoryLock(directory)

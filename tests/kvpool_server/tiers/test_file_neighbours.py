@@ -143,6 +143,18 @@ def test_who_starts_while_a_directory_is_removed_gets_a_new_one(
     lock.close()
 
 
+def test_a_directory_that_goes_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = Path.mkdir
+
+    def gone_meanwhile(path: Path, **options: bool) -> None:
+        monkeypatch.setattr(Path, "mkdir", really)
+        raise FileExistsError(17, "File exists", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", gone_meanwhile)
+    take(tmp_path / "one").close()
+    assert (tmp_path / "one" / "lock").exists()
+
+
 def test_who_comes_back_before_the_lock_is_had_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remover looks at the age again once it has the lock: an owner may have come and gone."""
     directory = tmp_path / "one"
