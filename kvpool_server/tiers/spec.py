@@ -28,6 +28,14 @@ class FileSpec(BaseModel):
     )
     write: Literal["through", "evict"] = Field("through", description="when a block is written down")
 
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        """Else it depends on where the server was started, and ~ is a directory of that name."""
+        if not path.is_absolute():
+            raise ValueError("give a path from the root on, as in file:/mnt/kv")
+        return path
+
     @field_validator("name")
     @classmethod
     def _no_leading_dot(cls, name: str) -> str:

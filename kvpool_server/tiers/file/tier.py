@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ import structlog
 
 from kvpool.errors import ConfigError, InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, TierStats
 from kvpool_server.collector import no_collections
 from kvpool_server.storage.arena import ALIGNMENT, Arena
@@ -165,9 +167,19 @@ class FileTier(Tier):
         self._extents.tidy(arena.num_extents, set(arena.unused_extents()))
         for fingerprint in inventory.specs:
             self._news.already_told(fingerprint)
+        self._warn_of_a_small_disk()
         if inventory.specs:
             seconds = round(time.perf_counter() - started, 2)
             log.info("tier restored", tier=self.name, entries=self._pool.stats().num_entries, seconds=seconds)
+
+    def _warn_of_a_small_disk(self) -> None:
+        disk = os.statvfs(self._directory)
+        room = disk.f_bavail * disk.f_frsize + self._pool.arena.used_bytes
+        if room < self._size_bytes:
+            log.warning(
+                "a tier may take more than its disk has; what it then cannot write is dropped, and nothing gives way",
+                tier=self.name, size_bytes=self._size_bytes, room_bytes=room,
+            )  # fmt: skip
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -341,6 +353,10 @@ class FileTier(Tier):
             self._extents.free(idx)
 
     # State
+
+    def specs(self) -> list[NamespaceSpec]:
+        opened = self._pool.open_namespaces()
+        return [namespace.spec for namespace in opened if any(group.index for group in namespace.groups)]
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         namespace = self._pool.namespace(fingerprint)

@@ -214,6 +214,22 @@ def test_a_lookup_counts_once_however_often_it_is_asked_again(
     assert info.hit_ratio == 1.0
 
 
+def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    spec = _spec()
+    server = pool_server("--memory", "64MiB", *_file(tmp_path))
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    server.stop()
+    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    (info,) = client.namespaces()
+    assert (info.spec, info.num_entries, info.tiers[0].num_entries) == (spec, 0, len(NAMES))
+    client.clear(spec.fingerprint())
+    assert client.stats().tiers[0].num_entries == 0, "it was not waited for"
+    assert _hits(client, client.open_namespace(spec), NAMES) == 0
+
+
 def test_clear_and_remove_reach_the_tier(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
     spec = _spec()
     client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
@@ -270,6 +286,9 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
         ("file:/tmp/kv,size=1GiB,sice=2GiB", "sice = '2GiB'"),
         ("file:/tmp/kv,size=1GiB,size=2GiB", "'size=2GiB' is not one NAME=VALUE"),
         ("file:/proc/nothing,size=1GiB", "give a directory that this server can write to"),
+        ("file:kv,size=1GiB", "give a path from the root on"),
+        ("file:~/kv,size=1GiB", "give a path from the root on"),
+        ("file:,size=1GiB", "give a path from the root on"),
         ("mooncake:master=nowhere", "master = 'nowhere'"),
         ("file:/tmp/kv,size=1GiB file:/tmp/kv,size=2GiB,name=b", "file:/tmp/kv is there twice"),
     ],
