@@ -19,11 +19,11 @@ demo: $(STAMP)  ## A pool and two real vLLM engines on the CPU; the second loads
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP) check  ## Every check and every test, those with real vLLM among them.
-	$(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not gpu" $(COVERAGE)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not gpu and not more" $(COVERAGE)
 	$(BIN)/pytest -n 2 --dist loadfile -m "vllm and not gpu and not more" $(COVERAGE) --cov-append --cov-report=term:skip-covered
 
 test-fast: $(STAMP)  ## The tests without a vLLM engine.
-	$(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not vllm and not gpu and not more"
 
 test-all: $(STAMP) test  ## The same, and what is left out of it for time.
 	$(BIN)/pytest -n 2 --dist loadfile -m more

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import harness, soak
 
+pytestmark = pytest.mark.more
+
 
 def test_nothing_breaks_in_some_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)

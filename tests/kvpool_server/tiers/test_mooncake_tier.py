@@ -212,7 +212,7 @@ def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("way", ["killed", "stopped"])
+@pytest.mark.parametrize("way", ["killed", pytest.param("stopped", marks=pytest.mark.more)])
 def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCluster, way: str) -> None:
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
@@ -256,6 +256,7 @@ def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCl
     run(test)
 
 
+@pytest.mark.more
 def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster: MakeCluster) -> None:
     namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
     cluster = own_cluster(64 << 20)
