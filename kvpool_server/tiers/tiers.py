@@ -122,18 +122,18 @@ class Tiers(Observer, Below):
     ) -> tuple[tuple[RunHits, ...], int]:
         if self._clearing[namespace.fingerprint] or self._clearing[b""]:
             return tuple(hits), 0
-        left, wanted = MAX_AHEAD_BLOCKS, []
-        left_bytes = MAX_AHEAD_BYTES
+        ahead = ahead_bytes = 0
+        wanted = []
         for run, hit in zip(runs, hits, strict=True):
             slot_bytes = namespace.groups[run.group_idx].spec.slot_bytes
-            most = min(left, max(left_bytes // slot_bytes, left == MAX_AHEAD_BLOCKS))
+            most = min(MAX_AHEAD_BLOCKS - ahead, (MAX_AHEAD_BYTES - ahead_bytes) // slot_bytes)
+            if not ahead:
+                most = max(most, 1)  # However large a block is, one may come.
             pending = self._want(namespace, run, hit, prefix_only, most) if most and hit.num_leading < len(run) else 0
-            left -= pending
-            left_bytes -= pending * slot_bytes
+            ahead += pending
+            ahead_bytes += pending * slot_bytes
             wanted.append(replace(hit, num_pending=pending) if pending else hit)
-        if left == MAX_AHEAD_BLOCKS:
-            return tuple(wanted), 0
-        return tuple(wanted), max(mover.up.retry_after_ms for mover in self._movers)
+        return tuple(wanted), max(mover.up.retry_after_ms for mover in self._movers) if ahead else 0
 
     def _want(self, namespace: Namespace, run: BlockRun, hit: RunHits, prefix_only: bool, most: int) -> int:
         """Asks for up to `most` blocks of a run that are missing; how many come, or may come."""

@@ -352,8 +352,6 @@ async def test_what_nobody_asks_for_any_more_is_not_read(rig: Rig, tier: MemoryT
     await rig.quiet()
     rig.evict_all()
     tier.gate.clear()
-    for mover in rig.tiers._movers:
-        assert mover.up is not None
     rig.lookup("a")
     await turns()
     rig.lookup("b")  # Two are read at once: this one as well.
@@ -406,7 +404,7 @@ async def test_a_put_of_what_is_on_its_way_is_busy_and_then_present(rig: Rig, ti
     await rig.quiet()
     rig.put("a")
     assert rig.pool.counters["put_blocks_present"] == 1
-    assert np.array_equal(rig.memory[:SLOT], payload("a", SLOT)) or (await rig.hits("a")).num_leading == 1
+    assert (await rig.hits("a")).num_leading == 1
 
 
 @play()
