@@ -1,7 +1,7 @@
 """Which settings of vLLM can change what a block of KV contains. `python -m vllm_plugin.kv_inputs` prints the table.
 
 Two engines may share a block only if they would have computed the same function of the same tokens. Differences in
-rounding alone (kernels, batch sizes, tensor parallelism, compilation) are not counted: vLLM's own prefix cache mixes them.
+rounding alone (kernels, batch sizes, tensor parallelism, compilation) do not count: vLLM's own prefix cache mixes them.
 
 A setting that this table does not know, because a newer vLLM has added it, is part of the identity as soon as it is not
 at its default.
@@ -434,14 +434,13 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{field.name}", value
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field: Any) -> Any:
     """What a field is unless somebody sets it."""
-    default = field.default
-    if hasattr(default, "get_default"):  # Pydantic's description of a field.
-        return default.get_default(call_default_factory=True, validated_data={})
-    if default is dataclasses.MISSING:
-        return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
-    return default
+    if hasattr(field.default, "get_default"):  # Pydantic's description of a field.
+        return field.default.get_default(call_default_factory=True, validated_data={})
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def table() -> str:

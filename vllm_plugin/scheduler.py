@@ -7,13 +7,12 @@ order of a request's way: lookup, load, store, end.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.events import Events
@@ -55,6 +54,7 @@ class KVPoolScheduler:
         self._recorder = Recorder()
         self._sessions: list[Session] = []  # One a stage; empty until the stages' namespaces are known.
         self._specs: list[NamespaceSpec] = []
+        self._names: list[bytes] = []
         self._weights_epoch = config.weights_epoch
         rules = [group.rule for group in self._groups]
         events = vllm_config.kv_events_config
@@ -89,16 +89,13 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._stale = False  # Blocks of the engine are from before a reset.
+        self._disagrees = False  # Ranks name namespaces that are not this side's.
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._stores.bind(block_pool)
 
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out.
-
-        Raises:
-            ConfigError: two ranks of a stage disagree, or a stage is missing.
-        """
+        """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out."""
         specs = {ranks: each.spec for ranks, each in metadata.items() if isinstance(each, Handshake)}
         if not specs:
             if metadata and self._num_stages > 1:
@@ -108,10 +105,11 @@ class KVPoolScheduler:
         for stage in range(self._num_stages):
             of_stage = {spec.fingerprint(): spec for (at, _), spec in specs.items() if at == stage}
             if len(of_stage) != 1:
-                raise ConfigError(
-                    f"the ranks of pipeline stage {stage} name {len(of_stage)} different namespaces; give every rank "
-                    "the same model files and environment"
+                self._disagree(
+                    f"the ranks of pipeline stage {stage} name {len(of_stage)} different namespaces "
+                    f"({', '.join(name.hex()[:12] for name in of_stage)})"
                 )
+                return
             stages += of_stage.values()
         # Of several kvpools under a MultiConnector, each is told what the first one's workers say.
         own = self._config
@@ -119,11 +117,32 @@ class KVPoolScheduler:
             [replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self._weights_epoch) for spec in stages]
         )
 
+    def _compare(self, namespaces: Iterable[tuple[int, bytes]]) -> None:
+        """Compares what ranks call their stage's namespace with what this side does."""
+        for stage, fingerprint in namespaces:
+            if self._names and self._names[stage] != fingerprint:
+                self._disagree(
+                    f"a rank of pipeline stage {stage} names namespace {fingerprint.hex()[:12]}, the scheduler "
+                    f"{self._names[stage].hex()[:12]}"
+                )
+
+    def _disagree(self, how: str) -> None:
+        """Nothing is shared from now on: what one side stores is not what the other looks up."""
+        self._disagrees = True
+        self._lookups.forget_all()
+        self._recorder.set("namespaces_disagree", 1)
+        logger.error(
+            "kvpool is off for this engine: %s. Give every rank the same model files, environment and kvpool release; "
+            "`kvpool namespaces --diff` shows the fields that differ",
+            how,
+        )
+
     def _open(self, specs: Sequence[NamespaceSpec]) -> None:
         for session in self._sessions:
             session.close()
         names = ["scheduler"] if len(specs) == 1 else [f"scheduler, stage {stage}" for stage in range(len(specs))]
         self._specs[:] = specs
+        self._names = [spec.fingerprint() for spec in specs]  # As ranks report them, whatever is reset later.
         self._sessions[:] = [
             Session(self._config.client_config(), spec, name, self._recorder)
             for spec, name in zip(specs, names, strict=True)
@@ -133,7 +152,7 @@ class KVPoolScheduler:
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
-        if not self._reads or self._stale:
+        if not self._reads or self._stale or self._disagrees:
             return 0, False
         if request.request_id in self._failed or request.skip_reading_prefix_cache:
             return 0, False
@@ -202,7 +221,8 @@ class KVPoolScheduler:
         self._note_step(output)
         loads, self._new_loads = self._new_loads, []
         stores = []
-        if self._writes and self._sessions and not self._stale and all(session.namespace for session in self._sessions):
+        is_sharing = self._writes and bool(self._sessions) and not self._stale and not self._disagrees
+        if is_sharing and all(session.namespace for session in self._sessions):
             stores = self._stores.build(output)
         return ConnectorMetadata(loads, stores, self._weights_epoch)
 
@@ -234,6 +254,7 @@ class KVPoolScheduler:
         """What the ranks have ended."""
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
+            self._compare(metadata.namespaces)
             self._stores.update(metadata)
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.

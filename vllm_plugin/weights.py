@@ -1,8 +1,8 @@
 """What a model's weights are: a digest of their bytes where vLLM reads them from this disk, else what names them.
 
-Every byte counts: a fine-tune may change one layer, or a few rows. A digest does not depend on where the files lie or on
-the model's name. Files are read once (they are in the page cache: the engine loads them, too) and remembered by inode,
-size and times. The hub's cache names large files by their SHA-256 already.
+Every byte counts: a fine-tune may change one layer, or a few rows. A digest does not depend on where the files lie or
+on the model's name. Files are read once (they are in the page cache: the engine loads them, too) and remembered by
+inode, size and times. The hub's cache names large files by their SHA-256 already.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _matching(place: Path | None, patterns: Sequence[str]) -> list[Path]:
 
 
 def _parts(file: Path) -> list[Path]:
-    """All parts of a model in one file, or in several that are named by their first one (`name-00001-of-00003.gguf`)."""
+    """The parts of a model in one file, or in several that their first one stands for (`name-00001-of-00003.gguf`)."""
     return sorted(file.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", file.name)))
 
 

@@ -38,6 +38,7 @@ from vllm_plugin.metadata import ConnectorMetadata, StoreJob
 from vllm_plugin.scheduler import KVPoolScheduler
 from vllm_plugin.stores import Stores
 from vllm_plugin.transfer import ReceiveThread, SendThread
+from vllm_plugin.weights import Weights
 from vllm_plugin.worker import KVPoolWorker
 
 FreshFleet = Callable[[], Fleet]
@@ -49,7 +50,7 @@ MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asyn
     [
         ("model_dtype", "model_config.dtype", "bfloat16", "float16"),
         ("kv_cache_dtype", "cache_config.cache_dtype", "auto", "fp8_e5m2"),
-        ("revision", "model_config.revision", "main", "v2"),
+        ("revision", "commit", "aa", "bb"),
         ("page_format", "device_config.device_type", "cpu", "cuda"),
         ("hash_seed", "PYTHONHASHSEED", "0", "1"),
         ("weights_digest", "weights", "aa", "bb"),
@@ -72,8 +73,9 @@ def test_bug_15_key_lacks_what_the_bytes_depend_on(
         salt = f"bug 15 {field} {next(rounds)}"
         for value in (ours, theirs):
             config = vllm_config(shared_server.endpoint, extra={"salt": salt, "decline_slow_loads": False})
-            if setting == "weights":
-                monkeypatch.setattr(identity, "weights_digest", lambda *_, value=value: value)
+            if setting in ("weights", "commit"):
+                weights = Weights("model", "", value) if setting == "weights" else Weights("model", value, "")
+                monkeypatch.setattr(identity, "describe_weights", lambda *_, weights=weights: weights)
             elif setting.isupper():
                 monkeypatch.setenv(setting, value)
             else:

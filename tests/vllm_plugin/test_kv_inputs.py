@@ -34,10 +34,10 @@ READERS: dict[str, set[str]] = {
         "self.max_model_len = vllm_config.model_config.max_model_len",
         "self.max_model_len,",
     },
-    **dict.fromkeys(
-        ("gemma3_mm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
-        {"seq_len=self.model_config.max_model_len,", "self.model_config.max_model_len,"},
-    ),
+    **{
+        model: {"seq_len=self.model_config.max_model_len,", "self.model_config.max_model_len,"}
+        for model in ("gemma3_mm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    },
 }
 """Lines that were read, and that change no KV; see the reasons in `INDEPENDENT`."""
 BESIDE_MODELS = ("registry", "config", "adapters", "interfaces", "interfaces_base", "utils")

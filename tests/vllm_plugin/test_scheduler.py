@@ -12,7 +12,6 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
 from tests.conftest import StartServer
 from tests.support.processes import wait_for
@@ -842,16 +841,34 @@ def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
     wait_for_leases(staged, 0)
 
 
-def test_ranks_that_disagree_end_the_start(core: MakeCore, vllm_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({(0, 0): "", (0, 1): "other", (1, 0): ""}, "stage 0 name 2 different namespaces"),
+        ({(0, 0): "", (0, 1): ""}, "stage 1 name 0 different namespaces"),
+    ],
+    ids=["two ranks", "no rank"],
+)
+def test_where_ranks_disagree_at_the_start_nothing_is_shared(
+    told: dict[tuple[int, int], str],
+    message: str,
+    core: MakeCore,
+    vllm_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     one = core(stages=2)
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     spec = namespace_spec(config, cache_config(), ConnectorConfig())
-    other = replace(spec, weights_digest="other")
-    with pytest.raises(ConfigError, match="stage 0 name 2 different namespaces; give every rank the same model files"):
-        one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(other), (1, 0): Handshake(spec)})
-    with pytest.raises(ConfigError, match="stage 1 name 0 different namespaces"):
-        one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
+    one.side.handshake({ranks: Handshake(replace(spec, weights_digest=digest)) for ranks, digest in told.items()})
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert message in record.getMessage() and "the same model files" in record.getMessage()
+    request = make_request("r", tokens(100))
+    assert one.side.matched_tokens(request, 0) == (0, False)
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    stats = one.side.stats()
+    assert stats is not None and stats.data["namespaces_disagree"] == 1
 
 
 def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, caplog: pytest.LogCaptureFixture) -> None:

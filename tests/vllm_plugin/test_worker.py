@@ -69,7 +69,21 @@ def store_of(job_id: int, *group_indices: int) -> ConnectorMetadata:
 
 
 def ended(worker: KVPoolWorker) -> WorkerMetadata:
-    return wait_for(worker.worker_metadata, "a report")
+    """The first report of stores, without the namespace that comes with a rank's first report."""
+
+    def report() -> WorkerMetadata | None:
+        told = worker.worker_metadata()
+        return replace(told, namespaces=frozenset()) if told is not None and told.ended_stores else None
+
+    return wait_for(report, "a report of stores")
+
+
+def test_a_rank_reports_its_namespace_once(worker: MakeWorker) -> None:
+    made = worker(cache_config())
+    told = made.worker_metadata()
+    assert told is not None
+    assert told.namespaces == {(0, made._spec.fingerprint())}
+    assert made.worker_metadata() is None
 
 
 def test_a_worker_tells_what_the_scheduler_cannot_work_out(worker: MakeWorker) -> None:
@@ -99,6 +113,7 @@ def test_a_rank_stores_the_groups_that_are_its_own_to_write(worker: MakeWorker) 
 
 def test_a_rank_with_nothing_to_write_reports_at_once(worker: MakeWorker) -> None:
     made = worker(kv_cache(mla(), num_blocks=8), tp_rank=1, tp_size=2)
+    made.worker_metadata()
     made.start_stores(store_of(7, 0))
     assert made.worker_metadata() == WorkerMetadata({7: 1})
     assert made.worker_metadata() is None
@@ -106,6 +121,7 @@ def test_a_rank_with_nothing_to_write_reports_at_once(worker: MakeWorker) -> Non
 
 def test_beside_a_draft_model_stores_wait_for_the_next_step(worker: MakeWorker) -> None:
     made = worker(MIXED, drafts=True)
+    made.worker_metadata()
     made.start_stores(store_of(7, 0))
     made.start_stores(store_of(8, 1))
     assert made._held and made.worker_metadata() is None
