@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +34,9 @@ def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Ma
         def make(
             cache: KVCacheConfig, tp_rank: int = 0, tp_size: int = 1, drafts: bool = False, register: bool = True
         ) -> KVPoolWorker:
-            config = vllm_config(shared_server.endpoint if register else free_endpoint())
+            drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2} if drafts else None
+            config = vllm_config(shared_server.endpoint if register else free_endpoint(), speculative_config=drafting)
             config.parallel_config.tensor_parallel_size = tp_size
-            if drafts:
-                config.speculative_config = SimpleNamespace(
-                    use_eagle_block_drop=lambda: True, method="eagle", model="draft"
-                )
             settings = ConnectorConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
             made = KVPoolWorker(config, cache, settings, tp_rank)
             stack.callback(made.shutdown)
