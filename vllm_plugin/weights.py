@@ -108,6 +108,23 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     return Weights(label, _commit(model), digest, tuple(settings.items()))
 
 
+def adapter_directory(path: str) -> Path:
+    """Where vLLM finds an adapter: a directory, or a hub name in the local cache.
+
+    Raises:
+        FileNotFoundError: it is not on this disk.
+    """
+    place = _directory(os.path.expanduser(path), None, None)
+    if place is None or not place.is_dir():
+        raise FileNotFoundError(f"{path} is no directory on this disk, and not in the hub's cache")
+    return place
+
+
+def content_digest(place: Path) -> str:
+    """SHA-256 over the names and contents of all files below a directory, in hexadecimal."""
+    return _digest(sorted(file for file in place.rglob("*") if file.is_file()), place)
+
+
 def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Where the files of a model lie: its directory or its file; None if it is not on this disk."""
     path = Path(model)
