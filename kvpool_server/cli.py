@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -17,8 +18,9 @@ from kvpool.errors import ConfigError
 from kvpool.version import __version__
 from kvpool_server.allocator import keep_freed_memory
 from kvpool_server.collector import keep_collections_short
-from kvpool_server.config import ServerConfig, load, split_address
+from kvpool_server.config import ENV_PREFIX, ServerConfig, load, split_address
 from kvpool_server.server import Server
+from kvpool_server.service_links import service_links
 
 log = structlog.get_logger()
 
@@ -75,6 +77,8 @@ def serve(
     try:
         settings = load(given, config)
         configure_logging(settings)
+        if links := service_links(os.environ, ENV_PREFIX):
+            log.info("ignored variables that link to Kubernetes services", names=sorted(links))
         keep_freed_memory()
         keep_collections_short()
         asyncio.run(_run(settings))

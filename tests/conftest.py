@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
 import grpc
@@ -45,8 +45,8 @@ def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Itera
     log_dir = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
 
-        def start(*flags: str, shm_dir: str = shm_dir) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags)
+        def start(*flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}) -> ServerProcess:
+            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment)
             stack.callback(server.stop)
             return server
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,7 +60,7 @@ class ServerProcess:
         started_s: seconds from the start of the process until Ping was answered.
     """
 
-    def __init__(self, log_dir: Path, shm_dir: str, *flags: str):
+    def __init__(self, log_dir: Path, shm_dir: str, *flags: str, environment: Mapping[str, str] = {}):
         defaults = {
             "--listen": "127.0.0.1:0",
             "--http-listen": "127.0.0.1:0",
@@ -74,7 +74,7 @@ class ServerProcess:
         started = time.monotonic()
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
-                server_command(*missing, *flags), stdout=out, stderr=err, env=clean_environment()
+                server_command(*missing, *flags), stdout=out, stderr=err, env=clean_environment(**environment)
             )
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)
