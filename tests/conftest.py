@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -29,6 +30,13 @@ def shm_dir() -> Iterator[str]:
     path = tempfile.mkdtemp(prefix="test-kvpool-", dir="/dev/shm")
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def ram_dir(shm_dir: str) -> Iterator[Path]:
+    """A RAM-backed directory of the test's own."""
+    with tempfile.TemporaryDirectory(dir=shm_dir) as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

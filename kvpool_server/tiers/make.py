@@ -28,8 +28,10 @@ def make_tier(spec: Spec, listen: tuple[str, int], policy: Callable[[], Policy])
     if isinstance(spec, FileSpec):
         owner = spec.name or f"{socket.gethostname()}-{listen[1]}"
         disk = UsrbioDisk(spec.path) if spec.io == "usrbio" else Disk()
-        direct = spec.io == "direct"
-        return FileTier(spec.path, owner, spec.size, policy, threads=spec.threads, direct=direct, disk=disk)
+        return FileTier(
+            spec.path, owner, spec.size, policy,
+            threads=spec.threads, direct=spec.io == "direct", create=spec.create, disk=disk,
+        )  # fmt: skip
     return MooncakeTier(_order(spec, listen[0]), spec.threads)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.metrics import _COUNTERS, _GAUGES
+from kvpool_server.server import PREDECESSOR_S
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -142,8 +144,8 @@ def test_more_memory_than_there_is_is_refused_with_a_sentence(shm_dir: str) -> N
     assert os.listdir(shm_dir) == segments
 
 
-def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer, tmp_path: Path) -> None:
-    directory = str(tmp_path)
+def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer, ram_dir: Path) -> None:
+    directory = str(ram_dir)
     first = pool_server("--memory", "1MiB", shm_dir=directory)
     (left,) = os.listdir(directory)
     first.kill()
@@ -154,10 +156,18 @@ def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer
     assert left in second.stderr
 
 
-def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, tmp_path: Path) -> None:
+def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, ram_dir: Path) -> None:
     for _ in range(2):
-        pool_server("--memory", "1MiB", shm_dir=str(tmp_path))
-    assert len(os.listdir(tmp_path)) == 2
+        pool_server("--memory", "1MiB", shm_dir=str(ram_dir))
+    assert len(os.listdir(ram_dir)) == 2
+
+
+def test_memory_on_a_disk_is_refused_at_once_with_a_sentence() -> None:
+    started = time.monotonic()
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", "/proc"))
+    assert done.returncode == 2 and "/proc is on a file system of type proc" in done.stderr
+    assert time.monotonic() - started < PREDECESSOR_S
+    assert "Traceback" not in done.stderr
 
 
 def test_healthz(shared_server: ServerProcess) -> None:

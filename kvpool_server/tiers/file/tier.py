@@ -71,6 +71,7 @@ class FileTier(Tier):
         policy: makes what decides who goes.
         threads: that read and write at once.
         direct: whether to pass by the page cache where that is possible.
+        create: whether to make the root where it is not there; else that is an error, for a mount may be missing.
         files: where descriptors are counted.
     """
 
@@ -83,16 +84,19 @@ class FileTier(Tier):
         *,
         threads: int = 4,
         direct: bool = True,
+        create: bool = False,
         disk: Disk | None = None,
         files: OpenFiles = OPEN_FILES,
     ):
         self.name = f"file:{root}"
         self.counters: Counter[str] = Counter()
+        self._root = root
         self._directory = root / owner
         self._size_bytes = size_bytes
         self._policy = policy
         self._num_threads = threads
         self._direct = direct
+        self._create = create
         self._disk = disk or Disk()
         self._files = files
         self._ids = itertools.count(1)
@@ -129,12 +133,22 @@ class FileTier(Tier):
                 f"tier {self.name}: {self._directory} belongs to another running server; give each server a path, or "
                 "a name= of its own"
             ) from None
+        except ConfigError:
+            await self.close()
+            raise
         except OSError as error:
             await self.close()
             raise ConfigError(f"tier {self.name}: {error}; give a directory that this server can write to") from None
         self._looking = asyncio.create_task(self._keep_looking())
 
     def _take_directory(self) -> DirectoryLock:
+        if self._create:
+            self._root.mkdir(parents=True, exist_ok=True)
+        elif not self._root.exists():
+            raise ConfigError(
+                f"tier {self.name}: {self._root} does not exist; mount it, or add create=yes to have it made on the disk "
+                "that is there"
+            )
         return take(self._directory)
 
     @no_collections()

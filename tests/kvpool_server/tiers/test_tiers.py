@@ -277,6 +277,21 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
     assert _hits(client, namespace, NAMES) == len(NAMES)
 
 
+def test_a_path_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "mount" / "kv"
+    tier = f"file:{path},size=64MiB"
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{path} does not exist; mount it, or add create=yes" in done.stderr
+    assert not path.parent.exists(), "a missing mount was made on the disk below it"
+
+
+def test_a_path_that_is_not_there_is_made_if_that_is_wanted(pool_server: StartServer, tmp_path: Path) -> None:
+    path = tmp_path / "mount" / "kv"
+    pool_server(*_file(path, create="yes"))
+    assert (path / "one" / "lock").exists()
+
+
 @pytest.mark.parametrize(
     ("tier", "says"),
     [
@@ -285,7 +300,9 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
         ("file:/tmp/kv,size=1KiB", "size = '1KiB'"),
         ("file:/tmp/kv,size=1GiB,sice=2GiB", "sice = '2GiB'"),
         ("file:/tmp/kv,size=1GiB,size=2GiB", "'size=2GiB' is not one NAME=VALUE"),
-        ("file:/proc/nothing,size=1GiB", "give a directory that this server can write to"),
+        ("file:/proc/nothing,size=1GiB,create=yes", "give a directory that this server can write to"),
+        ("file:/proc,size=1GiB", "give a directory that this server can write to"),
+        ("file:/tmp/kv,size=1GiB,create=perhaps", "create = 'perhaps'"),
         ("file:kv,size=1GiB", "give a path from the root on"),
         ("file:~/kv,size=1GiB", "give a path from the root on"),
         ("file:,size=1GiB", "give a path from the root on"),
