@@ -5,7 +5,7 @@ KVPOOL_SERVER_SERVICE_PORT_GRPC, KVPOOL_SERVER_PORT, and KVPOOL_SERVER_PORT_5005
 `enableServiceLinks: false` in the pod's specification turns them off.
 
 A name alone does not make a service link: a user may believe that KVPOOL_PORT=50051 is a setting, and has to hear that
-there is none. A link belongs to a Service whose host and port are set, too, and its value is one that Kubernetes writes.
+there is none. A link belongs to a Service whose host and port are set, too, and has a value as Kubernetes writes it.
 
 Source: kubernetes `pkg/kubelet/envvars/envvars.go`.
 """

@@ -1,8 +1,8 @@
 """What keeps slots from being evicted, in words and numbers: for the message of a put that finds no room.
 
 Each slot counts once: for a reader's lease before a move to or from a tier, for that before a put, for that before
-quarantine. Bounded, for puts may be refused at a high rate: at most `MAX_COUNTED` entries are looked at, and the numbers
-say "at least" where there are more.
+quarantine. Bounded, for puts may be refused at a high rate: at most `MAX_COUNTED` entries are counted, and the message
+says "at least" where there are more.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.below import Below
 from kvpool_server.storage.catalog import Catalog, Namespace
 from kvpool_server.storage.entry import Entry
-from kvpool_server.storage.holders import Holders
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.storage.holders import Holders
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.storage.leases import Lease, Register, Seen, Ticket
 from kvpool_server.storage.limits import Limits

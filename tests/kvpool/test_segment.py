@@ -108,7 +108,9 @@ def test_a_directory_that_is_not_there_is_named() -> None:
 
 
 def test_a_directory_that_is_not_in_memory_is_refused_with_its_file_system() -> None:
-    with pytest.raises(ConfigError, match=r"/proc/self is on a file system of type proc .*tmpfs, such as /dev/shm") as it:
+    with pytest.raises(
+        ConfigError, match=r"/proc/self is on a file system of type proc .*tmpfs, such as /dev/shm"
+    ) as it:
         Segment.create("/proc/self", NBYTES)
     assert "see --shm-dir" in str(it.value)
 

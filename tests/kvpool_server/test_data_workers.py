@@ -1,7 +1,6 @@
 """Workers of the data port that die while nothing new can be started."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest

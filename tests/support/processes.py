@@ -19,6 +19,7 @@ from kvpool.errors import PoolTimeoutError, UnavailableError
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
 _WELCOME = re.compile(r" on (\S+); metrics and health: (\S+)")
+_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "metrics_and_health": "(\S+)"')
 
 Found = TypeVar("Found")
 
@@ -88,7 +89,7 @@ class ServerProcess:
 
     def _welcome(self) -> re.Match[str] | None:
         assert self._process.poll() is None, f"kvpool-server ended at its start: {self.stderr}"
-        return _WELCOME.search(self.stdout)
+        return _WELCOME.search(self.stdout) or _JSON_WELCOME.search(self.stderr)
 
     @property
     def pid(self) -> int:

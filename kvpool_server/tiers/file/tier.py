@@ -146,8 +146,8 @@ class FileTier(Tier):
             self._root.mkdir(parents=True, exist_ok=True)
         elif not self._root.exists():
             raise ConfigError(
-                f"tier {self.name}: {self._root} does not exist; mount it, or add create=yes to have it made on the disk "
-                "that is there"
+                f"tier {self.name}: {self._root} does not exist; mount it, or add create=yes to have it made on the "
+                "disk that is there"
             )
         return take(self._directory)
 

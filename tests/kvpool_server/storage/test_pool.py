@@ -385,7 +385,7 @@ def test_a_refusal_says_what_belongs_to_other_sizes_and_what_the_arena_has_room_
 def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
     pool = Pool(Arena(2_000, 200, backed_bytes=400), FakeClock(), itertools.count(1).__next__, LIMITS)
     name = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=200)))[0].fingerprint
-    with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: 1.56 KiB have no memory yet, for the server has"):
+    with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: 1.56 KiB have no memory yet, for the server"):
         pool.put_start(name, [run_of(*"abc")], ShardRange(0, 1))
 
 

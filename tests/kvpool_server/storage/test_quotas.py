@@ -69,7 +69,9 @@ def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing
     acme.put("fits")
     before = [name for name in names if acme.present(name)]
     assert len(before) == 9
-    with pytest.raises(OutOfSpaceError, match=r"quota tenant:acme = 1000 bytes: no room for 3 blocks .*leased") as caught:
+    with pytest.raises(
+        OutOfSpaceError, match=r"quota tenant:acme = 1000 bytes: no room for 3 blocks .*leased"
+    ) as caught:
         acme.put("a", "b", "c")
     assert ": 8 blocks (800 B) are leased by 1 lookups, for " in str(caught.value)
     assert str(caught.value).endswith("try again later, or raise it (`kvpool quota tenant:acme=SIZE`)")
