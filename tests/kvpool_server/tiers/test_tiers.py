@@ -183,7 +183,9 @@ def test_what_does_not_fit_the_arena_is_found_in_the_tier(
 
 
 def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path / "a"), *_file(tmp_path / "b")))
+    client = connect(
+        pool_server("--memory", "64MiB", *_file(tmp_path / "a", create="yes"), *_file(tmp_path / "b", create="yes"))
+    )
     stored, empty = client.open_namespace(_spec()), client.open_namespace(_spec())
     _put(client, stored, NAMES)
     wait_for(lambda: _demoted(client) == 2 * len(NAMES), "all blocks are in both tiers")
@@ -265,7 +267,7 @@ def test_three_servers_on_one_directory_one_of_them_killed(
 
 def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
     path = tmp_path / "tier"
-    client = connect(pool_server("--memory", "64MiB", *_file(path)))
+    client = connect(pool_server("--memory", "64MiB", *_file(path, create="yes")))
     namespace = client.open_namespace(_spec())
     _put(client, namespace, NAMES[:8])
     wait_for(lambda: _demoted(client) == 8, "written through")
