@@ -41,6 +41,7 @@ from kvpool.types import (
     Chunk,
     Located,
     Lookup,
+    Offer,
     PoolKey,
     PoolStats,
     PutGrant,
@@ -196,10 +197,13 @@ class Client:
                 if self._choice is not None:
                     self._choice.transport.close()
                 self._choice = None
-                self._choice = choose(self.config, opened.offer, self._channel)
+                self._choice = self._attach(opened.offer)
                 self._transport_boot = reply.boot_token
             transport = self._choice.transport
             return Namespace(spec, opened.fingerprint, reply.boot_token, transport, opened.max_batch_blocks)
+
+    def _attach(self, offer: Offer) -> Choice:
+        return choose(self.config, offer, self._channel)
 
     @property
     def choice(self) -> Choice | None:

@@ -90,7 +90,15 @@ async def _run(settings: ServerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
-    await server.start()
+    stopping = asyncio.create_task(server.wait())
+    starting = asyncio.create_task(server.start())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # It waits for a predecessor, maybe for minutes.
+        starting.cancel()
+        await asyncio.wait((starting,))
+        log.info("stopped before it was ready")
+        return
+    await starting
     host = split_address(settings.listen)[0]
     if host in ("0.0.0.0", "::"):
         log.warning("anybody who can reach this host can read and write the pool: there is no authentication yet")
@@ -107,7 +115,7 @@ async def _run(settings: ServerConfig) -> None:
     else:
         typer.echo(_welcome(endpoint, server))
     try:
-        await server.wait()
+        await stopping
     finally:
         await server.stop()
 

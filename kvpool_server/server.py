@@ -49,6 +49,8 @@ log = structlog.get_logger()
 PREFAULT_STEP_BYTES = 32 << 20
 EXPIRE_EVERY_S = 0.5
 PREDECESSOR_S = 15.0
+HANDOVER_S = 5.0
+"""How long a predecessor may take to stop, beyond `drain_ms`, until it lets go of a tier's directory."""
 
 
 class Server:
@@ -161,7 +163,8 @@ class Server:
         config = self.config
         listen, policy = split_address(config.listen), POLICIES[config.policy]
         specs = [parse(text) for text in config.tier]
-        made = [make_tier(spec, listen, policy) for spec in specs]
+        handover_s = config.drain_ms / 1000 + HANDOVER_S
+        made = [make_tier(spec, listen, policy, handover_s) for spec in specs]
         tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "evict" for spec in specs])
         await tiers.open()
         self._observers.append(tiers)

@@ -363,7 +363,7 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
     before = session.namespace
-    path = session.client._transport._segment.path
+    path = session.client.choice.transport._segment.path
     assert _mapped(path)
     server.kill()
     wait_for(lambda: session.namespace is None and not _mapped(path), "the old memory to be let go", HEALED_S)
