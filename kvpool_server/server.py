@@ -33,7 +33,7 @@ from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
-from kvpool_server.metrics import PoolCollector, RpcMetrics
+from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.eviction import POLICIES
@@ -219,6 +219,7 @@ class Server:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         registry.register(PoolCollector(self._stats))
+        registry.register(OwnMemory())
         self._grpc = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port must be an error, not a lottery.

@@ -230,6 +230,14 @@ def test_every_metric_is_exported(shared_server: ServerProcess) -> None:
     assert "process_resident_memory_bytes" in found
 
 
+def test_the_servers_own_memory_is_without_the_arena(pool_server: StartServer) -> None:
+    server = pool_server("--memory", "256MiB")
+    wait_for(lambda: _metrics(server)["kvpool_prefaulted_bytes"] == 256 << 20, "the arena to be backed")
+    found = _metrics(server)
+    assert found["process_resident_memory_bytes"] > 256 << 20
+    assert 10 << 20 < found["kvpool_own_memory_bytes"] < found["process_resident_memory_bytes"] - (256 << 20)
+
+
 @pytest.mark.parametrize("service", ["", SERVICE])
 def test_the_grpc_health_service_answers(shared_server: ServerProcess, service: str) -> None:
     with grpc.insecure_channel(shared_server.endpoint) as channel:
