@@ -221,8 +221,9 @@ def mount_of(path: str, mountinfo: str) -> tuple[str, str]:
 def could_hold(directory: str, nbytes: int) -> bool:
     """Whether a segment would fit if nothing else were in the directory."""
     try:
+        _require_memory(directory)
         space = os.statvfs(directory)
-    except OSError:
+    except (ConfigError, OSError):
         return False
     return nbytes + TRAILER_BYTES <= space.f_blocks * space.f_frsize
 

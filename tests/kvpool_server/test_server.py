@@ -162,10 +162,11 @@ def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, ram_dir
     assert len(os.listdir(ram_dir)) == 2
 
 
-def test_memory_on_a_disk_is_refused_at_once_with_a_sentence() -> None:
+@pytest.mark.parametrize("directory", ["/", "/proc"])  # With room, and without.
+def test_memory_on_a_disk_is_refused_at_once_with_a_sentence(directory: str) -> None:
     started = time.monotonic()
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", "/proc"))
-    assert done.returncode == 2 and "/proc is on a file system of type proc" in done.stderr
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", directory))
+    assert done.returncode == 2 and f"{directory} is on a file system of type " in done.stderr
     assert time.monotonic() - started < PREDECESSOR_S
     assert "Traceback" not in done.stderr
 

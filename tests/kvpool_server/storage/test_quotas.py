@@ -9,6 +9,7 @@ import pytest
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.types import Quota
 from kvpool_server.storage.eviction import POLICIES, Policy
+from kvpool_server.storage.moves import Moves
 from tests.support.tenants import WHOLE, House, Owner
 from tests.support.values import run_of
 
@@ -81,6 +82,17 @@ def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing
     house.pool.release([lease_id])
     acme.put("a", "b", "c")
     assert acme.nbytes == 1_000
+
+
+def test_a_refusal_counts_only_what_the_subject_holds_and_says_that_a_tier_holds_it(house: House) -> None:
+    acme, other = house.owner(tenant="acme"), house.owner(tenant="other")
+    house.quota("tenant:acme", 1_000)
+    acme.put(*range(10))
+    other.lease(*other.store(5))
+    (group,) = house.pool.namespace(acme.fingerprint).groups  # type: ignore[union-attr]
+    Moves(house.pool).hold(list(group.index.values()))
+    with pytest.raises(OutOfSpaceError, match=r": 10 blocks \(1000 B\) are being written to a tier; try again later"):
+        acme.put("a")
 
 
 def test_blocks_that_are_being_written_count(house: House) -> None:
