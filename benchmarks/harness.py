@@ -226,7 +226,17 @@ def until_true(ask: Callable[[], bool], otherwise: str, timeout_s: float = 20.0)
 
 @contextlib.contextmanager
 def kvpool_server(memory: str, *flags: str) -> Iterator[str]:
-    """A server on a free port; its endpoint. Ready, and its arena backed by memory: first touch costs seconds a GiB."""
+    """As `server_process`; only its endpoint."""
+    with server_process(memory, *flags) as (endpoint, _):
+        yield endpoint
+
+
+@contextlib.contextmanager
+def server_process(memory: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """A server on a free port: endpoint and process.
+
+    Ready, and its arena backed by memory: first touch costs seconds a GiB.
+    """
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--memory", memory]
     command += ["--data-listen", "127.0.0.1:0"]
@@ -241,7 +251,7 @@ def kvpool_server(memory: str, *flags: str) -> Iterator[str]:
             return stats.prefaulted_bytes == stats.arena_bytes
 
         wait_until(prefaulted, "kvpool-server", running)
-        yield endpoint
+        yield endpoint, running.pid
 
 
 def report(name: str, rows: Sequence[Row], series: Sequence[Series] = (), **facts: Any) -> None:

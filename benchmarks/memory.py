@@ -1,4 +1,4 @@
-"""What does the server's bookkeeping weigh? Resident bytes an entry, beyond the arena, at a million entries or more.
+"""What does the server's bookkeeping weigh? Bytes (PSS) an entry, beyond the arena, at a million entries or more.
 
 The pool is built in a process of its own, over an arena of offsets only (2 MiB slots, no memory behind them), and
 filled in prefix chains of 256 blocks, every one complete. `--shards NUM_SHARDS` is that process.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
-import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,11 +30,12 @@ REACH_BYTES = 1024
 DEADLINE_S = 600.0
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is backed now."""
+def own_bytes() -> int:
+    """Memory of this process that is backed now: PSS, of which pages that others share are only a part."""
     gc.collect()
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    (kib,) = re.findall(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
+    return int(kib) << 10
 
 
 def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
@@ -49,14 +51,14 @@ def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
 
 
 def measure(num_shards: int, entries: int) -> float:
-    """Resident bytes an entry of a pool built here."""
+    """Bytes an entry of a pool built here."""
     slots = -(-entries // EXTENTS_PER_ARENA) * EXTENTS_PER_ARENA
     pool = Pool(Arena(slots * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
     group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, SLOT_BYTES // num_shards)
     namespace, _ = pool.open_namespace(NamespaceSpec("benchmark", (group,)))
-    before = resident_bytes()
+    before = own_bytes()
     fill(pool, namespace.fingerprint, num_shards, entries)
-    grown = resident_bytes() - before
+    grown = own_bytes() - before
     assert pool.stats().num_entries == entries
     return grown / entries
 

@@ -57,7 +57,9 @@ compared with what it must be; at the end nothing may be held or lost.""",
     "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",
-    "memory": """Server memory beyond the arena, an entry. Ten million entries take
+    "server": """What a server costs, beside its arena: CPU time of all its processes (the clients' is not in it), and
+memory as PSS, without shared memory. Through shm the server moves no bytes, so it pays for the calls alone.""",
+    "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take
 `python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
 and no part of `make bench`.""",
     "lookup-10-million": """The lookups above with ten million entries; the change is against one million, minutes

@@ -125,7 +125,7 @@ class TierRun:
         self._namespace = Namespace(spec(block_bytes), spec(block_bytes).fingerprint())
         self._loop = asyncio.new_event_loop()
         self._tier = FileTier(
-            self._root, "one", 2 * TOTAL_BYTES, POLICIES[DEFAULT_POLICY], threads=THREADS, direct=direct
+            self._root, "one", 2 * TOTAL_BYTES, POLICIES[DEFAULT_POLICY], threads=THREADS, direct=direct, create=True
         )
         self._loop.run_until_complete(self._tier.open())
         self._round = 0
@@ -208,7 +208,7 @@ def write_journal(directory: Path, entries: int) -> int:
     """A journal of so many blocks, in prefixes of 256; the size of a tier that holds them."""
     block_bytes = 2 * MIB
     size = entries * block_bytes * 2
-    tier = FileTier(directory, "one", size, POLICIES[DEFAULT_POLICY])
+    tier = FileTier(directory, "one", size, POLICIES[DEFAULT_POLICY], create=True)
     asyncio.run(_open_and_close(tier))
     inventory = journal.Journal(directory / "one", tier._disk).load()
     fingerprint, per_extent = spec(block_bytes).fingerprint(), inventory.extent_bytes // block_bytes
@@ -266,7 +266,7 @@ def measure_puts(directory: Path, rounds: int) -> list[Row]:
         endpoints = {
             "no tier": stack.enter_context(kvpool_server("512MiB")),
             "file tier": stack.enter_context(
-                kvpool_server("512MiB", "--tier", f"file:{directory / 'puts'},size=2GiB,name=one")
+                kvpool_server("512MiB", "--tier", f"file:{directory / 'puts'},size=2GiB,name=one,create=yes")
             ),
             "a tier that stands still": stack.enter_context(_server_on_a_stopped_master()),
         }
@@ -309,7 +309,7 @@ def _server_on_a_stopped_master() -> Iterator[str]:
 
 def measure_warm(directory: Path, rounds: int) -> list[Row]:
     """A prompt of 64 MiB, from the arena and from the tier of a server that has just started."""
-    flags = ("--tier", f"file:{directory / 'warm'},size=2GiB,name=one")
+    flags = ("--tier", f"file:{directory / 'warm'},size=2GiB,name=one,create=yes")
     nbytes = PROMPT_BLOCKS * PROMPT_BLOCK_BYTES
     payloads = Pages(nbytes).views(PROMPT_BLOCK_BYTES)
     run = BlockRun(0, [name_of("prompt", nth) for nth in range(PROMPT_BLOCKS)])

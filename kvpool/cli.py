@@ -47,7 +47,7 @@ def ping(
         version, uptime_s = client.ping()
         typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
         choice = client.try_transport()
-        typer.echo(f"bytes would travel by {choice.transport.name}: {choice.why}")
+        typer.echo(f"bytes would travel by {choice.route}: {choice.why}")
         choice.transport.close()
 
 

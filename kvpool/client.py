@@ -156,7 +156,7 @@ class Client:
         self._lookups = LookupStream(self._stub.LookupStream, self._stub.Lookup)
         # One transport serves every namespace of one boot of the server.
         self._attaching = threading.Lock()
-        self._transport: Transport | None = None
+        self._choice: Choice | None = None
         self._transport_boot = 0
 
     def __repr__(self) -> str:
@@ -192,28 +192,34 @@ class Client:
         if opened.fingerprint != spec.fingerprint():
             raise TransferError("client and server compute different fingerprints; they are of different releases")
         with self._attaching:
-            if self._transport is None or self._transport_boot != reply.boot_token:
+            if self._choice is None or self._transport_boot != reply.boot_token:
                 # What was attached before belongs to a server that is gone; holding it would hold its memory.
-                if self._transport is not None:
-                    self._transport.close()
-                self._transport = None
-                self._transport = self._attach(opened.offer)
+                if self._choice is not None:
+                    self._choice.transport.close()
+                self._choice = None
+                self._choice = self._attach(opened.offer)
                 self._transport_boot = reply.boot_token
-            return Namespace(spec, opened.fingerprint, reply.boot_token, self._transport, opened.max_batch_blocks)
+            transport = self._choice.transport
+            return Namespace(spec, opened.fingerprint, reply.boot_token, transport, opened.max_batch_blocks)
+
+    def _attach(self, offer: Offer) -> Choice:
+        return choose(self.config, offer, self._channel)
+
+    @property
+    def choice(self) -> Choice | None:
+        """How bytes travel, and why; None while no namespace is open."""
+        return self._choice
 
     def detach(self) -> None:
         """Lets go of the server's memory: for a server that is gone. Namespaces opened before are void."""
         with self._attaching:
-            if self._transport is not None:
-                self._transport.close()
-                self._transport = None
+            if self._choice is not None:
+                self._choice.transport.close()
+                self._choice = None
 
     def check(self, namespace: Namespace) -> None:
         """Raises UnavailableError if the server is not there any more, or is another one by now."""
         self._check_boot(namespace, self._call(self._stub.Ping, pb.PingRequest()).boot_token)
-
-    def _attach(self, offer: Offer) -> Transport:
-        return choose(self.config, offer, self._channel).transport
 
     # Lookup
 

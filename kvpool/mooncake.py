@@ -143,8 +143,8 @@ def package(module: str, whose: str) -> Any:
         return importlib.import_module(f"mooncake.{module}")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{whose} needs a package that is not installed ({error}); pip install 'kvpool[mooncake]', or "
-            "mooncake-transfer-engine-non-cuda where there is no CUDA"
+            f"{whose} needs a package that is not installed ({error}); pip install "
+            "'mooncake-transfer-engine>=0.3.13', or 'mooncake-transfer-engine-non-cuda>=0.3.13' where there is no CUDA"
         ) from None
     except ImportError as error:
         raise ConfigError(

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import threading
 import time
@@ -34,6 +35,9 @@ IDLE_NICE = 19
 MAP_AHEAD = "kvpool-map-ahead"
 MAP_POLL_S = 0.1
 MAP_AHEAD_S = 600.0
+MEMORY_FILE_SYSTEM = "tmpfs"
+"""Not ramfs, which does not say how much it has room for, nor hugetlbfs, whose files cannot be written to."""
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +76,7 @@ class Segment:
         path = os.path.join(directory, f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         unlocked = os.path.join(directory, f".{os.path.basename(path)}")  # A name that no sweep looks at.
         try:
+            _require_memory(directory)
             space = os.statvfs(directory)
             available = space.f_bavail * space.f_frsize
             if nbytes + TRAILER_BYTES > available:
@@ -185,11 +190,40 @@ class Segment:
         self._fd = -1
 
 
+def _require_memory(directory: str) -> None:
+    """Raises ConfigError where a directory's files lie on a disk, OSError where it cannot be read."""
+    real = os.path.realpath(directory, strict=True)
+    kind, mount_point = mount_of(real, Path("/proc/self/mountinfo").read_text())
+    if kind != MEMORY_FILE_SYSTEM:
+        raise ConfigError(
+            f"{directory} is on a file system of type {kind} (mounted at {mount_point}), and the arena has to be in "
+            "memory; give a directory on a tmpfs, such as /dev/shm (Kubernetes: an emptyDir with medium: Memory); "
+            "see --shm-dir"
+        )
+
+
+def mount_of(path: str, mountinfo: str) -> tuple[str, str]:
+    """Type and mount point of the file system that an absolute path without links is on.
+
+    Args:
+        mountinfo: as in /proc/self/mountinfo, see proc(5).
+    """
+    found = ("unknown", "")
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        mount_point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount.split()[4])
+        is_below = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
+        if is_below and len(mount_point) >= len(found[1]):  # The last of those on one mount point hides the others.
+            found = (source.split()[0], mount_point)
+    return found
+
+
 def could_hold(directory: str, nbytes: int) -> bool:
     """Whether a segment would fit if nothing else were in the directory."""
     try:
+        _require_memory(directory)
         space = os.statvfs(directory)
-    except OSError:
+    except (ConfigError, OSError):
         return False
     return nbytes + TRAILER_BYTES <= space.f_blocks * space.f_frsize
 

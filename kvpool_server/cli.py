@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
+import json
+import os
 import signal
 import socket
 import sys
@@ -15,10 +17,12 @@ import typer
 
 from kvpool.errors import ConfigError
 from kvpool.version import __version__
+from kvpool_server import logs
 from kvpool_server.allocator import keep_freed_memory
 from kvpool_server.collector import keep_collections_short
-from kvpool_server.config import ServerConfig, load, split_address
+from kvpool_server.config import ENV_PREFIX, ServerConfig, load, split_address
 from kvpool_server.server import Server
+from kvpool_server.service_links import service_links
 
 log = structlog.get_logger()
 
@@ -72,15 +76,13 @@ def serve(
     Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
     """
     given = {name: value for name, value in locals().items() if name in ServerConfig.model_fields and value is not None}
-    try:
-        settings = load(given, config)
-        configure_logging(settings)
-        keep_freed_memory()
-        keep_collections_short()
-        asyncio.run(_run(settings))
-    except ConfigError as error:
-        typer.echo(f"kvpool-server: {error}", err=True)
-        raise typer.Exit(2) from None
+    settings = load(given, config)
+    logs.configure(settings.log_format, settings.log_level)
+    if links := service_links(os.environ, ENV_PREFIX):
+        log.info("ignored variables that link to Kubernetes services", names=sorted(links))
+    keep_freed_memory()
+    keep_collections_short()
+    asyncio.run(_run(settings))
 
 
 async def _run(settings: ServerConfig) -> None:
@@ -88,7 +90,15 @@ async def _run(settings: ServerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
-    await server.start()
+    stopping = asyncio.create_task(server.wait())
+    starting = asyncio.create_task(server.start())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # It waits for a predecessor, maybe for minutes.
+        starting.cancel()
+        await asyncio.wait((starting,))
+        log.info("stopped before it was ready")
+        return
+    await starting
     host = split_address(settings.listen)[0]
     if host in ("0.0.0.0", "::"):
         log.warning("anybody who can reach this host can read and write the pool: there is no authentication yet")
@@ -98,9 +108,14 @@ async def _run(settings: ServerConfig) -> None:
     if server.data is not None and _is_local(settings.data_listen) and not _is_local(settings.listen):
         log.warning("other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone")
     endpoint = f"{host}:{server.port}"
-    typer.echo(_welcome(endpoint, server))
+    if settings.log_format == "json":
+        log.info(
+            "ready", endpoint=endpoint, metrics_and_health=_http_url(server), kv_transfer_config=_told_vllm(endpoint)
+        )
+    else:
+        typer.echo(_welcome(endpoint, server))
     try:
-        await server.wait()
+        await stopping
     finally:
         await server.stop()
 
@@ -110,36 +125,40 @@ def _is_local(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def _http_url(server: Server) -> str:
+    return f"http://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
+
+
+def _told_vllm(endpoint: str) -> dict[str, Any]:
+    """What vLLM's --kv-transfer-config is to be."""
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"endpoint": endpoint},
+    }
+
+
 def _welcome(endpoint: str, server: Server) -> str:
-    http = f"http://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
     size = server.config.memory.human_readable()
-    return f"""kvpool-server {__version__}: {size} on {endpoint}; metrics and health: {http}
+    return f"""kvpool-server {__version__}: {size} on {endpoint}; metrics and health: {_http_url(server)}
 Point vLLM at it:
   vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\
-    '{{"kv_connector":"KVPoolConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute",
-      "kv_connector_extra_config":{{"endpoint":"{endpoint}"}}}}'
+    '{json.dumps(_told_vllm(endpoint), separators=(",", ":"))}'
 """
-
-
-def configure_logging(settings: ServerConfig) -> None:
-    """One line per event that matters, on stderr."""
-    renderer: Any = structlog.processors.JSONRenderer()
-    if settings.log_format == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.log_level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 def main() -> None:
     """Entry point of the console script."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(serve)
-    app()
+    is_json = logs.wants_json(sys.argv[1:], os.environ)
+    with logs.json_lines() if is_json else contextlib.nullcontext():
+        try:
+            app()
+        except ConfigError as error:
+            if is_json:
+                log.critical(f"kvpool-server: {error}")
+            else:
+                typer.echo(f"kvpool-server: {error}", err=True)
+            raise SystemExit(2) from None

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, Va
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
+from kvpool_server.service_links import service_links
 from kvpool_server.tiers.spec import parse
 
 ENV_PREFIX = "KVPOOL_"
@@ -213,10 +214,11 @@ def _from_file(config_file: Path | None) -> dict[str, Any]:
 
 
 def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
+    ignored = _CLIENT_VARIABLES | service_links(environ, ENV_PREFIX)
     values: dict[str, Any] = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and name not in _CLIENT_VARIABLES
+        if name.startswith(ENV_PREFIX) and name not in ignored
     }
     if "tier" in values:
         values["tier"] = [text for text in values["tier"].split(";") if text]

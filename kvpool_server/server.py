@@ -33,7 +33,7 @@ from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
-from kvpool_server.metrics import PoolCollector, RpcMetrics
+from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.eviction import POLICIES
@@ -49,6 +49,8 @@ log = structlog.get_logger()
 PREFAULT_STEP_BYTES = 32 << 20
 EXPIRE_EVERY_S = 0.5
 PREDECESSOR_S = 15.0
+HANDOVER_S = 5.0
+"""How long a predecessor may take to stop, beyond `drain_ms`, until it lets go of a tier's directory."""
 
 
 class Server:
@@ -161,7 +163,8 @@ class Server:
         config = self.config
         listen, policy = split_address(config.listen), POLICIES[config.policy]
         specs = [parse(text) for text in config.tier]
-        made = [make_tier(spec, listen, policy) for spec in specs]
+        handover_s = config.drain_ms / 1000 + HANDOVER_S
+        made = [make_tier(spec, listen, policy, handover_s) for spec in specs]
         tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "evict" for spec in specs])
         await tiers.open()
         self._observers.append(tiers)
@@ -216,6 +219,7 @@ class Server:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         registry.register(PoolCollector(self._stats))
+        registry.register(OwnMemory())
         self._grpc = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port must be an error, not a lottery.

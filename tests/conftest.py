@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -31,6 +32,13 @@ def shm_dir() -> Iterator[str]:
     shutil.rmtree(path)
 
 
+@pytest.fixture
+def ram_dir(shm_dir: str) -> Iterator[Path]:
+    """A RAM-backed directory of the test's own."""
+    with tempfile.TemporaryDirectory(dir=shm_dir) as path:
+        yield Path(path)
+
+
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
     """One server for all tests that neither kill it nor fill it."""
@@ -45,8 +53,8 @@ def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Itera
     log_dir = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
 
-        def start(*flags: str, shm_dir: str = shm_dir) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags)
+        def start(*flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}) -> ServerProcess:
+            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment)
             stack.callback(server.stop)
             return server
 

@@ -56,7 +56,11 @@ def test_every_server_series_is_documented():
     gauges = {f"kvpool_{name.removeprefix('num_')}" for name in (*_GAUGES, *(f"tier_{name}" for name in _TIER_GAUGES))}
     gauges = {name.replace("tier_num_", "tier_") for name in gauges}
     counters = {f"kvpool_{name}_total" for name in (*_COUNTERS, *(f"tier_{name}" for name in _TIER_COUNTERS))}
-    assert table.keys() == gauges | counters | {"kvpool_rpc_seconds", "kvpool_stream_bytes_total"}
+    assert table.keys() == gauges | counters | {
+        "kvpool_own_memory_bytes",
+        "kvpool_rpc_seconds",
+        "kvpool_stream_bytes_total",
+    }
 
 
 @pytest.mark.vllm

@@ -166,12 +166,14 @@ class Session:
             tell = self._tell
         tell(namespace)
         self._said = ""
-        logger.info(
+        choice = self.client.choice
+        say = logger.warning if choice is not None and choice.is_fallback else logger.info
+        say(
             "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block of all groups",
             self._name,
             self.client.config.endpoint,
             namespace.fingerprint.hex()[:12],
-            namespace.transport.name,
+            namespace.transport.name if choice is None else choice.route,
             sum(group.slot_bytes for group in namespace.spec.groups),
         )
         self._explain(spec)

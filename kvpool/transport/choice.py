@@ -23,10 +23,17 @@ PROVE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A transport, and why it is this one."""
+    """A transport, and why it is this one.
+
+    Args:
+        route: how bytes travel, in words.
+        is_fallback: whether they go through gRPC, because the faster way over the data port cannot be had.
+    """
 
     transport: Transport
     why: str
+    route: str
+    is_fallback: bool = False
 
 
 def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
@@ -36,41 +43,42 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
         TransferError, UnavailableError, PoolTimeoutError, ConfigError: the transport that was asked for does not work.
     """
     if config.transport == "shm":
-        return Choice(_shm(config, offer.segment), "transport=shm")
+        return Choice(_shm(config, offer.segment), "transport=shm", "shm")
     if config.transport == "mooncake":
-        return Choice(_mooncake(config, offer.mooncake), "transport=mooncake")
+        return _through_mooncake(config, offer.mooncake, "transport=mooncake")
     if config.transport == "stream":
-        return _stream(config, offer, channel, ["transport=stream"])
+        return _stream(config, offer, channel, "transport=stream")
     reasons = []
     try:
-        return Choice(_shm(config, offer.segment), "client and server share memory")
+        return Choice(_shm(config, offer.segment), "client and server share memory", "shm")
     except TransferError as error:
         reasons.append(f"no shm: {error}")
     if offer.mooncake is not None and offer.mooncake.protocol == "rdma":
         try:
-            return Choice(_mooncake(config, offer.mooncake), f"both sides have RDMA; {reasons[0]}")
+            return _through_mooncake(config, offer.mooncake, f"both sides have RDMA; {reasons[0]}")
         except KVPoolError as error:
             reasons.append(f"no mooncake: {error}")
     else:
         reasons.append("no mooncake: the server offers no RDMA")
-    return _stream(config, offer, channel, reasons)
+    return _stream(config, offer, channel, "; ".join(reasons))
 
 
-def _stream(config: ClientConfig, offer: Offer, channel: grpc.Channel, reasons: list[str]) -> Choice:
+def _stream(config: ClientConfig, offer: Offer, channel: grpc.Channel, why: str) -> Choice:
     """Over the data port, if that can be reached; else through gRPC, which is there in any case."""
     stall_s = config.stall_timeout_ms / 1000
     if offer.data_port is None:
-        reasons.append("over gRPC: the server has no data port")
+        trouble = "the server has no data port; see --data-listen"
     else:
         host = _host(config)
         try:
             prove(offer.data_port, host, max(stall_s, PROVE_S))
         except KVPoolError as error:
-            reasons.append(f"over gRPC: {error}")
+            trouble = str(error)
         else:
             transport = DataTransport(offer.data_port, host, config.stream_connections, stall_s, stall_s)
-            return Choice(transport, "; ".join([*reasons, f"over {transport.place}"]))
-    return Choice(StreamTransport(channel, config.endpoint, offer.piece_bytes, stall_s), "; ".join(reasons))
+            return Choice(transport, why, f"stream over {transport.route}")
+    through_grpc = StreamTransport(channel, config.endpoint, offer.piece_bytes, stall_s)
+    return Choice(through_grpc, why, f"stream over gRPC (slow: {trouble})", is_fallback=True)
 
 
 def _host(config: ClientConfig) -> str:
@@ -81,6 +89,11 @@ def _shm(config: ClientConfig, segment: SegmentInfo | None) -> ShmTransport:
     if segment is None:
         raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; use transport=stream")
     return ShmTransport(Segment.attach(segment))
+
+
+def _through_mooncake(config: ClientConfig, info: MooncakeInfo | None, why: str) -> Choice:
+    transport = _mooncake(config, info)
+    return Choice(transport, why, f"mooncake over {info.protocol}" if info is not None else transport.name)
 
 
 def _mooncake(config: ClientConfig, info: MooncakeInfo | None) -> MooncakeTransport:

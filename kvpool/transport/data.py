@@ -115,6 +115,11 @@ class DataTransport:
         """The data port, for people."""
         return f"the data port {self._address[0]}:{self._address[1]}"
 
+    @property
+    def route(self) -> str:
+        """How bytes travel, for people: a caller's own thread takes one connection, others share some."""
+        return self.place if isinstance(self._ways, Ways) else f"{self.place}, {self._num_connections} connections"
+
     def write(
         self,
         ticket_id: int,

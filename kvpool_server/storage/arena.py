@@ -73,6 +73,11 @@ class Arena:
             self._unused.insert(0, self._num_backed)
             self._num_backed += 1
 
+    @property
+    def unbacked_bytes(self) -> int:
+        """That are not given out yet; see `back`."""
+        return (self.num_extents - self._num_backed) * self.extent_bytes
+
     def slots_per_extent(self, slot_bytes: int) -> int:
         return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
 

@@ -40,11 +40,13 @@ from kvpool_server.storage.below import Below
 from kvpool_server.storage.catalog import Catalog, Namespace
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.storage.holders import Holders
 from kvpool_server.storage.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.storage.leases import Lease, Register, Seen, Ticket
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.quotas import Accounts
 from kvpool_server.storage.residents import Residents
+from kvpool_server.storage.space import NoRoomError
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -237,7 +239,11 @@ class Pool:
             raise OutOfSpaceError(f"{len(self.tickets)} puts are under way, which is the limit; try again later")
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket = Ticket(self.new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
-        statuses = self.residents.reserve(group, runs, ticket)
+        try:
+            statuses = self.residents.reserve(group, runs, ticket)
+        except NoRoomError as error:
+            holders = Holders(self.leases.values(), self.tickets.values(), self.residents.quarantine)
+            raise error.because(holders.describe(now, error.account)) from None
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
         if expires:  # What the server itself brings up is no client's put.
             self.counters["put_blocks_granted"] += len(granted)

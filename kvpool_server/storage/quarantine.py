@@ -18,6 +18,9 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for entry, _ in self._held.values())
+
     def entries(self) -> dict[int, Entry]:
         """By offset."""
         return {offset: entry for offset, (entry, _) in self._held.items()}

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.errors import OutOfSpaceError
+from kvpool.quotas import size_text
 from kvpool_server.storage.arena import Arena, Extent
 from kvpool_server.storage.claim import Claim
 from kvpool_server.storage.entry import Entry, Group
@@ -29,6 +30,27 @@ from kvpool_server.storage.victims import Victims
 
 SAMPLED_SLOTS = 32
 """How many entries say how cold an extent is: enough to rank extents, few enough for extents of any size."""
+
+
+class NoRoomError(OutOfSpaceError):
+    """No room although less would be enough: what is held stands in the way, and the pool knows who holds it.
+
+    Args:
+        what: was wanted.
+        elsewhere: what part of the arena is not to be had, for which reason; empty if there is none.
+        fix: what to do.
+        account: whose quota it is about; None: the arena.
+    """
+
+    def __init__(self, what: str, elsewhere: str, fix: str, account: Account | None = None):
+        super().__init__(f"{what}; {fix}")
+        self._what, self._elsewhere, self._fix = what, elsewhere, fix
+        self.account = account
+
+    def because(self, held: str) -> OutOfSpaceError:
+        """The whole sentence, with what is held, in words."""
+        reasons = "; ".join(filter(None, (held, self._elsewhere)))
+        return OutOfSpaceError(f"{self._what}: {reasons}; {self._fix}" if reasons else str(self))
 
 
 class Space:
@@ -81,17 +103,30 @@ class Space:
             if self._settle(account, victims, slot_bytes, count):
                 self._counters["over_quota"] += 1
                 victims.undo(self.policy)
-                raise OutOfSpaceError(_over_quota(account, slot_bytes, count))
+                raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
         if not self._make_room(slot_bytes, count, victims):
             self._counters["out_of_space"] += 1
             victims.undo(self.policy)
-            raise OutOfSpaceError(
-                f"no room for {count} blocks of {slot_bytes} bytes: too much is leased or being written; "
-                "try fewer, try later, or start kvpool-server with more --memory"
+            raise NoRoomError(
+                f"no room for {count} blocks of {slot_bytes} bytes",
+                self._elsewhere(slot_bytes, count),
+                "put fewer at once, try again later, or start kvpool-server with more --memory",
             )
         self._counters["quota_evicted_blocks"] += for_quotas
         return victims.entries
+
+    def _elsewhere(self, slot_bytes: int, count: int) -> str:
+        """Why there is less than the whole arena for a slot size; empty if there is not."""
+        arena = self.arena
+        most = arena.num_extents * arena.slots_per_extent(slot_bytes)
+        if count > most:
+            return f"the whole arena of {size_text(arena.arena_bytes)} has {most} slots of this size"
+        others = sum(len(arena.extents(size)) for size in arena.sizes() if size != slot_bytes) * arena.extent_bytes
+        parts = [f"{size_text(others)} of the arena belong to blocks of other sizes"] if others else []
+        if arena.unbacked_bytes:
+            parts.append(f"{size_text(arena.unbacked_bytes)} have no memory yet, for the server has just started")
+        return "; ".join(parts)
 
     def next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Victims:
         """Who should go soon, as the policies say, so that a share of each slot size's slots is free for puts.
@@ -246,14 +281,14 @@ def _num_in_use(extent: Extent) -> int:
     return sum(owner is not None and not (owner.live and owner.movable) for owner in extent.owners)
 
 
-def _over_quota(account: Account, slot_bytes: int, count: int) -> str:
+def _over_quota(account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:
     quota = f"quota {account.subject} = {account.limit_bytes} bytes"
     raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
     if slot_bytes > account.limit_bytes:
-        return f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}"
+        return OutOfSpaceError(f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}")
     if count * slot_bytes > account.limit_bytes:
-        return f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
-    return (
-        f"{quota}: no room for {count} blocks of {slot_bytes} bytes, for too much of what it holds is leased or being "
-        f"written; try later, or {raise_it}"
-    )
+        return OutOfSpaceError(
+            f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
+        )
+    what = f"{quota}: no room for {count} blocks of {slot_bytes} bytes"
+    return NoRoomError(what, "", f"try again later, or {raise_it}", account)

@@ -15,12 +15,13 @@ from kvpool_server.tiers.spec import FileSpec, MooncakeSpec, Spec
 from kvpool_server.tiers.tier import Tier
 
 
-def make_tier(spec: Spec, listen: tuple[str, int], policy: Callable[[], Policy]) -> Tier:
+def make_tier(spec: Spec, listen: tuple[str, int], policy: Callable[[], Policy], handover_s: float = 0.0) -> Tier:
     """One tier, not opened yet.
 
     Args:
         listen: host and port of the server.
         policy: for tiers that have to make room themselves.
+        handover_s: how long a server of the same name, which this one replaces, may take to stop.
 
     Raises:
         ConfigError: what it needs is not here.
@@ -28,8 +29,10 @@ def make_tier(spec: Spec, listen: tuple[str, int], policy: Callable[[], Policy])
     if isinstance(spec, FileSpec):
         owner = spec.name or f"{socket.gethostname()}-{listen[1]}"
         disk = UsrbioDisk(spec.path) if spec.io == "usrbio" else Disk()
-        direct = spec.io == "direct"
-        return FileTier(spec.path, owner, spec.size, policy, threads=spec.threads, direct=direct, disk=disk)
+        return FileTier(
+            spec.path, owner, spec.size, policy,
+            threads=spec.threads, direct=spec.io == "direct", create=spec.create, handover_s=handover_s, disk=disk,
+        )  # fmt: skip
     return MooncakeTier(_order(spec, listen[0]), spec.threads)
 
 

@@ -17,7 +17,7 @@ class FileSpec(BaseModel):
 
     model_config = _STRICT
 
-    path: Path = Field(description="directory, of a local disk or shared; it is made if need be")
+    path: Path = Field(description="directory, of a local disk or shared")
     size: ByteSize = Field(ge=4 << 20, description="bytes that this server may take there, e.g. 200GiB")
     name: str = Field(
         "", pattern=r"^[A-Za-z0-9._-]*$", description="this server's directory below; default: host and port"
@@ -27,6 +27,7 @@ class FileSpec(BaseModel):
         "direct", description="direct passes by the page cache, where it can; usrbio is for mounts of 3FS"
     )
     write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+    create: bool = Field(False, description="yes: the directory is made where it is not there")
 
     @field_validator("path")
     @classmethod

@@ -36,7 +36,7 @@ class Fixture:
 
     def __init__(self, pool_server: StartServer, model: Path, tmp_path: Path):
         self._start = pool_server
-        self._tier = ("--tier", f"file:{tmp_path / 'tier'},size=256MiB,name=one")
+        self._tier = ("--tier", f"file:{tmp_path / 'tier'},size=256MiB,name=one,create=yes")
         self.server = self._start("--memory", "8MiB", *self._tier)
         self.endpoint = self.server.endpoint
         self.spec = EngineSpec(model, kvpool_transfer_config(self.endpoint, **WAITS), FLOAT32, in_process=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from kvpool.errors import TransferError
 from kvpool.mooncake import RDMA_DEVICES, Engine, address_towards
 from tests.support.processes import run_command, server_command
 
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 START = "from kvpool.mooncake import Engine; Engine.start('127.0.0.1', 'tcp')"
 
 
@@ -31,7 +34,15 @@ def _start_with(package: Path, source: str) -> str:
 def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
     said = _start_with(tmp_path, "raise ModuleNotFoundError(\"No module named 'mooncake'\")")
     assert "ConfigError: transport mooncake needs a package that is not installed" in said
-    assert "pip install 'kvpool[mooncake]'" in said
+    (requirement,) = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["mooncake"]
+    assert f"pip install '{requirement}'" in said
+    assert f"'{requirement.replace('engine', 'engine-non-cuda')}' where there is no CUDA" in said
+
+
+def test_nobody_is_told_to_install_kvpool_from_an_index() -> None:
+    told = [*PYPROJECT.parent.glob("*.md"), *PYPROJECT.parent.glob("docs/*.md"), *PYPROJECT.parent.glob("k*/**/*.py")]
+    assert len(told) > 100
+    assert [path for path in told if re.search(r"pip install ['\"]?kvpool", path.read_text())] == []
 
 
 def test_a_library_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError, TransferError
-from kvpool.segment import IDLE_NICE, MAP_AHEAD, PREFIX, Segment, sweep
+from kvpool.segment import IDLE_NICE, MAP_AHEAD, PREFIX, Segment, mount_of, sweep
 from tests.support.processes import wait_for
 
 NBYTES = 1 << 20
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> str:
-    return str(tmp_path)
+def directory(ram_dir: Path) -> str:
+    return str(ram_dir)
 
 
 @pytest.fixture
@@ -105,6 +105,38 @@ def test_more_than_the_directory_holds_is_refused_before_anything_is_made(direct
 def test_a_directory_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot make shared memory in '/no/such/dir'.*--shm-dir"):
         Segment.create("/no/such/dir", NBYTES)
+
+
+def test_a_directory_that_is_not_in_memory_is_refused_with_its_file_system() -> None:
+    with pytest.raises(
+        ConfigError, match=r"/proc/self is on a file system of type proc .*tmpfs, such as /dev/shm"
+    ) as it:
+        Segment.create("/proc/self", NBYTES)
+    assert "see --shm-dir" in str(it.value)
+
+
+MOUNTS = """\
+22 28 0:21 / / rw - ext4 /dev/vda rw
+23 22 0:22 / /data rw shared:1 master:2 - ext4 /dev/vdb rw
+24 23 0:23 / /data/ram\\040disk rw,nosuid - tmpfs tmpfs rw
+25 22 0:24 / /over rw - tmpfs tmpfs rw
+26 25 0:25 / /over rw - xfs /dev/vdc rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/", ("ext4", "/")),
+        ("/database", ("ext4", "/")),
+        ("/data/x", ("ext4", "/data")),
+        ("/data/ram disk", ("tmpfs", "/data/ram disk")),
+        ("/data/ram disk/a/b", ("tmpfs", "/data/ram disk")),
+        ("/over/a", ("xfs", "/over")),
+    ],
+)
+def test_the_mount_of_a_path_is_the_last_of_the_longest(path: str, mount: tuple[str, str]) -> None:
+    assert mount_of(path, MOUNTS) == mount
 
 
 def test_populate_backs_the_part_with_memory() -> None:

@@ -5,6 +5,8 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool_server.config import ServerConfig, load, split_address
+from kvpool_server.service_links import service_links
+from tests.conftest import StartServer
 from tests.support.processes import run_command, server_command
 
 KEYS = tuple(ServerConfig.model_fields)
@@ -74,6 +76,73 @@ def test_an_unknown_key_in_the_file_is_an_error_that_lists_the_known_ones(toml: 
 def test_an_unknown_variable_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"environment: unknown key KVPOOL_MEMRY; the keys are .*memory"):
         load({}, None, {"KVPOOL_MEMRY": "1", "PATH": "/bin"})
+
+
+LINKS = {
+    "KVPOOL_SERVICE_HOST": "10.0.171.239",
+    "KVPOOL_SERVICE_PORT": "50051",
+    "KVPOOL_SERVICE_PORT_GRPC": "50051",
+    "KVPOOL_SERVICE_PORT_DATA_PORT": "50053",
+    "KVPOOL_PORT": "tcp://10.0.171.239:50051",
+    "KVPOOL_PORT_50051_TCP": "tcp://10.0.171.239:50051",
+    "KVPOOL_PORT_50051_TCP_PROTO": "tcp",
+    "KVPOOL_PORT_50051_TCP_PORT": "50051",
+    "KVPOOL_PORT_50051_TCP_ADDR": "10.0.171.239",
+    "KVPOOL_PORT_53_UDP": "udp://10.0.171.239:53",
+    "KVPOOL_PORT_53_UDP_PROTO": "udp",
+    "KVPOOL_PORT_53_UDP_PORT": "53",
+    "KVPOOL_PORT_53_UDP_ADDR": "10.0.171.239",
+    "KVPOOL_PORT_9_SCTP": "sctp://[fd00::1]:9",
+}
+"""What Kubernetes sets for a Service named kvpool."""
+
+
+@pytest.mark.parametrize("service", ["KVPOOL", "KVPOOL_SERVER", "KVPOOL_TIER", "KVPOOL_LISTEN_2"])
+def test_links_to_kubernetes_services_are_no_settings(service: str) -> None:
+    links = {name.replace("KVPOOL", service, 1): value for name, value in LINKS.items()}
+    assert load({}, None, {**links, "KVPOOL_MEMORY": "2MiB"}).memory == 2 << 20
+    assert service_links({**links, "KVPOOL_MEMORY": "2MiB", "PATH": "/bin"}, "KVPOOL_") == set(links)
+
+
+@pytest.mark.parametrize("name", [*ServerConfig.model_fields, "config", "endpoint"])
+def test_no_setting_has_the_name_of_a_link(name: str) -> None:
+    variable = f"KVPOOL_{name.upper()}"
+    for value in set(LINKS.values()):
+        assert variable not in service_links({**LINKS, variable: value}, "KVPOOL_")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVPOOL_PORT", "50051"),
+        ("KVPOOL_PORTS", "tcp://10.0.171.239:50051"),
+        ("KVPOOL_PORT_50051", "tcp://10.0.171.239:50051"),
+        ("KVPOOL_PORT_50051_HTTP", "tcp://10.0.171.239:50051"),
+        ("KVPOOL_PORT_50051_TCP_HOST", "10.0.171.239"),
+        ("KVPOOL_PORT_GRPC_TCP", "tcp://10.0.171.239:50051"),
+        ("KVPOOL_SERVICE_PORT_GRPC", "grpc"),
+        ("KVPOOL_SERVICE_HOSTS", "10.0.171.239"),
+        ("KVPOOL_DATA_PORT", "50053"),
+        ("KVPOOL_DATA_PORT", "tcp://10.0.171.239:50053"),
+        ("KVPOOL_DATA_SERVICE_HOST", "10.0.171.239"),
+        ("KVPOOL_MEMRY", "1"),
+    ],
+)
+def test_a_typo_beside_links_is_still_an_error(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"environment: unknown key {name};"):
+        load({}, None, {**LINKS, name: value})
+
+
+@pytest.mark.parametrize("name", ["KVPOOL_PORT", "KVPOOL_SERVICE_PORT", "KVPOOL_PORT_50051_TCP_ADDR"])
+def test_a_link_of_no_service_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key {name};"):
+        load({}, None, {name: LINKS[name]})
+
+
+def test_a_server_beside_a_service_of_its_name_starts_and_says_what_it_ignores(pool_server: StartServer) -> None:
+    server = pool_server(environment=LINKS)
+    (line,) = (line for line in server.stderr.splitlines() if "Kubernetes" in line)
+    assert "KVPOOL_PORT_50051_TCP" in line and "info" in line
 
 
 def test_an_unknown_flag_is_an_error() -> None:

@@ -1,7 +1,6 @@
 """Workers of the data port that die while nothing new can be started."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.processes import wait_for
 def test_a_worker_that_cannot_be_replaced_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPLACE_S", (0.01, 0.05))
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    segment = Segment.create("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp", 1 << 20)
+    segment = Segment.create("/dev/shm", 1 << 20)
     workers = DataWorkers("127.0.0.1", 0, "", 1, segment.info())
     spawn, refused = workers._spawn, []
 

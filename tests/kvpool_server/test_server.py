@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.metrics import _COUNTERS, _GAUGES
+from kvpool_server.server import PREDECESSOR_S
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -142,8 +144,8 @@ def test_more_memory_than_there_is_is_refused_with_a_sentence(shm_dir: str) -> N
     assert os.listdir(shm_dir) == segments
 
 
-def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer, tmp_path: Path) -> None:
-    directory = str(tmp_path)
+def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer, ram_dir: Path) -> None:
+    directory = str(ram_dir)
     first = pool_server("--memory", "1MiB", shm_dir=directory)
     (left,) = os.listdir(directory)
     first.kill()
@@ -154,10 +156,19 @@ def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer
     assert left in second.stderr
 
 
-def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, tmp_path: Path) -> None:
+def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, ram_dir: Path) -> None:
     for _ in range(2):
-        pool_server("--memory", "1MiB", shm_dir=str(tmp_path))
-    assert len(os.listdir(tmp_path)) == 2
+        pool_server("--memory", "1MiB", shm_dir=str(ram_dir))
+    assert len(os.listdir(ram_dir)) == 2
+
+
+@pytest.mark.parametrize("directory", ["/", "/proc"])  # With room, and without.
+def test_memory_on_a_disk_is_refused_at_once_with_a_sentence(directory: str) -> None:
+    started = time.monotonic()
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", directory))
+    assert done.returncode == 2 and f"{directory} is on a file system of type " in done.stderr
+    assert time.monotonic() - started < PREDECESSOR_S
+    assert "Traceback" not in done.stderr
 
 
 def test_healthz(shared_server: ServerProcess) -> None:
@@ -218,6 +229,14 @@ def test_every_metric_is_exported(shared_server: ServerProcess) -> None:
     assert {f"kvpool_{name.removeprefix('num_')}" for name in _GAUGES} <= found.keys()
     assert {f"kvpool_{name}_total" for name in _COUNTERS} <= found.keys()
     assert "process_resident_memory_bytes" in found
+
+
+def test_the_servers_own_memory_is_without_the_arena(pool_server: StartServer) -> None:
+    server = pool_server("--memory", "256MiB")
+    wait_for(lambda: _metrics(server)["kvpool_prefaulted_bytes"] == 256 << 20, "the arena to be backed")
+    found = _metrics(server)
+    assert found["process_resident_memory_bytes"] > 256 << 20
+    assert 10 << 20 < found["kvpool_own_memory_bytes"] < found["process_resident_memory_bytes"] - (256 << 20)
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])

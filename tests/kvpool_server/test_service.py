@@ -891,12 +891,12 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(pool_serv
 
 
 def test_a_client_that_shares_no_memory_falls_back_to_the_stream_or_says_so(
-    pool_server: StartServer, connect: Connect, spec: NamespaceSpec, tmp_path: Any
+    pool_server: StartServer, connect: Connect, spec: NamespaceSpec, ram_dir: Path
 ) -> None:
-    directory = tmp_path / "shm"
+    directory = ram_dir / "shm"
     directory.mkdir()
     server = pool_server("--memory", "1MiB", shm_dir=str(directory))
-    directory.rename(tmp_path / "elsewhere")  # As a container that does not mount it would see it.
+    directory.rename(ram_dir / "elsewhere")  # As a container that does not mount it would see it.
     assert connect(server, transport="auto").open_namespace(spec).transport.name == "stream"
     with pytest.raises(TransferError, match=f"no shared memory at {directory}"):
         connect(server, transport="shm").open_namespace(spec)

@@ -21,6 +21,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.segment import Bytes
 from kvpool.transport.base import Drain, Fill, batches
+from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.storage.arena import Arena
@@ -302,7 +303,7 @@ class SimClient(Client):
         self._stub = _Stub(self)
         self._lookups = self._stub.Lookup
         self._attaching = threading.Lock()
-        self._transport: Any = None
+        self._choice = None
         self._transport_boot = 0
 
     def close(self) -> None:
@@ -313,8 +314,8 @@ class SimClient(Client):
         if self.closed:
             raise ValueError("Cannot invoke RPC on closed channel!")
 
-    def _attach(self, offer: Any) -> SimTransport:
-        return SimTransport(self.server)
+    def _attach(self, offer: Any) -> Choice:
+        return Choice(SimTransport(self.server), "simulated", "simulated")
 
 
 class SimTransport:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from kvpool.errors import PoolTimeoutError, UnavailableError
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
 _WELCOME = re.compile(r" on (\S+); metrics and health: (\S+)")
+_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "metrics_and_health": "(\S+)"')
 
 Found = TypeVar("Found")
 
@@ -60,7 +61,7 @@ class ServerProcess:
         started_s: seconds from the start of the process until Ping was answered.
     """
 
-    def __init__(self, log_dir: Path, shm_dir: str, *flags: str):
+    def __init__(self, log_dir: Path, shm_dir: str, *flags: str, environment: Mapping[str, str] = {}):
         defaults = {
             "--listen": "127.0.0.1:0",
             "--http-listen": "127.0.0.1:0",
@@ -74,7 +75,7 @@ class ServerProcess:
         started = time.monotonic()
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
-                server_command(*missing, *flags), stdout=out, stderr=err, env=clean_environment()
+                server_command(*missing, *flags), stdout=out, stderr=err, env=clean_environment(**environment)
             )
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)
@@ -88,7 +89,7 @@ class ServerProcess:
 
     def _welcome(self) -> re.Match[str] | None:
         assert self._process.poll() is None, f"kvpool-server ended at its start: {self.stderr}"
-        return _WELCOME.search(self.stdout)
+        return _WELCOME.search(self.stdout) or _JSON_WELCOME.search(self.stderr)
 
     @property
     def pid(self) -> int:

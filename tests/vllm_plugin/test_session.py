@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -69,6 +70,31 @@ def test_a_session_opens_by_itself(open_session: Open, shared_server: ServerProc
     session = open_session(shared_server.endpoint)
     wait_until_open(session)
     assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
+
+
+@pytest.mark.parametrize(
+    ("transport", "data_listen", "level", "says"),
+    [
+        ("auto", "127.0.0.1:0", "INFO", "transport shm,"),
+        ("stream", "127.0.0.1:0", "INFO", "transport stream over the data port 127.0.0.1:"),
+        ("stream", "", "WARNING", "transport stream over gRPC (slow: the server has no data port"),
+    ],
+)
+def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
+    open_session: Open,
+    pool_server: StartServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    data_listen: str,
+    level: str,
+    says: str,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO")
+    open_session(pool_server("--data-listen", data_listen).endpoint, transport=transport)
+    (said,) = wait_for(lambda: [each for each in caplog.records if ", transport " in each.getMessage()], "the log")
+    assert said.levelname == level and says in said.getMessage()
 
 
 def test_an_absent_server_holds_nobody_up_and_is_found_when_it_comes(
@@ -337,7 +363,7 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
     before = session.namespace
-    path = session.client._transport._segment.path
+    path = session.client.choice.transport._segment.path
     assert _mapped(path)
     server.kill()
     wait_for(lambda: session.namespace is None and not _mapped(path), "the old memory to be let go", HEALED_S)

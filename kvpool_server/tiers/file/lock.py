@@ -75,7 +75,7 @@ class DirectoryLock:
 
 
 def take(directory: Path) -> DirectoryLock:
-    """Makes a directory if need be, and locks it. Raises as `DirectoryLock`.
+    """Makes a directory if need be, but none above it, and locks it. Raises as `DirectoryLock`.
 
     Tries again: who removes it holds the lock for a moment, and the directory has gone then.
     """
@@ -88,5 +88,5 @@ def take(directory: Path) -> DirectoryLock:
 
 
 def _make_and_lock(directory: Path) -> DirectoryLock:
-    directory.mkdir(parents=True, exist_ok=True)  # FileExistsError, also if it goes just while this looks what it is.
+    directory.mkdir(exist_ok=True)  # FileExistsError, also if it goes just while this looks what it is.
     return DirectoryLock(directory)

@@ -55,6 +55,7 @@ EXTENTS_PER_TIER = 256
 MIN_EXTENT_BYTES = 32 << 20
 MIN_EXTENTS = 4
 LOOK_AROUND_S = 1.0
+LOOK_AGAIN_S = 0.2
 CLOSE_S = 2.0
 
 _LIMITS = Limits(max_ttl_ms=3_600_000, grace_ms=0, max_namespaces=100_000)
@@ -71,6 +72,8 @@ class FileTier(Tier):
         policy: makes what decides who goes.
         threads: that read and write at once.
         direct: whether to pass by the page cache where that is possible.
+        handover_s: how long to wait for a predecessor of the same name to stop; see `open`.
+        create: whether to make the root where it is not there; else that is an error, for a mount may be missing.
         files: where descriptors are counted.
     """
 
@@ -83,16 +86,21 @@ class FileTier(Tier):
         *,
         threads: int = 4,
         direct: bool = True,
+        create: bool = False,
+        handover_s: float = 0.0,
         disk: Disk | None = None,
         files: OpenFiles = OPEN_FILES,
     ):
         self.name = f"file:{root}"
         self.counters: Counter[str] = Counter()
+        self._root = root
         self._directory = root / owner
         self._size_bytes = size_bytes
         self._policy = policy
         self._num_threads = threads
         self._direct = direct
+        self._create = create
+        self._handover_s = handover_s
         self._disk = disk or Disk()
         self._files = files
         self._ids = itertools.count(1)
@@ -115,8 +123,7 @@ class FileTier(Tier):
         self._threads = Threads(self._num_threads, "kvpool-tier")
         self._watcher = Threads(1, "kvpool-tier-watch")
         try:
-            async with asyncio.timeout(ANSWER_S):
-                self._lock = await self._threads.call(self._take_directory)
+            self._lock = await self._take_over(self._threads)
             await self._threads.call(self._load)
         except TimeoutError:
             await self.close()
@@ -127,14 +134,42 @@ class FileTier(Tier):
             await self.close()
             raise ConfigError(
                 f"tier {self.name}: {self._directory} belongs to another running server; give each server a path, or "
-                "a name= of its own"
+                "a name= of its own; where this one is to replace it, stop the other server first"
             ) from None
+        except ConfigError:
+            await self.close()
+            raise
         except OSError as error:
             await self.close()
             raise ConfigError(f"tier {self.name}: {error}; give a directory that this server can write to") from None
         self._looking = asyncio.create_task(self._keep_looking())
 
+    async def _take_over(self, threads: Threads) -> DirectoryLock:
+        """The directory's lock; waits for a server that is about to stop, and to write down what it has.
+
+        Raises:
+            BlockingIOError: that server did not stop in time.
+        """
+        ends_at = time.monotonic() + self._handover_s
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    return await threads.call(self._take_directory)
+            except BlockingIOError:
+                if time.monotonic() >= ends_at:
+                    raise
+            left_s = round(ends_at - time.monotonic(), 1)
+            self._say("a tier waits for another server to let go of its directory", str(self._directory), left_s=left_s)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
     def _take_directory(self) -> DirectoryLock:
+        if self._create:
+            self._root.mkdir(parents=True, exist_ok=True)
+        elif not self._root.exists():
+            raise ConfigError(
+                f"tier {self.name}: {self._root} does not exist; mount it, or add create=yes to have it made on the "
+                "disk that is there"
+            )
         return take(self._directory)
 
     @no_collections()
@@ -409,10 +444,10 @@ class FileTier(Tier):
         except Exception as error:
             self._say("a tier's path cannot be read", str(error))
 
-    def _say(self, what: str, error: str) -> None:
+    def _say(self, what: str, error: str, **more: float) -> None:
         """Warns, once for each error in a row."""
         if error and error != self._said.get(what):
-            log.warning(what, tier=self.name, error=error)
+            log.warning(what, tier=self.name, error=error, **more)
         self._said[what] = error
 
 

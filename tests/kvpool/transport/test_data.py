@@ -412,7 +412,8 @@ def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProces
 def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
     client = connect(server, transport="stream", stall_timeout_ms=300)
     with closing(client.try_transport().transport):
-        assert client.try_transport().why.startswith("transport=stream; over the data port 127.0.0.1:")
+        choice = client.try_transport()
+        assert choice.route.startswith("stream over the data port 127.0.0.1:") and not choice.is_fallback
     for pid in workers_of(server):
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -421,12 +422,14 @@ def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: Server
         for pid in workers_of(server):
             os.kill(pid, signal.SIGCONT)
     assert choice.transport.name == "stream" and not isinstance(choice.transport, DataTransport)
-    assert "over gRPC: cannot reach the data port 127.0.0.1:" in choice.why and "no answer in time" in choice.why
+    assert choice.is_fallback and "no answer in time" in choice.route
+    assert choice.route.startswith("stream over gRPC (slow: cannot reach the data port 127.0.0.1:")
 
 
 def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, connect: Connect) -> None:
     choice = connect(pool_server("--data-listen", ""), transport="stream").try_transport()
-    assert choice.why == "transport=stream; over gRPC: the server has no data port"
+    assert choice.is_fallback and choice.why == "transport=stream"
+    assert choice.route == "stream over gRPC (slow: the server has no data port; see --data-listen)"
 
 
 def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
@@ -441,4 +444,4 @@ def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
 def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:
     server = pool_server("--data-listen", "127.0.0.2:0")
     with Client(ClientConfig(server.endpoint, transport="stream")) as client:
-        assert "over the data port 127.0.0.2:" in client.try_transport().why
+        assert "over the data port 127.0.0.2:" in client.try_transport().route

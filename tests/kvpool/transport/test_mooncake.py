@@ -355,14 +355,14 @@ def test_a_server_without_an_engine_says_how_to_get_one(shared_server: ServerPro
 
 
 def test_auto_takes_shared_memory_before_it_and_the_stream_before_its_tcp(
-    start_server: StartServer, connect: Connect, tmp_path: Path
+    start_server: StartServer, connect: Connect, ram_dir: Path
 ) -> None:
-    directory = tmp_path / "shm"
+    directory = ram_dir / "shm"
     directory.mkdir()
     client = connect(start_server(shm_dir=str(directory)))
     with closing(client.try_transport().transport) as transport:
         assert transport.name == "shm"
-    directory.rename(tmp_path / "elsewhere")  # As a container that does not mount it would see it.
+    directory.rename(ram_dir / "elsewhere")  # As a container that does not mount it would see it.
     choice = client.try_transport()
     assert choice.transport.name == "stream"
     assert "no shm: no shared memory at" in choice.why and "the server offers no RDMA" in choice.why

@@ -24,8 +24,8 @@ class TestContract(TransportContract):
 
 
 @pytest.fixture
-def segment(tmp_path: Path) -> Iterator[Segment]:
-    made = Segment.create(str(tmp_path), 1 << 16)
+def segment(ram_dir: Path) -> Iterator[Segment]:
+    made = Segment.create(str(ram_dir), 1 << 16)
     yield made
     made.close()
 

@@ -17,9 +17,11 @@ from kvpool.errors import (
 )
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
+from kvpool_server.storage import holders
 from kvpool_server.storage.arena import Arena
 from kvpool_server.storage.entry import Entry
 from kvpool_server.storage.limits import Limits
+from kvpool_server.storage.moves import Moves
 from kvpool_server.storage.observer import Observer
 from kvpool_server.storage.pool import Pool
 from tests.support.clock import FakeClock
@@ -327,6 +329,71 @@ def test_a_batch_gets_all_its_slots_or_none(bench: Bench) -> None:
     assert bench.start("x", "y").statuses == (GRANTED, GRANTED)
     bench.pool.release([lease_id])
     assert bench.present(*range(8)) == [*range(8)]
+
+
+def _refusal(bench: Bench, count: int = 3) -> str:
+    with pytest.raises(OutOfSpaceError) as caught:
+        bench.start(*(f"new{nth}" for nth in range(count)))
+    assert type(caught.value) is OutOfSpaceError, "its status is looked up by its class"
+    return str(caught.value)
+
+
+def test_a_refusal_says_that_readers_hold_the_space(bench: Bench) -> None:
+    bench.store(*range(8))
+    bench.look(*range(4), ttl_ms=1_000)
+    bench.clock.advance(0.5)
+    bench.look(*range(2, 8), ttl_ms=1_000)
+    assert _refusal(bench) == (
+        "no room for 3 blocks of 200 bytes: 8 blocks (1.56 KiB) are leased by 2 lookups, for 1.0 s at most; "
+        "put fewer at once, try again later, or start kvpool-server with more --memory"
+    )
+
+
+def test_a_refusal_says_that_a_tier_holds_the_space(bench: Bench) -> None:
+    bench.store(*range(10))
+    entries = list(bench.pool.namespace(bench.name).groups[0].index.values())  # type: ignore[union-attr]
+    moves = Moves(bench.pool)
+    lease_id = moves.hold(entries[6:])
+    said = _refusal(bench)
+    assert "4 blocks (800 B) are being written to a tier; 6 blocks before those in their prefixes" in said
+    assert "leased" not in said and "quarantine" not in said
+    bench.pool.release([lease_id])
+    bench.start("new0", "new1", "new2")
+
+
+def test_a_refusal_tells_puts_from_blocks_that_come_up_and_from_quarantine(bench: Bench) -> None:
+    bench.start(*"abc", ttl_ms=100)
+    Moves(bench.pool).raise_start(bench.pool.namespace(bench.name).groups[0], [run_of(*"wx")])  # type: ignore[union-attr]
+    bench.store("gone", "stays")
+    bench.look("gone", ttl_ms=1_000)
+    bench.pool.remove(bench.name, [run_of("gone")])
+    said = _refusal(bench, 6)
+    assert "2 blocks (400 B) are being read from a tier" in said
+    assert "3 blocks (600 B) are being written by 1 puts, for 0.1 s at most" in said
+    assert "1 blocks (200 B) are leased by 1 lookups" in said and "quarantine" not in said
+    bench.clock.advance(0.125)  # The ticket expires, and its grace begins.
+    assert "3 blocks (600 B) are in quarantine until" in _refusal(bench, 6)
+
+
+def test_a_refusal_says_what_belongs_to_other_sizes_and_what_the_arena_has_room_for(bench: Bench) -> None:
+    assert "the whole arena of 1.95 KiB has 10 slots of this size" in _refusal(bench, 11)
+    grant = bench.pool.put_start(bench.name, [BlockRun(1, [block_hash(nth) for nth in range(2)])], ShardRange(0, 1))
+    assert grant.ticket_id
+    assert "200 B of the arena belong to blocks of other sizes" in _refusal(bench, 10)
+
+
+def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
+    pool = Pool(Arena(2_000, 200, backed_bytes=400), FakeClock(), itertools.count(1).__next__, LIMITS)
+    name = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=200)))[0].fingerprint
+    with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: 1.56 KiB have no memory yet, for the server"):
+        pool.put_start(name, [run_of(*"abc")], ShardRange(0, 1))
+
+
+def test_a_refusal_looks_at_a_bounded_number_of_blocks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "MAX_COUNTED", 5)
+    bench.store(*range(10))
+    bench.look(*range(10), ttl_ms=1_000)
+    assert ": at least 5 blocks (1000 B) are leased by 1 lookups" in _refusal(bench)
 
 
 def test_a_put_never_evicts_what_it_names(bench: Bench) -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.types import Quota
 from kvpool_server.storage.eviction import POLICIES, Policy
+from kvpool_server.storage.moves import Moves
 from tests.support.tenants import WHOLE, House, Owner
 from tests.support.values import run_of
 
@@ -69,14 +70,29 @@ def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing
     acme.put("fits")
     before = [name for name in names if acme.present(name)]
     assert len(before) == 9
-    with pytest.raises(OutOfSpaceError, match=r"quota tenant:acme = 1000 bytes: no room for 3 blocks .*leased"):
+    with pytest.raises(
+        OutOfSpaceError, match=r"quota tenant:acme = 1000 bytes: no room for 3 blocks .*leased"
+    ) as caught:
         acme.put("a", "b", "c")
+    assert ": 8 blocks (800 B) are leased by 1 lookups, for " in str(caught.value)
+    assert str(caught.value).endswith("try again later, or raise it (`kvpool quota tenant:acme=SIZE`)")
     assert acme.present(*names) == before and acme.present("fits")
     house.pool.check_integrity()
     assert house.pool.counters["over_quota"] == 1 and house.pool.counters["out_of_space"] == 0
     house.pool.release([lease_id])
     acme.put("a", "b", "c")
     assert acme.nbytes == 1_000
+
+
+def test_a_refusal_counts_only_what_the_subject_holds_and_says_that_a_tier_holds_it(house: House) -> None:
+    acme, other = house.owner(tenant="acme"), house.owner(tenant="other")
+    house.quota("tenant:acme", 1_000)
+    acme.put(*range(10))
+    other.lease(*other.store(5))
+    (group,) = house.pool.namespace(acme.fingerprint).groups  # type: ignore[union-attr]
+    Moves(house.pool).hold(list(group.index.values()))
+    with pytest.raises(OutOfSpaceError, match=r": 10 blocks \(1000 B\) are being written to a tier; try again later"):
+        acme.put("a")
 
 
 def test_blocks_that_are_being_written_count(house: House) -> None:

@@ -27,7 +27,7 @@ SIZE = 8 << 20
 
 
 def _tier(root: Path, owner: str = "one", size: int = SIZE, direct: bool = True) -> FileTier:
-    return FileTier(root, owner, size, PrefixLRU, threads=2, direct=direct)
+    return FileTier(root, owner, size, PrefixLRU, threads=2, direct=direct, create=True)
 
 
 class TestFileTier(TierContract):

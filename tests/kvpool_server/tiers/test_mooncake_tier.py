@@ -341,7 +341,10 @@ def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) 
     (tmp_path / "mooncake" / "__init__.py").touch()
     root = Path(__file__).parents[3]
     said = _say("--tier", "mooncake:master=127.0.0.1:1", PYTHONPATH=f"{tmp_path}{os.pathsep}{root}")
-    assert "tier mooncake needs a package that is not installed" in said and "pip install 'kvpool[mooncake]'" in said
+    assert (
+        "tier mooncake needs a package that is not installed" in said
+        and "pip install 'mooncake-transfer-engine" in said
+    )
 
 
 @pytest.mark.skipif(RDMA_DEVICES.is_dir(), reason="this machine has RDMA")

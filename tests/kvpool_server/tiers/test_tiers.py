@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from kvpool.client import Client, Namespace
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PoolKey
-from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, clean_environment, run_command, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 StartServer = Callable[..., ServerProcess]
@@ -68,6 +71,7 @@ def _file(path: Path, name: str = "one", **options: object) -> tuple[str, str]:
 
 
 NAMES = [f"t{nth}" for nth in range(64)]
+LATER = [f"later{nth}" for nth in range(16)]
 
 
 def test_written_on_eviction_it_comes_back_from_an_orderly_stop(
@@ -183,7 +187,9 @@ def test_what_does_not_fit_the_arena_is_found_in_the_tier(
 
 
 def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path / "a"), *_file(tmp_path / "b")))
+    client = connect(
+        pool_server("--memory", "64MiB", *_file(tmp_path / "a", create="yes"), *_file(tmp_path / "b", create="yes"))
+    )
     stored, empty = client.open_namespace(_spec()), client.open_namespace(_spec())
     _put(client, stored, NAMES)
     wait_for(lambda: _demoted(client) == 2 * len(NAMES), "all blocks are in both tiers")
@@ -265,7 +271,7 @@ def test_three_servers_on_one_directory_one_of_them_killed(
 
 def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
     path = tmp_path / "tier"
-    client = connect(pool_server("--memory", "64MiB", *_file(path)))
+    client = connect(pool_server("--memory", "64MiB", *_file(path, create="yes")))
     namespace = client.open_namespace(_spec())
     _put(client, namespace, NAMES[:8])
     wait_for(lambda: _demoted(client) == 8, "written through")
@@ -277,6 +283,89 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
     assert _hits(client, namespace, NAMES) == len(NAMES)
 
 
+def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
+    pool_server: StartServer, connect: Connect, tmp_path: Path, shm_dir: str
+) -> None:
+    """A rolling update: the new server starts while the old one still answers, and drains."""
+    spec, tier = _spec(), _file(tmp_path, write="evict")
+    old = pool_server("--memory", "64MiB", "--drain-ms", "20000", *tier)
+    _put(client := connect(old), client.open_namespace(spec), NAMES)
+    with ThreadPoolExecutor() as threads:
+        starting = threads.submit(ServerProcess, tmp_path / "new", shm_dir, "--memory", "64MiB", *tier)
+        log = tmp_path / "new" / "server-0.err"
+        wait_for(lambda: log.exists() and "waits for another server" in log.read_text(), "it waits", 60)
+        _put(client, client.open_namespace(spec), LATER)
+        assert not starting.done()
+        old.terminate()
+        new = starting.result(timeout=60)
+    try:
+        assert old.wait() == 0
+        client = connect(new)
+        namespace = client.open_namespace(spec)
+        assert _hits(client, namespace, NAMES) == len(NAMES) and _hits(client, namespace, LATER) == len(LATER)
+    finally:
+        new.stop()
+
+
+def test_a_server_whose_predecessor_does_not_stop_says_so_and_harms_nothing(
+    pool_server: StartServer, connect: Connect, tmp_path: Path, shm_dir: str
+) -> None:
+    tier = _file(tmp_path)
+    old = pool_server("--memory", "64MiB", *tier)
+    _put(client := connect(old), namespace := client.open_namespace(_spec()), NAMES)
+    segments = os.listdir(shm_dir)
+    flags = (
+        "--listen",
+        "127.0.0.1:0",
+        "--http-listen",
+        "",
+        "--memory",
+        "8MiB",
+        "--shm-dir",
+        shm_dir,
+        "--drain-ms",
+        "0",
+    )
+    done = run_command(*server_command(*flags, *tier), timeout_s=60)
+    assert done.returncode == 2 and "belongs to another running server" in done.stderr
+    assert "stop the other server first" in done.stderr and "Traceback" not in done.stderr
+    assert os.listdir(shm_dir) == segments
+    wait_for(lambda: _demoted(client) == len(NAMES), "the old one goes on writing")
+    assert _hits(client, namespace, NAMES) == len(NAMES)
+
+
+def test_a_server_that_waits_for_its_predecessor_ends_at_sigterm(
+    pool_server: StartServer, tmp_path: Path, shm_dir: str
+) -> None:
+    tier = _file(tmp_path)
+    pool_server(*tier)
+    segments = os.listdir(shm_dir)
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "", "--shm-dir", shm_dir, "--drain-ms", "600000", *tier)
+    with subprocess.Popen(server_command(*flags), stderr=subprocess.PIPE, env=clean_environment()) as new:
+        assert new.stderr is not None
+        for line in new.stderr:
+            if b"waits for another server" in line:
+                break
+        new.terminate()
+        assert new.wait(30) == 0
+    assert os.listdir(shm_dir) == segments
+
+
+def test_a_path_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "mount" / "kv"
+    tier = f"file:{path},size=64MiB"
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{path} does not exist; mount it, or add create=yes" in done.stderr
+    assert not path.parent.exists(), "a missing mount was made on the disk below it"
+
+
+def test_a_path_that_is_not_there_is_made_if_that_is_wanted(pool_server: StartServer, tmp_path: Path) -> None:
+    path = tmp_path / "mount" / "kv"
+    pool_server(*_file(path, create="yes"))
+    assert (path / "one" / "lock").exists()
+
+
 @pytest.mark.parametrize(
     ("tier", "says"),
     [
@@ -285,7 +374,9 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
         ("file:/tmp/kv,size=1KiB", "size = '1KiB'"),
         ("file:/tmp/kv,size=1GiB,sice=2GiB", "sice = '2GiB'"),
         ("file:/tmp/kv,size=1GiB,size=2GiB", "'size=2GiB' is not one NAME=VALUE"),
-        ("file:/proc/nothing,size=1GiB", "give a directory that this server can write to"),
+        ("file:/proc/nothing,size=1GiB,create=yes", "give a directory that this server can write to"),
+        ("file:/proc,size=1GiB", "give a directory that this server can write to"),
+        ("file:/tmp/kv,size=1GiB,create=perhaps", "create = 'perhaps'"),
         ("file:kv,size=1GiB", "give a path from the root on"),
         ("file:~/kv,size=1GiB", "give a path from the root on"),
         ("file:,size=1GiB", "give a path from the root on"),

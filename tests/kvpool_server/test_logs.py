@@ -1,0 +1,175 @@
+"""A log stream that is asked for as JSON is JSON from its first line to its last."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool_server import stray_lines
+from kvpool_server.logs import wants_json
+from kvpool_server.stray_lines import as_json
+from tests.support.processes import ServerProcess, clean_environment, run_command, server_command, wait_for
+
+StartServer = Callable[..., ServerProcess]
+JSON = ("--log-format", "json")
+NOWHERE = ("--listen", "127.0.0.1:0", "--http-listen", "")
+
+
+def _records(text: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in text.splitlines()]
+    assert all({"event", "level", "timestamp"} <= set(record) for record in found)
+    return found
+
+
+def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Path) -> None:
+    server = pool_server(
+        *JSON, "--tier", f"file:{tmp_path},size=64MiB,name=one", environment={"KVPOOL_LOG_LEVEL": "debug"}
+    )
+    server.terminate()
+    assert server.wait() == 0
+    assert server.stdout == ""
+    said = _records(server.stderr)
+    events = [record["event"] for record in said]
+    assert events[-1] == "stopped" and "tier opened" in events
+    (ready,) = (record for record in said if record["event"] == "ready")
+    assert ready["kv_transfer_config"]["kv_connector_extra_config"] == {"endpoint": server.endpoint}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--memory", "lots"), "kvpool-server: setting memory = 'lots'"),
+        (("--memory", "1000TiB", *NOWHERE), "kvpool-server: memory = 1000.0TiB"),
+        (("--shm-dir", "/proc", "--memory", "1MiB", *NOWHERE), "type proc"),
+        (("--tier", "file:/no/such,size=64MiB", "--memory", "1MiB", *NOWHERE), "/no/such does not exist"),
+        (("--config", "/no/such.toml"), "config file /no/such.toml"),
+        (("--no-such-flag",), "No such option"),
+    ],
+)
+def test_what_keeps_a_server_from_starting(flags: tuple[str, ...], says: str) -> None:
+    done = run_command(*server_command(*flags, *JSON))
+    assert done.returncode == 2 and done.stdout == ""
+    assert any(says in record["event"] for record in _records(done.stderr))
+
+
+def test_a_setting_that_is_wrong_is_said_as_its_own_file_wants(tmp_path: Path) -> None:
+    file = tmp_path / "kvpool.toml"
+    file.write_text('log_format = "json"\nmemry = 1\n')
+    for flags, environment in ((("--config", str(file)), {}), ((), {"KVPOOL_CONFIG": str(file)})):
+        (said,) = _records(run_command(*server_command(*flags), **environment).stderr)
+        assert "unknown key memry" in said["event"] and said["level"] == "critical"
+
+
+def test_what_grpc_writes_past_every_logger(shared_server: ServerProcess, shm_dir: str) -> None:
+    flags = ("--listen", shared_server.endpoint, "--http-listen", "", "--memory", "1MiB", "--shm-dir", shm_dir)
+    by_grpc, _ = run_command(*server_command(*flags)).stderr.splitlines()
+    assert "Failed to add port to server" in by_grpc
+    said = _records(run_command(*server_command(*flags, *JSON)).stderr)
+    (stray,) = (record for record in said if record.get("logger") == "stderr")
+    assert "Failed to add port to server" in stray["event"] and stray["level"] == "error"
+    assert any("cannot listen on" in record["event"] for record in said if record["level"] == "critical")
+
+
+def test_a_worker_that_dies(pool_server: StartServer) -> None:
+    server = pool_server(*JSON)
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    (worker,) = (pid for pid in children if "data.worker" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(int(worker), signal.SIGKILL)
+    wait_for(lambda: "a data worker died" in server.stderr, "the log tells of it")
+    server.kill()
+    _records(server.stderr)
+
+
+WARNS = """
+import logging, os, subprocess, sys, threading, warnings
+from kvpool_server import logs
+with logs.json_lines():
+    logs.configure("json", "info")
+    warnings.warn("by a module")
+    logging.getLogger("library").error("by a library")
+    os.write(2, b"by C\\n")
+    subprocess.run([sys.executable, "-c", "raise SystemExit('by a child')"])
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start(), thread.join()
+    raise RuntimeError("by the server")
+"""
+
+
+def test_every_way_to_standard_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WARNS], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
+    )
+    assert done.returncode == 1
+    said = json.dumps(_records(done.stderr))
+    for words in (
+        "by a module",
+        "by a library",
+        "by C",
+        "by a child",
+        "ZeroDivisionError",
+        "RuntimeError: by the server",
+    ):
+        assert words in said, words
+
+
+def test_the_last_words_of_a_server_that_aborts() -> None:
+    aborts = (
+        "import os\nfrom kvpool_server import logs\nwith logs.json_lines():\n os.write(2, b'F0000 broken'); os.abort()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", aborts], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
+    )
+    assert done.returncode == -signal.SIGABRT
+    (said,) = _records(done.stderr)
+    assert (said["event"], said["level"]) == ("F0000 broken", "critical")
+
+
+@given(st.binary())
+def test_any_line_becomes_one_record(line: bytes) -> None:
+    for one in line.split(b"\n"):
+        if said := as_json(one):
+            assert isinstance(json.loads(said), dict) and "\n" not in said
+
+
+def test_a_record_passes_as_it_is_and_glogs_levels_are_kept() -> None:
+    assert as_json(b'{"event": "x"}\n') == '{"event": "x"}'
+    levels = {
+        line: json.loads(as_json(line))["level"] for line in (b"I0000 a", b"W1122 a", b"E0000 a", b"F0000 a", b"a")
+    }
+    assert list(levels.values()) == ["info", "warning", "error", "critical", "warning"]
+    assert as_json(b" \n") == ""
+
+
+def test_the_filter_needs_the_standard_library_alone() -> None:
+    ran = [sys.executable, "-I", "-S", stray_lines.__file__]
+    done = subprocess.run(ran, input="one\ntwo", capture_output=True, text=True, timeout=30, check=True)
+    assert [record["event"] for record in _records(done.stdout)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "wanted"),
+    [
+        (["--log-format", "json"], {}, True),
+        (["--log-format=json"], {}, True),
+        (["--log-format=json", "--log-format", "console"], {}, False),
+        (["--log-format", "console"], {"KVPOOL_LOG_FORMAT": "json"}, False),
+        ([], {"KVPOOL_LOG_FORMAT": "json"}, True),
+        (["--log-format"], {}, False),
+        (["--config", "/no/such"], {}, False),
+        ([], {}, False),
+    ],
+)
+def test_the_format_is_known_before_the_settings_are(
+    arguments: list[str], environment: dict[str, str], wanted: bool
+) -> None:
+    assert wants_json(arguments, environment) is wanted
