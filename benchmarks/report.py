@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from benchmarks.harness import RESULTS, change
+from benchmarks import figures
+from benchmarks.harness import RESULTS, WITHIN_NOISE, change, spread, verdict
 from benchmarks.plots import draw
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -22,10 +23,16 @@ INTRODUCTION = """# Benchmarks
 `make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` those that do, with whatever
 python3, vLLM and kvpool are installed. Each is one module that prints a table, beside the result before, and writes
 `benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
-are measured in alternation in one run; figures are medians, ratios are medians of the rounds' ratios. "Reach" is the
-target that was set before measuring; what misses it is named above each table. Absolute times on shared machines drift,
-by half and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
-`python -m benchmarks.report` writes this page and plots.
+are measured in alternation in one run. A figure of several rounds is their median. A ratio is the median of the rounds'
+ratios, and not the ratio of two medians: load that comes and goes hits both sides of a round alike. "Spread" is the
+noise: 95 % of all resamplings of the rounds give a figure between its two ends.
+
+"Reach" is the target that was set before measuring. "Met" says "yes" or "no" where all of the spread lies on one side of
+the reach, and "within noise" where the reach lies inside the spread. A verdict in brackets belongs to a result that was
+written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half and
+more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
+
+`python -m benchmarks.report` writes this page, its plots, and the figures in the other pages that name a result.
 """
 
 QUESTIONS = {
@@ -77,14 +84,24 @@ long for many ranks as for one, and their shares are smaller.""",
 
 
 def main() -> None:
-    """Writes the page and says where."""
+    """Writes the page, its plots, and the figures in other pages; says where."""
+    DOCUMENT.write_text(page())
+    print(DOCUMENT)
+    for path in figures.documents():
+        text = path.read_text()
+        if (written := figures.refresh(text)) != text:
+            path.write_text(written)
+            print(path)
+
+
+def page() -> str:
+    """docs/benchmarks.md; draws its plots."""
     parts = [INTRODUCTION]
     for name, question in QUESTIONS.items():
         path = RESULTS / f"{name}.json"
         if path.exists():
-            parts.append(_section(name, question, json.loads(path.read_text())))
-    DOCUMENT.write_text("\n".join(parts))
-    print(DOCUMENT)
+            parts.append(_section(name, figures.refresh(question), json.loads(path.read_text())))
+    return "\n".join(parts)
 
 
 def _section(name: str, question: str, result: dict[str, Any]) -> str:
@@ -117,8 +134,11 @@ def _facts(result: dict[str, Any]) -> list[str]:
 
 
 def _misses(result: dict[str, Any]) -> list[str]:
-    missed = [row["what"] for row in result["rows"] if row["met"] is False]
-    return [f"**Not reached:** {'; '.join(missed)}.", ""] if missed else []
+    lines = []
+    for met, words in ((False, "Not reached"), (WITHIN_NOISE, "Within noise")):
+        if rows := [row["what"] for row in result["rows"] if row["met"] == met]:
+            lines += [f"**{words}:** {'; '.join(rows)}.", ""]
+    return lines
 
 
 def _table(result: dict[str, Any]) -> list[str]:
@@ -128,11 +148,12 @@ def _table(result: dict[str, Any]) -> list[str]:
     if before:
         same = "the same kind of machine" if _kind(before["machine"]) == _kind(result["machine"]) else "another machine"
         lines = [f"Changes are against {before['date'][:10]}, commit {_short(before['commit'])}, on {same}.", ""]
-    lines += ["| what | figure | reach | met | change |", "|---|---|---|---|---|"]
+    lines += ["| what | figure | spread | reach | met | change |", "|---|---|---|---|---|---|"]
     for row in result["rows"]:
-        met = {None: "", True: "yes", False: "**no**"}[row["met"]]
+        figure = f"{row['figure']:.4g} {row['unit']}".rstrip()
+        met = verdict(row).replace("no", "**no**") if row["met"] is False else verdict(row)
         changed = change(row["figure"], row.get("before"))
-        lines.append(f"| {row['what']} | {row['figure']:.4g} {row['unit']} | {row['reach']} | {met} | {changed} |")
+        lines.append(f"| {row['what']} | {figure} | {spread(row)} | {row['reach']} | {met} | {changed} |")
     return lines
 
 
