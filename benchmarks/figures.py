@@ -27,7 +27,9 @@ _NUMBER = r"(?P<number>\d[\d,]*(?:\.\d+)?)"
 _UNIT = r"(?P<unit>ms|µs|s|seconds?|minutes?|hours?|[KMGT]iB|[KMGT]?B(?:/s)?|bytes|%|x|times)"
 NUMBER = re.compile(rf"(?<![\w.,-]){_NUMBER}(?: |-)?{_UNIT}(?![\w/])")
 MEASURED = re.compile(rf"{_NUMBER}(?: {_UNIT}(?!\w)|[^\d<>]{{0,30}}?)\s*<!-- (?P<result>[\w-]+): (?P<row>.+?) -->")
-_CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)|^<!-- begin (\w+) -->.*?^<!-- end \1 -->", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(
+    r"^```.*?^```|`[^`]*`|\]\([^)]*\)|^<!-- begin (\w+) -->.*?^<!-- end \1 -->", re.MULTILINE | re.DOTALL
+)
 
 
 def documents() -> list[Path]:

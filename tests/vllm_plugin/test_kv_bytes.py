@@ -38,6 +38,7 @@ def test_a_token_takes_what_the_connector_gives_a_block(
         window = SlidingWindowSpec(**fields, head_size=shape.head_values // 2, sliding_window=shape.window_tokens)
         layers |= {f"window.{nth}": window for nth in range(shape.window_layers)}
     config = vllm_config()
+    monkeypatch.setattr(config.cache_config, "kv_cache_layout", "LBHNC")
     monkeypatch.setattr(config.model_config, "get_total_num_kv_heads", lambda: shape.kv_heads)
     groups = get_kv_cache_groups(config, layers)
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout="LBHNC")

@@ -1,0 +1,60 @@
+"""How fast are weights digested? The connector reads each file once, when an engine first starts with it.
+
+Sides: the digest of a file in the page cache, of the same file when it has to come from the disk, and the hash alone, of
+bytes in memory. `weights_digest` remembers what it has read; each round has a cache of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+import xxhash
+
+from benchmarks.harness import Row, alternate, gb_per_s, report, timed
+from vllm_plugin.weights import READ_BYTES, weights_digest
+
+
+def main(
+    directory: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("/var/tmp"),
+    mib: Annotated[int, typer.Option(help="Size of the file.", min=16)] = 2048,
+    rounds: Annotated[int, typer.Option(min=1)] = 7,
+) -> None:
+    """Measures and reports."""
+    nbytes = mib << 20
+    piece = np.random.default_rng(0).integers(0, 256, READ_BYTES, dtype=np.uint8)
+    with tempfile.TemporaryDirectory(dir=directory, prefix="kvpool-weights-") as folder:
+        file = Path(folder) / "model.safetensors"
+        with file.open("wb") as opened:
+            for _ in range(nbytes // READ_BYTES):
+                piece += np.uint8(1)
+                opened.write(piece)
+            os.fsync(opened.fileno())
+
+        def digest() -> float:
+            with tempfile.TemporaryDirectory() as cache:
+                os.environ["XDG_CACHE_HOME"] = cache
+                return timed(lambda: weights_digest(folder, None))
+
+        def digest_cold() -> float:
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return digest()
+
+        def hash_alone() -> float:
+            hasher = xxhash.xxh3_128()
+            return timed(lambda: [hasher.update(piece) for _ in range(nbytes // READ_BYTES)])
+
+        # A digest from the disk leaves the file in the page cache for the next one.
+        measures = {"from the disk": digest_cold, "from the page cache": digest, "xxh3-128 alone": hash_alone}
+        taken = alternate(measures, rounds, what="digests", warmups=1)
+    names = {name: name if "alone" in name else f"weights digest, {name}" for name in measures}
+    report("weights", [Row(names[name], gb_per_s(nbytes, each), "GB/s") for name, each in taken.items()], bytes=nbytes)
+
+
+if __name__ == "__main__":
+    typer.run(main)
