@@ -81,7 +81,7 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     for name, shape in SHAPES.items():
-        windows = f"{shape.window_bytes / KIB:.1f} KiB × {shape.window_tokens:,}" if shape.window_layers else ""
+        windows = f"{shape.window_bytes / KIB:.1f} KiB x {shape.window_tokens:,}" if shape.window_layers else ""
         prompt = shape.prompt_bytes(PROMPT_TOKENS)
         lines.append(
             f"| {name} | {shape.full_bytes / KIB:.1f} KiB | {windows} | {prompt / GIB:.2f} GiB "

@@ -27,10 +27,10 @@ are measured in alternation in one run. A figure of several rounds is their medi
 ratios, and not the ratio of two medians: load that comes and goes hits both sides of a round alike. "Spread" is the
 noise: 95 % of all resamplings of the rounds give a figure between its two ends.
 
-"Reach" is the target that was set before measuring. "Met" says "yes" or "no" where all of the spread lies on one side of
-the reach, and "within noise" where the reach lies inside the spread. A verdict in brackets belongs to a result that was
-written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half and
-more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
+"Reach" is the target that was set before measuring. "Met" says "yes" or "no" where all of the spread lies on one side
+of the reach, and "within noise" where the reach lies inside the spread. A verdict in brackets belongs to a result that
+was written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half
+and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
 
 `python -m benchmarks.report` writes this page, its plots, and the figures in the other pages that name a result.
 """

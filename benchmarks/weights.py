@@ -1,7 +1,7 @@
 """How fast are weights digested? The connector reads each file once, when an engine first starts with it.
 
-Sides: the digest of a file in the page cache, of the same file when it has to come from the disk, and the hash alone, of
-bytes in memory. `weights_digest` remembers what it has read; each round has a cache of its own.
+Sides: the digest of a file in the page cache, of the same file when it has to come from the disk, and the hash alone,
+of bytes in memory. `weights_digest` remembers what it has read; each round has a cache of its own.
 """
 
 from __future__ import annotations
