@@ -4,15 +4,16 @@ A measured number names its result in a comment behind it, which no reader of th
 
     102 ms<!-- gpu: warm TTFT, kvpool, another process -->
 
-`refresh` writes the result's figure there, with as many digits as the number has; `loose` finds the numbers that name
-none. Numbers in code, in links and in tables of settings are not looked at: other tests compare these with the code.
+`refresh` writes the result's figure there, with as many digits as the number has, and computes the tables between
+`<!-- begin NAME -->` and `<!-- end NAME -->`. `loose` finds the numbers that name no result. Numbers in code and in
+links are not looked at.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -20,16 +21,22 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 
 ROOT = Path(__file__).parent.parent
-FACTORS = {("ms", "s"): 1e-3, ("", "%"): 100.0, ("ratio", "%"): 100.0, ("x", "times"): 1.0, ("ratio", "times"): 1.0}
+FACTORS = {
+    ("ms", "s"): 1e-3,
+    ("", "%"): 100.0,
+    ("ratio", "%"): 100.0,
+    ("x", "times"): 1.0,
+    ("ratio", "times"): 1.0,
+    ("B", "bytes"): 1.0,
+}
 """(Unit of a result, unit on a page) -> what the figure is multiplied with."""
 
 _NUMBER = r"(?P<number>\d[\d,]*(?:\.\d+)?)"
-_UNIT = r"(?P<unit>ms|µs|s|seconds?|minutes?|hours?|[KMGT]iB|[KMGT]?B(?:/s)?|bytes|%|x|times)"
+_UNIT = r"(?P<unit>ms|µs|s|seconds?|minutes?|hours?|[KMGT]iB|[KMGT]?B/s|[KMGT]B|bytes|%|x|times)"
 NUMBER = re.compile(rf"(?<![\w.,-]){_NUMBER}(?: |-)?{_UNIT}(?![\w/])")
 MEASURED = re.compile(rf"{_NUMBER}(?: {_UNIT}(?!\w)|[^\d<>]{{0,30}}?)\s*<!-- (?P<result>[\w-]+): (?P<row>.+?) -->")
-_CODE = re.compile(
-    r"^```.*?^```|`[^`]*`|\]\([^)]*\)|^<!-- begin (\w+) -->.*?^<!-- end \1 -->", re.MULTILINE | re.DOTALL
-)
+_TABLE = re.compile(r"^<!-- begin (?P<name>\w+) -->\n.*?^<!-- end (?P=name) -->", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
@@ -38,22 +45,30 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *(page for page in pages if page.name != "benchmarks.md")]
 
 
-def refresh(text: str) -> str:
-    """The text with the figure of its result in each place that names one.
+def refresh(text: str, tables: Mapping[str, Callable[[], str]] | None = None) -> str:
+    """The text with the figure of its result in each place that names one, and with its tables computed.
+
+    Args:
+        tables: by name.
 
     Raises:
-        LookupError: there is no such result, or it has no such row.
+        LookupError: there is no such result, row or table, or the page gives the figure in another unit.
     """
+    if tables is not None:
+        text = _TABLE.sub(
+            lambda found: f"<!-- begin {found['name']} -->\n{tables[found['name']]()}\n<!-- end {found['name']} -->",
+            text,
+        )
     return MEASURED.sub(lambda found: _written(found) + found[0][len(found["number"]) :], text)
 
 
 def loose(text: str, settings: Collection[str]) -> list[str]:
     """Numbers with units that name no result and are in none of the phrases `settings`, with the words around them."""
-    for pattern in (_CODE, MEASURED):
-        text = pattern.sub(lambda found: "\n" * found[0].count("\n"), text)
-    text = " ".join(text.split())
     for phrase in settings:
-        text = text.replace(phrase, "")
+        text = re.sub(r"\s+".join(re.escape(word) for word in phrase.split()), "", text)
+    for pattern in (_TABLE, _CODE, MEASURED):
+        text = pattern.sub("", text)
+    text = " ".join(text.split())
     return [text[max(0, found.start() - 30) : found.end() + 20] for found in NUMBER.finditer(text)]
 
 

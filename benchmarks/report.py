@@ -11,11 +11,12 @@ from typing import Any
 
 import typer
 
-from benchmarks import figures
+from benchmarks import figures, kv_bytes, weights
 from benchmarks.harness import RESULTS, WITHIN_NOISE, change, spread, verdict
 from benchmarks.plots import draw
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+TABLES = {"memory": kv_bytes.table, "digest": weights.table}
 PLOTS = DOCUMENT.parent / "plots"
 
 INTRODUCTION = """# Benchmarks
@@ -41,10 +42,12 @@ QUESTIONS = {
 stream. What shm misses beside memcpy + xxh3 is the latency of the two or three calls around a batch. A bare TCP socket
 is itself not twice Mooncake here, and a put of stream has to be summed before it is sent: on two cores, which sender
 and receiver keep busy, that adds to its time.""",
-    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and
-sums about 4 GB/s there, which is why threads of their own sum where cores are many (`kvpool.sums`).""",
+    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
+3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, which is why threads of their own compute the
+checksums where cores are many (`kvpool.sums`).""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
-keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
+keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores. Ping is slower
+than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one call that stays open.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
 puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
 client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
@@ -61,14 +64,15 @@ tier costs those who put, also one that stands still (Mooncake's, with a stopped
     "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
 cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
 compared with what it must be; at the end nothing may be held or lost.""",
-    "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
+    "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",
     "memory": """Server memory beyond the arena, an entry. Ten million entries take
 `python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
 and no part of `make bench`.""",
-    "lookup-10-million": """The lookups above with ten million entries; the change is against one million, minutes
-before, on the same machine, where a call that does nothing took 0.98 ms then and less now.""",
+    "lookup-10-million": "The lookups above with ten million entries; the change is against one million.",
+    "weights": """How fast an engine digests the files of its weights when it first starts with them; the disk is a
+virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
 connector over TCP. Warm: what one process stored, another loads, checksums on.""",
@@ -89,7 +93,7 @@ def main() -> None:
     print(DOCUMENT)
     for path in figures.documents():
         text = path.read_text()
-        if (written := figures.refresh(text)) != text:
+        if (written := figures.refresh(text, TABLES)) != text:
             path.write_text(written)
             print(path)
 

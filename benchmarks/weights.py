@@ -15,8 +15,22 @@ import numpy as np
 import typer
 import xxhash
 
+from benchmarks.figures import rows
 from benchmarks.harness import Row, alternate, gb_per_s, report, timed
-from vllm_plugin.weights import READ_BYTES, weights_digest
+
+SIZES_GB = {"8B": 16, "70B": 140, "405B": 810}
+"""Weights in bfloat16, by number of parameters."""
+
+
+def table() -> str:
+    """How long digests take at the rates of the committed result, in Markdown."""
+    lines = ["| weights | from the page cache | from the disk |", "|---|---|---|"]
+    for name, size_gb in SIZES_GB.items():
+        taken = [
+            size_gb / rows("weights")[f"weights digest, from the {source}"][0] for source in ("page cache", "disk")
+        ]
+        lines.append(f"| {size_gb} GB ({name}, bfloat16) | {taken[0]:.0f} s | {taken[1]:.0f} s |")
+    return "\n".join(lines)
 
 
 def main(
@@ -25,6 +39,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
     """Measures and reports."""
+    from vllm_plugin.weights import READ_BYTES, weights_digest  # The table needs no vLLM.
+
     nbytes = mib << 20
     piece = np.random.default_rng(0).integers(0, 256, READ_BYTES, dtype=np.uint8)
     with tempfile.TemporaryDirectory(dir=directory, prefix="kvpool-weights-") as folder:
