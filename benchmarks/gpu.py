@@ -21,7 +21,7 @@ import typer
 
 from benchmarks import harness, mooncake_store
 from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
-from benchmarks.harness import Row, at_most
+from benchmarks.harness import Row, at_most, time_ratio
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -135,24 +135,18 @@ def _measure_prompts(
             warm[name].append(answer.ttft_s)
     for taken in (*cold.values(), *warm.values(), own):
         del taken[0]
-    rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
+    rows = [Row(f"cold TTFT, {name}", harness.ms(taken), "ms") for name, taken in cold.items()]
+    rows += [Row(f"warm TTFT, {name}", harness.ms(warm[name]), "ms") for name in ("vLLM offloading", "Mooncake")]
     rows += [
-        Row(f"warm TTFT, {name}", statistics.median(warm[name]) * 1e3, "ms") for name in ("vLLM offloading", "Mooncake")
-    ]
-    rows += [
-        Row("own cache TTFT, alone", statistics.median(own) * 1e3, "ms"),
-        at_most("warm TTFT, kvpool, another process", statistics.median(warm["kvpool"]) * 1e3, "ms", WARM_REACH_MS),
-        at_most("cold, kvpool over alone", _ratio(cold["kvpool"], cold["alone"]), "ratio", COLD_REACH),
-        Row("cold, vLLM offloading over alone", _ratio(cold["vLLM offloading"], cold["alone"]), "ratio"),
-        Row("cold, Mooncake over alone", _ratio(cold["Mooncake"], cold["alone"]), "ratio"),
-        at_most("warm, kvpool over vLLM offloading", _ratio(warm["kvpool"], warm["vLLM offloading"]), "ratio", 1.0),
+        Row("own cache TTFT, alone", harness.ms(own), "ms"),
+        at_most("warm TTFT, kvpool, another process", harness.ms(warm["kvpool"]), "ms", WARM_REACH_MS),
+        at_most("cold, kvpool over alone", time_ratio(cold["kvpool"], cold["alone"]), "ratio", COLD_REACH),
+        Row("cold, vLLM offloading over alone", time_ratio(cold["vLLM offloading"], cold["alone"]), "ratio"),
+        Row("cold, Mooncake over alone", time_ratio(cold["Mooncake"], cold["alone"]), "ratio"),
+        at_most("warm, kvpool over vLLM offloading", time_ratio(warm["kvpool"], warm["vLLM offloading"]), "ratio", 1.0),
         Row("cold alone over warm kvpool", harness.speed_ratio(warm["kvpool"], cold["alone"]), "ratio"),
     ]
     return prompts, rows, {"cold": cold, "warm": warm}
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return 1 / harness.speed_ratio(ours, theirs)
 
 
 def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]], rounds: int) -> list[Row]:
@@ -173,7 +167,7 @@ def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[
             between.setdefault(label, []).extend(taken)
             print(f"{label}: {statistics.median(taken):.4f} s", flush=True)
     return [
-        Row(f"between tokens, {label}, p{percent}", harness.percentile(taken, percent) * 1e3, "ms")
+        Row(f"between tokens, {label}, p{percent}", harness.ms(taken, percent), "ms")
         for label, taken in sorted(between.items())
         for percent in (50, 99)
     ]

@@ -9,7 +9,6 @@ Needs 2 or 4 GPUs with 110 GiB each, and 64 GiB of the host's memory.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +52,7 @@ def main(
             )
         engines = start_all(stack, specs, logs)
         rows = [row for size in sizes for row in _measure(engines, size, rounds, tokens)]
-        rates = [row.figure for row in rows if row.unit == "GB/s"]
+        rates = [row.figure for row in rows if row.unit == "GB/s" and isinstance(row.figure, float)]
         rows += [
             at_least(f"TP {size}: a rank's rate over TP 1's", rate / rates[0], "ratio", SAME_RATE)
             for size, rate in zip(sizes[1:], rates[1:], strict=True)
@@ -90,8 +89,7 @@ def _measure(engines: Mapping[str, Engine], size: int, rounds: int, tokens: int)
     rows = [Row(f"TP {size}: a rank's load", nbytes / seconds / 1e9, "GB/s")]
     for what, taken in (("cold", cold), ("warm", warm)):
         rows += [
-            Row(f"TP {size}: {what} TTFT, {name}", statistics.median(seconds[1:]) * 1e3, "ms")
-            for name, seconds in taken.items()
+            Row(f"TP {size}: {what} TTFT, {name}", harness.ms(seconds[1:]), "ms") for name, seconds in taken.items()
         ]
     print(*rows, sep="\n", flush=True)
     return rows
@@ -106,7 +104,7 @@ def _cross(engines: Mapping[str, Engine], rounds: int, tokens: int) -> list[Row]
         writer.generate([prompt], max_tokens=1)
         empty_own_cache(writer)
         warm.append(_loaded(reader, prompt))
-    return [Row("TP 2 to TP 4: warm TTFT, kvpool", statistics.median(warm) * 1e3, "ms")]
+    return [Row("TP 2 to TP 4: warm TTFT, kvpool", harness.ms(warm), "ms")]
 
 
 def _loaded(engine: Engine, prompt: list[int]) -> float:

@@ -1,7 +1,8 @@
 """What every benchmark shares: a real server to measure, alternated timing, and a result that says where it comes from.
 
-Times are taken in alternation (A B A B ...), so that what else runs on the machine hits every side alike; figures are
-medians, and ratios are medians of the rounds' ratios.
+Times are taken in alternation (A B A B ...), so that what else runs on the machine hits every side alike. A figure of
+several rounds is an `Estimate`: a median (a ratio: the median of the rounds' ratios) with its noise, and a reach is
+met, or missed, only beyond that noise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import platform
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -36,6 +38,8 @@ RESULTS = Path(__file__).parent / "results"
 START_S = 60.0
 STOP_S = 15.0
 DRAW_S = 0.25
+RESAMPLINGS = 1000
+WITHIN_NOISE = "within noise"
 DISTRIBUTIONS = (
     "kvpool",
     "grpcio",
@@ -53,22 +57,42 @@ DISTRIBUTIONS = (
 Key = TypeVar("Key", bound=Hashable)
 
 
+Verdict = bool | str | None
+"""Whether a reach is met: True, False, WITHIN_NOISE (the noise lies on both sides of it), or None without a reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure of several rounds, and its noise.
+
+    Args:
+        low, high: the figures of 95 % of all resamplings of the rounds lie between them.
+    """
+
+    figure: float
+    low: float
+    high: float
+
+    def __mul__(self, factor: float) -> Estimate:
+        return Estimate(self.figure * factor, self.low * factor, self.high * factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One figure, and how far it was to reach.
 
     Args:
         what: what was measured.
-        figure: in `unit`.
+        figure: in `unit`; a plain number where it was counted, or measured once.
         reach: the target in words; empty for a figure that is only there to compare with.
-        met: whether it was reached; None without a target.
+        met: whether it was reached.
     """
 
     what: str
-    figure: float
+    figure: float | Estimate
     unit: str
     reach: str = ""
-    met: bool | None = None
+    met: Verdict = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +115,22 @@ class Series:
     limit: bool = False
 
 
-def at_least(what: str, figure: float, unit: str, bound: float) -> Row:
+def at_least(what: str, figure: float | Estimate, unit: str, bound: float) -> Row:
     """A figure with a floor."""
-    return Row(what, figure, unit, f">= {bound:g}", figure >= bound)
+    return Row(what, figure, unit, f">= {bound:g}", met(figure, lambda each: each >= bound))
 
 
-def at_most(what: str, figure: float, unit: str, bound: float) -> Row:
+def at_most(what: str, figure: float | Estimate, unit: str, bound: float) -> Row:
     """A figure with a ceiling."""
-    return Row(what, figure, unit, f"<= {bound:g}", figure <= bound)
+    return Row(what, figure, unit, f"<= {bound:g}", met(figure, lambda each: each <= bound))
+
+
+def met(figure: float | Estimate, is_reached: Callable[[float], bool]) -> Verdict:
+    """Whether a figure reaches its target, wherever in its noise it really lies."""
+    if not isinstance(figure, Estimate):
+        return is_reached(figure)
+    low, high = is_reached(figure.low), is_reached(figure.high)
+    return low if low == high else WITHIN_NOISE
 
 
 def alternate(
@@ -160,20 +192,41 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def gb_per_s(nbytes: int, seconds: Sequence[float]) -> float:
+def estimate(samples: Sequence[float], percent: float = 50) -> Estimate:
+    """The median of the rounds' samples, or another percentile, with its noise.
+
+    Source: the bootstrap (Efron, 1979), here with as many rounds drawn, with replacement, as there were.
+    """
+    rounds = np.asarray(samples, dtype=np.float64)
+    drawn = np.random.default_rng(0).choice(rounds, (RESAMPLINGS, len(rounds)))
+    low, high = np.percentile(_percentiles(drawn, percent), (2.5, 97.5))
+    return Estimate(float(_percentiles(rounds, percent)), float(low), float(high))
+
+
+def ms(seconds: Sequence[float], percent: float = 50) -> Estimate:
+    """Median time, or another percentile, in milliseconds."""
+    return estimate(seconds, percent) * 1e3
+
+
+def gb_per_s(nbytes: int, seconds: Sequence[float]) -> Estimate:
     """Median rate, 10^9 bytes a second."""
-    return nbytes / statistics.median(seconds) / 1e9
+    taken = estimate(seconds)
+    return Estimate(*(nbytes / each / 1e9 for each in (taken.figure, taken.high, taken.low)))
 
 
-def speed_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def time_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """How many times as long as `theirs`: the median over rounds of ours / theirs."""
+    return estimate([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def speed_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """How many times as fast as `theirs`: the median over rounds of theirs / ours."""
-    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+    return time_ratio(theirs, ours)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The sample that `percent` of them do not exceed."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+    """The sample that `percent` of them do not exceed; the median is between two where their number is even."""
+    return float(_percentiles(np.asarray(samples), percent))
 
 
 def free_port() -> int:
@@ -264,7 +317,8 @@ def report(name: str, rows: Sequence[Row], series: Sequence[Series] = (), **fact
     path = RESULTS / f"{name}.json"
     last = json.loads(path.read_text()) if path.exists() else None
     before = {row["what"]: float(row["figure"]) for row in last["rows"]} if last else {}
-    _print(name, rows, before, last)
+    written = [{**asdict(row), **_figure(row), "before": before.get(row.what)} for row in rows]
+    _print(name, written, last)
     RESULTS.mkdir(exist_ok=True)
     result = {
         "name": name,
@@ -274,11 +328,29 @@ def report(name: str, rows: Sequence[Row], series: Sequence[Series] = (), **fact
         "machine": _machine(),
         "versions": _versions(),
         "facts": facts,
-        "rows": [{**asdict(row), "before": before.get(row.what)} for row in rows],
+        "rows": written,
         "series": [asdict(line) for line in series],
         "before": last and {fact: last[fact] for fact in ("date", "commit", "machine")},
     }
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _figure(row: Row) -> dict[str, Any]:
+    """The figure of a row, and the noise that is known of it: [low, high] or None."""
+    if isinstance(row.figure, Estimate):
+        return {"figure": row.figure.figure, "spread": [row.figure.low, row.figure.high]}
+    return {"figure": row.figure, "spread": None}
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Whether a result's row met its reach, in words; in brackets where the result is too old to tell its noise."""
+    words = {None: "", True: "yes", False: "no"}.get(row["met"], row["met"])
+    return words if "spread" in row or not words else f"({words})"
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    """The noise of the row of a result, in words."""
+    return f"{row['spread'][0]:.4g} to {row['spread'][1]:.4g}" if row.get("spread") else ""
 
 
 def change(figure: float, before: float | None) -> str:
@@ -286,16 +358,21 @@ def change(figure: float, before: float | None) -> str:
     return f"{(figure / before - 1) * 100:+.0f} %" if before else ""
 
 
-def _print(name: str, rows: Sequence[Row], before: Mapping[str, float], last: Mapping[str, Any] | None) -> None:
+def _print(name: str, rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None) -> None:
     against = f", changes since {last['date']}, commit {last['commit']}" if last else ""
     table = Table(title=f"benchmarks.{name}{against}", title_justify="left")
-    for heading in ("what", "figure", "unit", "reach", "met", "change"):
+    for heading in ("what", "figure", "unit", "spread", "reach", "met", "change"):
         table.add_column(heading, justify="right" if heading in ("figure", "change") else "left")
     for row in rows:
-        met = "" if row.met is None else "yes" if row.met else "NO"
-        changed = change(row.figure, before.get(row.what))
-        table.add_row(row.what, f"{row.figure:.4g}", row.unit, row.reach, met, changed)
-    Console(width=140).print(table)
+        changed = change(row["figure"], row["before"])
+        figure = f"{row['figure']:.4g}"
+        table.add_row(row["what"], figure, row["unit"], spread(row), row["reach"], verdict(row), changed)
+    Console(width=160).print(table)
+
+
+def _percentiles(samples: npt.NDArray[np.float64], percent: float) -> Any:
+    """`percentile` of each row of float64 [..., rounds]."""
+    return np.percentile(samples, percent, axis=-1, method="linear" if percent == 50 else "higher")
 
 
 def _machine() -> dict[str, Any]:

@@ -51,6 +51,7 @@ RATES = {
 }
 """Colour, line and marker of each series of benchmarks.sweep. Limits have no marker."""
 LOOKUP = re.compile(r"(\d+) blocks, TP (\d+): (kvpool|mooncake) (p50|p99)")
+FLOOR = re.compile(r"Ping|one block")
 TTFT = re.compile(r"(cold|warm|own cache) TTFT, ([^,]+).*")
 TTFT_KINDS = {"cold": "computed", "warm": "stored before", "own cache": "in its own cache (limit)"}
 CLIENTS = re.compile(r"(\d+) clients?, (.+): (per second|p50|p99)")
@@ -103,7 +104,7 @@ def lookups(result: Result) -> Figure | None:
     figure.suptitle("How long does a lookup take, RPC and lease included?", x=0.01, ha="left")
     tp_sizes = sorted({int(match[2]) for match, _ in found})
     panels = figure.subplots(1, len(tp_sizes), sharey=True, squeeze=False)[0]
-    ping_ms = next(row["figure"] for row in result["rows"] if "Ping" in row["what"])
+    floors = [row for row in result["rows"] if FLOOR.search(row["what"])]
     for axes, tp_size in zip(panels, tp_sizes, strict=True):
         here = [(match, row) for match, row in found if int(match[2]) == tp_size]
         for store, colour in (("kvpool", BLUE), ("mooncake", ORANGE)):
@@ -115,7 +116,8 @@ def lookups(result: Result) -> Figure | None:
                 reaches = [(blocks, _bound(row)) for blocks, row in rows if row["reach"]]
                 if reaches:
                     axes.plot(*zip(*reaches, strict=True), line, color=GREY, linewidth=1, label=f"reach, {percentile}")
-        axes.axhline(ping_ms, color=DARK, linestyle=":", linewidth=1.2, label="a call that does nothing (limit), p50")
+        for floor, line in zip(floors, (":", "-."), strict=False):
+            axes.axhline(floor["figure"], color=DARK, linestyle=line, linewidth=1.2, label=floor["what"])
         axes.set_title(f"tensor-parallel size {tp_size}")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({int(match[1]) for match, _ in here}))

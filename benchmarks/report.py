@@ -11,10 +11,12 @@ from typing import Any
 
 import typer
 
-from benchmarks.harness import RESULTS, change
+from benchmarks import figures, kv_bytes, weights
+from benchmarks.harness import RESULTS, WITHIN_NOISE, change, spread, verdict
 from benchmarks.plots import draw
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+TABLES = {"memory": kv_bytes.table, "digest": weights.table}
 PLOTS = DOCUMENT.parent / "plots"
 
 INTRODUCTION = """# Benchmarks
@@ -22,10 +24,16 @@ INTRODUCTION = """# Benchmarks
 `make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` those that do, with whatever
 python3, vLLM and kvpool are installed. Each is one module that prints a table, beside the result before, and writes
 `benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
-are measured in alternation in one run; figures are medians, ratios are medians of the rounds' ratios. "Reach" is the
-target that was set before measuring; what misses it is named above each table. Absolute times on shared machines drift,
-by half and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
-`python -m benchmarks.report` writes this page and plots.
+are measured in alternation in one run. A figure of several rounds is their median. A ratio is the median of the rounds'
+ratios, and not the ratio of two medians: load that comes and goes hits both sides of a round alike. "Spread" is the
+noise: 95 % of all resamplings of the rounds give a figure between its two ends.
+
+"Reach" is the target that was set before measuring. "Met" says "yes" or "no" where all of the spread lies on one side
+of the reach, and "within noise" where the reach lies inside the spread. A verdict in brackets belongs to a result that
+was written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half
+and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
+
+`python -m benchmarks.report` writes this page, its plots, and the figures in the other pages that name a result.
 """
 
 QUESTIONS = {
@@ -34,10 +42,12 @@ QUESTIONS = {
 stream. What shm misses beside memcpy + xxh3 is the latency of the two or three calls around a batch. A bare TCP socket
 is itself not twice Mooncake here, and a put of stream has to be summed before it is sent: on two cores, which sender
 and receiver keep busy, that adds to its time.""",
-    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and
-sums about 4 GB/s there, which is why threads of their own sum where cores are many (`kvpool.sums`).""",
+    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
+3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, which is why threads of their own compute the
+checksums where cores are many (`kvpool.sums`).""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
-keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores.""",
+keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores. Ping is slower
+than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one call that stays open.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
 puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
 client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
@@ -54,7 +64,7 @@ tier costs those who put, also one that stands still (Mooncake's, with a stopped
     "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
 cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
 compared with what it must be; at the end nothing may be held or lost.""",
-    "wan": """How fast blocks travel between two machines with 1 ms of delay and 0.1 % of loss on the way, beside one
+    "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `benchmarks.link`). What it can carry at most is the link without delay and loss.""",
     "server": """What a server costs, beside its arena: CPU time of all its processes (the clients' is not in it), and
@@ -62,8 +72,9 @@ memory as PSS, without shared memory. Through shm the server moves no bytes, so 
     "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take
 `python -m benchmarks.memory --entries 10000000` and `python -m benchmarks.lookup --entries 10000000`: a few minutes,
 and no part of `make bench`.""",
-    "lookup-10-million": """The lookups above with ten million entries; the change is against one million, minutes
-before, on the same machine, where a call that does nothing took 0.98 ms then and less now.""",
+    "lookup-10-million": "The lookups above with ten million entries; the change is against one million.",
+    "weights": """How fast an engine digests the files of its weights when it first starts with them; the disk is a
+virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
 connector over TCP. Warm: what one process stored, another loads, checksums on.""",
@@ -79,14 +90,24 @@ long for many ranks as for one, and their shares are smaller.""",
 
 
 def main() -> None:
-    """Writes the page and says where."""
+    """Writes the page, its plots, and the figures in other pages; says where."""
+    DOCUMENT.write_text(page())
+    print(DOCUMENT)
+    for path in figures.documents():
+        text = path.read_text()
+        if (written := figures.refresh(text, TABLES)) != text:
+            path.write_text(written)
+            print(path)
+
+
+def page() -> str:
+    """docs/benchmarks.md; draws its plots."""
     parts = [INTRODUCTION]
     for name, question in QUESTIONS.items():
         path = RESULTS / f"{name}.json"
         if path.exists():
-            parts.append(_section(name, question, json.loads(path.read_text())))
-    DOCUMENT.write_text("\n".join(parts))
-    print(DOCUMENT)
+            parts.append(_section(name, figures.refresh(question), json.loads(path.read_text())))
+    return "\n".join(parts)
 
 
 def _section(name: str, question: str, result: dict[str, Any]) -> str:
@@ -119,8 +140,11 @@ def _facts(result: dict[str, Any]) -> list[str]:
 
 
 def _misses(result: dict[str, Any]) -> list[str]:
-    missed = [row["what"] for row in result["rows"] if row["met"] is False]
-    return [f"**Not reached:** {'; '.join(missed)}.", ""] if missed else []
+    lines = []
+    for met, words in ((False, "Not reached"), (WITHIN_NOISE, "Within noise")):
+        if rows := [row["what"] for row in result["rows"] if row["met"] == met]:
+            lines += [f"**{words}:** {'; '.join(rows)}.", ""]
+    return lines
 
 
 def _table(result: dict[str, Any]) -> list[str]:
@@ -130,11 +154,12 @@ def _table(result: dict[str, Any]) -> list[str]:
     if before:
         same = "the same kind of machine" if _kind(before["machine"]) == _kind(result["machine"]) else "another machine"
         lines = [f"Changes are against {before['date'][:10]}, commit {_short(before['commit'])}, on {same}.", ""]
-    lines += ["| what | figure | reach | met | change |", "|---|---|---|---|---|"]
+    lines += ["| what | figure | spread | reach | met | change |", "|---|---|---|---|---|---|"]
     for row in result["rows"]:
-        met = {None: "", True: "yes", False: "**no**"}[row["met"]]
+        figure = f"{row['figure']:.4g} {row['unit']}".rstrip()
+        met = verdict(row).replace("no", "**no**") if row["met"] is False else verdict(row)
         changed = change(row["figure"], row.get("before"))
-        lines.append(f"| {row['what']} | {row['figure']:.4g} {row['unit']} | {row['reach']} | {met} | {changed} |")
+        lines.append(f"| {row['what']} | {figure} | {spread(row)} | {row['reach']} | {met} | {changed} |")
     return lines
 
 

@@ -42,7 +42,7 @@ def sweep(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Serie
         for chunk_kib in CHUNK_KIB:
             froms, intos = source.reshape(-1, chunk_kib << 10), sink.reshape(-1, chunk_kib << 10)
             for key, taken in _measure(endpoint, store, bare, plain, froms, intos).items():
-                rates.setdefault(key, []).append(gb_per_s(source.nbytes, taken))
+                rates.setdefault(key, []).append(gb_per_s(source.nbytes, taken).figure)
     return [
         Series(direction, name, "KiB", CHUNK_KIB, "GB/s", rate, limit=name in LIMITS)
         for (name, direction), rate in rates.items()

@@ -16,7 +16,6 @@ import mmap
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,13 +34,16 @@ from benchmarks.harness import (
     Row,
     alternate,
     at_most,
+    estimate,
     free_port,
     gb_per_s,
     kvpool_server,
+    ms,
     process,
     progress,
     report,
     speed_ratio,
+    time_ratio,
     timed,
     until_true,
     wait_until,
@@ -253,7 +255,7 @@ def measure_restore(directory: Path) -> list[Row]:
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
             taken.append(float(done.stdout.split()[-1]))
             advance()
-    return [at_most("restart, 1,000,000 blocks, until the tier is open", sorted(taken)[1], "s", RESTORE_REACH_S)]
+    return [at_most("restart, 1,000,000 blocks, until the tier is open", estimate(taken), "s", RESTORE_REACH_S)]
 
 
 # Servers
@@ -285,9 +287,9 @@ def measure_puts(directory: Path, rounds: int) -> list[Row]:
         measures: dict[str, Callable[[], float]] = {name: (lambda name=name: put(name)) for name in clients}
         taken = alternate(measures, rounds, what="puts", shuffled=True)
         stats = {name: client.stats() for name, client in clients.items()}
-    rows = [Row(f"put of 16 MiB, {name}", statistics.median(each) * 1e3, "ms") for name, each in taken.items()]
+    rows = [Row(f"put of 16 MiB, {name}", ms(each), "ms") for name, each in taken.items()]
     for name, bound in (("file tier", 0.0), ("a tier that stands still", 1.1)):
-        ratio, what = speed_ratio(taken["no tier"], taken[name]), f"put, {name} over none"
+        ratio, what = time_ratio(taken[name], taken["no tier"]), f"put, {name} over none"
         rows.append(at_most(what, ratio, "x", bound) if bound else Row(what, ratio, "x"))
         dropped = stats[name].tiers[0].counters.get("dropped_demotions", 0)
         rows.append(Row(f"blocks dropped on their way, {name}", dropped, "blocks"))
@@ -326,9 +328,9 @@ def measure_warm(directory: Path, rounds: int) -> list[Row]:
                 get.append(timed(functools.partial(_get, client, namespace, run)))
             advance()
     return [
-        Row("64 MiB prompt after a restart, from lookup until it is in the arena", statistics.median(up) * 1e3, "ms"),
+        Row("64 MiB prompt after a restart, from lookup until it is in the arena", ms(up), "ms"),
         Row("64 MiB prompt after a restart, up", gb_per_s(nbytes, up), "GB/s"),
-        Row("64 MiB prompt in the arena, lookup and get", statistics.median(get) * 1e3, "ms"),
+        Row("64 MiB prompt in the arena, lookup and get", ms(get), "ms"),
     ]
 
 

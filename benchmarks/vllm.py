@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import typer
 
 from benchmarks import harness, mooncake_store, tiny_model
 from benchmarks.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.harness import Row, at_least, at_most
+from benchmarks.harness import Row, at_least, at_most, time_ratio
 
 SHAPE = tiny_model.Shape(hidden=1024, intermediate=2048)
 MEMORY = "2GiB"
@@ -99,19 +98,16 @@ def _cached_answer(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def _report(cold: dict[str, list[float]], warm: dict[str, list[float]], own: list[float], **facts: Any) -> None:
-    def ratio(ours: list[float], theirs: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-    rows = [Row(f"cold TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in cold.items()]
-    rows += [Row(f"warm TTFT, {name}", statistics.median(taken) * 1e3, "ms") for name, taken in warm.items()]
+    rows = [Row(f"cold TTFT, {name}", harness.ms(taken), "ms") for name, taken in cold.items()]
+    rows += [Row(f"warm TTFT, {name}", harness.ms(taken), "ms") for name, taken in warm.items()]
     rows += [
-        Row("own cache TTFT, alone", statistics.median(own) * 1e3, "ms"),
-        at_most("cold, kvpool over alone", ratio(cold["kvpool"], cold["alone"]), "ratio", 1.03),
-        at_most("cold, dead kvpool over alone", ratio(cold["dead kvpool"], cold["alone"]), "ratio", 1.03),
-        Row("cold, Mooncake over alone", ratio(cold["Mooncake"], cold["alone"]), "ratio"),
-        at_least("kvpool: cold over warm", ratio(cold["alone"], warm["kvpool"]), "ratio", 20),
-        Row("Mooncake: cold over warm", ratio(cold["alone"], warm["Mooncake"]), "ratio"),
-        at_most("warm, kvpool over Mooncake", ratio(warm["kvpool"], warm["Mooncake"]), "ratio", 1.3),
+        Row("own cache TTFT, alone", harness.ms(own), "ms"),
+        at_most("cold, kvpool over alone", time_ratio(cold["kvpool"], cold["alone"]), "ratio", 1.03),
+        at_most("cold, dead kvpool over alone", time_ratio(cold["dead kvpool"], cold["alone"]), "ratio", 1.03),
+        Row("cold, Mooncake over alone", time_ratio(cold["Mooncake"], cold["alone"]), "ratio"),
+        at_least("kvpool: cold over warm", time_ratio(cold["alone"], warm["kvpool"]), "ratio", 20),
+        Row("Mooncake: cold over warm", time_ratio(cold["alone"], warm["Mooncake"]), "ratio"),
+        at_most("warm, kvpool over Mooncake", time_ratio(warm["kvpool"], warm["Mooncake"]), "ratio", 1.3),
     ]
     harness.report("vllm", rows, **facts)
 

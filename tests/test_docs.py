@@ -1,6 +1,7 @@
 """The documents say what the code does: every setting and series is there, and the tour runs."""
 
 import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -8,12 +9,87 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import figures, report
 from kvpool.config import ClientConfig
 from kvpool_server.config import ServerConfig
 from kvpool_server.metrics import _COUNTERS, _GAUGES, _TIER_COUNTERS, _TIER_GAUGES
 from tests.support.processes import ServerProcess, clean_environment
 
 ROOT = Path(__file__).parent.parent
+UNITS = {"ms": 1e-3, "s": 1, "seconds": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "%": 0.01}
+SUFFIXES = {"ms": 1e-3, "s": 1, "bytes": 1, "share": 1}
+ELSEWHERE = "elsewhere"
+"""Of a number that this code does not set: another program's default, a wire format, an arithmetic fact."""
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "README.md": {
+        "`lookup_timeout_ms` (200 ms)": "vllm_plugin.config: ConnectorConfig().lookup_timeout_ms",
+        "`promotion_wait_ms` (1 s, with a tier)": "vllm_plugin.config: ConnectorConfig().promotion_wait_ms",
+        "`load_timeout_ms` (5 s)": "vllm_plugin.config: ConnectorConfig().load_timeout_ms",
+    },
+    "configuration.md": {
+        "a 64th of it (or into 32 MiB": "kvpool_server.storage.arena: MIN_EXTENT_BYTES",
+        "(64 MiB at most); who missed more": "kvpool_server.events.history: MAX_BYTES",
+        "this server may take there, 4 MiB at least": ELSEWHERE,
+        "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",
+        "gives to the cluster, 16 MiB at least": "kvpool_server.tiers.mooncake.tier: MIN_SEGMENT_BYTES",
+        "each with 64 MiB to stage": "kvpool_server.tiers.mooncake.store: LANE_BYTES",
+        "holds up a step for 2 ms at most": "vllm_plugin.config: MAX_LOOKUP_WAIT_MS",
+    },
+    "design.md": {
+        "batches of 32 MiB": "vllm_plugin.copy.cuda: STAGING_BYTES",
+        "pieces of 1 MiB": "kvpool.data_port: PIECE_BYTES",
+        "bounded to 5 %": "vllm_plugin.economy: PROBE_SHARE",
+    },
+    "kv-events.md": {
+        "all 32 bytes": "kvpool.types: HASH_BYTES",
+        "reads nothing for 10 seconds": "kvpool_server.events.publisher: REPLAY_STALL_S",
+    },
+    "metrics.md": {
+        "It waits 0.25 s": "vllm_plugin.breaker: FIRST_WAIT_S",
+        "up to 5 s between": "vllm_plugin.breaker: MAX_RETRY_S",
+        "up to 60 s where": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
+        "by 5 % of the compute time": "vllm_plugin.economy: PROBE_SHARE",
+    },
+    "operations.md": {
+        "of a container is 64 MiB": ELSEWHERE,
+        "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
+        "more than `drain_ms` and 5 s": "kvpool_server.server: HANDOVER_S",
+        "at most 2 ms a step": "vllm_plugin.config: MAX_LOOKUP_WAIT_MS",
+        "waits up to 60 s": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
+        "costs at most 5 %": "vllm_plugin.economy: PROBE_SHARE",
+        "2 MiB for each GiB": ELSEWHERE,
+        "no answer for 10 s": "kvpool_server.tiers.health: ANSWER_S",
+        "left alone for 1 s": "kvpool_server.tiers.health: AWAY_S[0]",
+        "up to 30 s": "kvpool_server.tiers.health: AWAY_S[1]",
+        "does not do it within 10 s": "kvpool_server.tiers.health: ANSWER_S",
+        "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",
+        "does not answer within 9 s": "kvpool_server.tiers.mooncake.store: START_S",
+        "twice that and 16 MiB": "kvpool_server.tiers.file.journal: Journal.COMPACT_AT_LEAST # bytes",
+        "its arena; 16 MiB at least": "kvpool_server.tiers.mooncake.tier: MIN_SEGMENT_BYTES",
+        "(`-client_ttl`, 10 s)": ELSEWHERE,
+        "stages blocks in 64 MiB": "kvpool_server.tiers.mooncake.store: LANE_BYTES",
+        "for 5 to 20 s": ELSEWHERE,
+        "`MC_TCP_STATUS_TIMEOUT_SEC`, 3 s": ELSEWHERE,
+        "more than 10 s. No lookup": "kvpool_server.tiers.health: ANSWER_S",
+        "`-default_kv_lease_ttl` (10 s)": ELSEWHERE,
+        "believe for 10 s": "kvpool_server.tiers.mooncake.memo: GOOD_S",
+        "where 2 % of the blocks fit": ELSEWHERE,
+    },
+    "protocol.md": {
+        "fingerprint have 32 bytes": "kvpool.types: HASH_BYTES",
+        "greets: 8 bytes": "kvpool.data_port: len(MAGIC) # bytes",
+        "16 bytes nonce": "kvpool.data_port: NONCE_BYTES",
+        "the deadline (8 bytes": "kvpool.data_port: PERMIT_BYTES - MAC_BYTES # bytes",
+        "BLAKE2b of 16 bytes": "kvpool.data_port: MAC_BYTES",
+    },
+    "benchmarks": {
+        "95 % of all resamplings": ELSEWHERE,
+        "what all have at 100 %": ELSEWHERE,
+        "a prompt of 64 MiB": "benchmarks.tiers: PROMPT_BLOCKS * PROMPT_BLOCK_BYTES",
+    },
+}
+"""Page -> a phrase with a number that nobody measured -> where it is set: "module: expression", or ELSEWHERE."""
 DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 
 
@@ -87,6 +163,49 @@ def test_the_tour_runs(shared_server: ServerProcess):
     assert ran.returncode == 0, ran.stderr
     assert "6 blocks became readable" in ran.stdout
     assert "6 of 6 blocks hit" in ran.stdout
+
+
+@pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)
+def test_each_figure_is_the_one_of_its_result(document: Path):
+    assert document.read_text() == figures.refresh(document.read_text(), report.TABLES), "python -m benchmarks.report"
+
+
+def test_the_page_of_benchmarks_is_what_the_results_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
+    written = report.DOCUMENT.read_text()
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "benchmarks.md")
+    assert written == report.page(), "python -m benchmarks.report"
+
+
+@pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)
+def test_a_number_with_a_unit_names_its_result_or_is_a_setting(document: Path):
+    """A measured number gets a comment that names its result (`benchmarks.figures`), a setting a phrase in SETTINGS."""
+    assert figures.loose(document.read_text(), SETTINGS.get(document.name, {})) == []
+
+
+def test_numbers_about_benchmarks_name_results_too():
+    for prose in (report.INTRODUCTION, *report.QUESTIONS.values()):
+        assert figures.loose(prose, SETTINGS["benchmarks"]) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "phrase", "where"),
+    [
+        pytest.param(page, phrase, where, marks=[pytest.mark.vllm] if where.startswith("vllm_plugin.") else [])
+        for page, phrases in SETTINGS.items()
+        for phrase, where in phrases.items()
+    ],
+)
+def test_a_setting_in_prose_is_the_one_in_the_code(page: str, phrase: str, where: str):
+    texts = [path.read_text() for path in figures.documents() if path.name == page]
+    prose = " ".join((" ".join(texts or [report.INTRODUCTION, *report.QUESTIONS.values()])).split())
+    assert phrase in prose, f"{page} does not say {phrase!r} any more: take it out of SETTINGS"
+    if where != ELSEWHERE:
+        module, expression = where.split(": ")
+        value = eval(expression, vars(importlib.import_module(module)))
+        (suffix,) = re.findall(r"(ms|s|bytes|share)(?:\[\d\])?$", expression.lower())
+        (number,) = figures.NUMBER.finditer(phrase)
+        assert value * SUFFIXES[suffix] == pytest.approx(float(number["number"]) * UNITS[number["unit"]])
 
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)

@@ -52,3 +52,49 @@ def test_alternate_drops_the_warm_ups():
 
     taken = harness.alternate({name: lambda name=name: count(name) for name in calls}, 3, what="counting", warmups=2)
     assert taken == {"a": [3.0, 4.0, 5.0], "b": [3.0, 4.0, 5.0]}
+
+
+ROUNDS = [0.9, 0.95, 1.0, 1.05, 1.1]
+
+
+def test_an_estimate_is_a_median_with_the_noise_of_its_rounds():
+    found = harness.estimate(ROUNDS)
+    assert found.figure == 1.0 and 0.9 <= found.low < 1.0 < found.high <= 1.1
+    assert harness.estimate(ROUNDS) == found
+    many = harness.estimate(ROUNDS * 100)
+    assert many.figure == 1.0 and many.high - many.low < found.high - found.low
+
+
+@pytest.mark.parametrize(
+    ("bound", "met"), [(0.5, True), (1.2, False), (0.97, harness.WITHIN_NOISE), (1.03, harness.WITHIN_NOISE)]
+)
+def test_a_reach_is_met_or_missed_only_beyond_the_noise(bound, met):
+    found = harness.estimate(ROUNDS)
+    assert harness.at_least("speed", found, "GB/s", bound).met == met
+    opposite = {True: False, False: True}.get(met, met)
+    assert harness.at_most("time", found, "ms", bound).met == opposite
+
+
+def test_what_was_counted_has_no_noise():
+    assert harness.at_most("errors", 0, "", 0).met is True
+    assert harness.at_least("speed", 0.9, "GB/s", 1.0).met is False
+
+
+def test_a_ratio_is_of_the_rounds_and_not_of_the_medians():
+    ours, theirs = [1.0, 10.0, 3.0], [2.0, 1.0, 3.0]
+    assert harness.time_ratio(ours, theirs).figure == 1.0
+    assert harness.speed_ratio(ours, theirs).figure == 1.0
+    assert harness.gb_per_s(10**9, ours) == harness.Estimate(1 / 3, 1 / 10, 1.0)
+
+
+def test_a_percentile_is_a_sample_that_so_many_do_not_exceed():
+    assert harness.percentile(list(range(1, 101)), 99) == 100
+    assert harness.estimate(list(range(1, 101)), 99).figure == 100
+
+
+def test_a_result_keeps_the_spread(results, capsys):
+    harness.report("some", [harness.at_most("time", harness.estimate(ROUNDS), "ms", 1.03), Row("count", 3, "")])
+    first, second = _written(results)["rows"]
+    assert first["figure"] == 1.0 and first["spread"][0] < 1.0 < first["spread"][1]
+    assert first["met"] == "within noise" and "within noise" in capsys.readouterr().out
+    assert second["figure"] == 3 and second["spread"] is None

@@ -6,16 +6,17 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import plots, report
-from benchmarks.harness import RESULTS
+from benchmarks import figures, plots, report
+from benchmarks.harness import RESULTS, WITHIN_NOISE
 from benchmarks.sweep import LIMITS
 
 MACHINE = {"cpu": "some", "cores": 2, "memory_gib": 8.0}
 ORIGIN = {"date": "2026-01-02T00:00:00+00:00", "commit": "0123456789abcdef-dirty", "machine": MACHINE}
 
 
-def _row(what, figure, unit="ms", reach="", met=None, before=None):
-    return {"what": what, "figure": figure, "unit": unit, "reach": reach, "met": met, "before": before}
+def _row(what, figure, unit="ms", reach="", met=None, before=None, **spread):
+    """A row of a result; without `spread` it is one from before spreads were recorded."""
+    return {"what": what, "figure": figure, "unit": unit, "reach": reach, "met": met, "before": before, **spread}
 
 
 def _series(name, plot):
@@ -50,7 +51,8 @@ RESULT = {
             for percentile in ("p50", "p99")
         ),
         _row("cold TTFT, alone", 100.0),
-        _row("warm TTFT, kvpool, another process", 10.0, reach="<= 5", met=False, before=20.0),
+        _row("cold TTFT, kvpool", 103.0, reach="<= 105", met=WITHIN_NOISE, spread=[95.0, 112.0]),
+        _row("warm TTFT, kvpool, another process", 10.0, reach="<= 5", met=False, before=20.0, spread=[8.0, 12.0]),
         _row("own cache TTFT, alone", 5.0),
         *(
             _row(f"{who}, {work}: {measured}", 1.0)
@@ -85,6 +87,7 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "page.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
+    monkeypatch.setattr(figures, "documents", list)
     (tmp_path / "docs").mkdir()
     (tmp_path / "vllm.json").write_text(json.dumps(RESULT))
     report.main()
@@ -92,7 +95,10 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     assert "- batch bytes: 67,108,864\n- tokens: 4,096\n" in page
     assert "![vllm](plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
     assert "**Not reached:** warm TTFT, kvpool, another process." in page
-    assert "| warm TTFT, kvpool, another process | 10 ms | <= 5 | **no** | -50 % |" in page
+    assert "**Within noise:** cold TTFT, kvpool." in page
+    assert "| warm TTFT, kvpool, another process | 10 ms | 8 to 12 | <= 5 | **no** | -50 % |" in page
+    assert "| cold TTFT, kvpool | 103 ms | 95 to 112 | <= 105 | within noise |  |" in page
+    assert "| 64 blocks, TP 1: kvpool p50 | 1 ms |  | <= 2 | (yes) |  |" in page
     assert "commit 0123456789ab-dirty, on the same kind of machine" in page
     assert "| kvpool shm | 1 | 2 |" in page
 
