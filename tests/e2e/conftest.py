@@ -31,6 +31,12 @@ FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_
 SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 """Engines that share two cores must not spin on both, nor compile for seconds what runs once."""
 DRAIN_DEADLINE_S = 60.0
+MORE = pytest.mark.more
+"""Left to `make test-all`: proves no claim of the README that another test does not prove (docs/testing.md)."""
+NEEDS_FP8_KV = pytest.mark.skipif(
+    not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text().split()),
+    reason="vLLM's CPU build keeps KV in fp8 only on processors with AVX-512 or AMX",
+)
 PATIENT: dict[str, Any] = {
     "lookup_timeout_ms": 60_000,
     "load_timeout_ms": 60_000,

@@ -15,6 +15,7 @@ from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
 from tests.e2e.conftest import (
     FLOAT32,
+    MORE,
     PATIENT,
     assert_same,
     drain,
@@ -31,7 +32,7 @@ LENGTHS = (33, 500, 1024)
 FULL = [hit_tokens(length) for length in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.more), "gemma3"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=MORE), "gemma3"])
 def pair(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
