@@ -5,6 +5,7 @@ The parent writes one JSON command a line and reads one JSON answer a line; vLLM
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -19,9 +20,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.fork_server import ForkedProcess
 
 START_TIMEOUT_S = 240.0
+FORK_SERVER = "ENGINE_FORK_SERVER"
+"""Environment variable: the socket of a `benchmarks.fork_server`, which makes the engines' processes then."""
 BLOCK_TOKENS = 32
 """The CPU attention kernel wants multiples of 32."""
 
@@ -100,7 +106,8 @@ class Engine:
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # GiB; goes before `kv_cache_memory_bytes` where both are given.
+            **({} if "kv_cache_memory_bytes" in spec.options else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
             "VLLM_CPU_OMP_THREADS_BIND": _cores(num_ranks),
             # vLLM's processes wait for each other in a loop of sched_yield, which Linux 6.18 answers by letting nobody
             # else run, for 20 s and more; this waits in another way.
@@ -111,16 +118,7 @@ class Engine:
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.engine"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-                cwd=Path(__file__).parent.parent,
-                start_new_session=True,  # So that `kill` reaches vLLM's own processes, and nobody else's.
-            )
+            self._process = _start_process(environment, log)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)
@@ -235,6 +233,24 @@ def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> 
     return engines
 
 
+def _start_process(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str] | ForkedProcess:
+    """Starts the process that runs `serve`, in a session of its own: `Engine.kill` reaches vLLM's processes alone."""
+    if address := os.environ.get(FORK_SERVER):
+        from benchmarks.fork_server import ForkedProcess
+
+        return ForkedProcess(address, environment, log)
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.engine"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+        start_new_session=True,
+    )
+
+
 def _cores(num_ranks: int) -> str:
     """All of them: "auto" leaves one idle in some set-ups and not in others, and a comparison would compare that."""
     return "nobind" if num_ranks > 1 or "OMP_NUM_THREADS" in os.environ else f"0-{(os.cpu_count() or 1) - 1}"
@@ -258,6 +274,7 @@ def serve() -> None:
         **spec["options"],
     }
     llm = LLM(model=spec["model"], kv_transfer_config=spec["transfer"], **arguments)
+    _warm_up(llm)
     print("true", file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -289,8 +306,24 @@ def serve() -> None:
             outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
             answer = [asdict(_answer(output)) for output in outputs]
         print(json.dumps(answer), file=answers, flush=True)
+    gc.collect = lambda generation=2: 0  # vLLM would search a heap that is about to go; it takes a second.
     llm.llm_engine.engine_core.shutdown()
     os._exit(0)  # Taking a large interpreter apart takes seconds more.
+
+
+def _warm_up(llm: Any) -> None:
+    """Computes and decodes several prompts at once, each too short for a block: none is looked up, stored or cached.
+
+    On processors with AMX vLLM's CPU build dies of SIGILL if the first step of an engine computes one token in
+    bfloat16, which is what a hit leaves to be computed (docs/operations.md).
+    """
+    from vllm import SamplingParams
+
+    if llm.model_config.runner_type != "generate":
+        return
+    short = min(BLOCK_TOKENS, llm.llm_engine.vllm_config.cache_config.block_size) // 2
+    sampling = SamplingParams(temperature=0, max_tokens=short // 2, detokenize=False, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [5] * short}] * 4, sampling, use_tqdm=False)
 
 
 def _decode(llm: Any, background: list[list[int]], arrivals: list[list[int]], max_tokens: int) -> list[float]:

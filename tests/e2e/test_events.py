@@ -17,7 +17,7 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.events import Subscriber
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, PATIENT, drain, prompt, running
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, drain, prompt, running
 from tests.support.processes import ServerProcess, wait_for
 from tests.vllm_plugin.faults import free_endpoint
 
@@ -48,7 +48,7 @@ class EngineEvents:
         self._context.destroy(linger=0)
 
 
-@pytest.fixture(params=["llama", "gemma3"])
+@pytest.fixture(params=[pytest.param("llama", marks=MORE), "gemma3"])
 def shape(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

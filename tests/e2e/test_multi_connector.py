@@ -19,6 +19,7 @@ from kvpool.config import ClientConfig
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,
+    MORE,
     PATIENT,
     assert_same,
     drain,
@@ -31,7 +32,7 @@ from tests.e2e.conftest import (
 )
 from tests.support.processes import ServerProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, MORE]
 
 LENGTHS = (150, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]
@@ -64,7 +65,7 @@ def servers(pool_server: StartServer) -> Iterator[tuple[ServerProcess, ServerPro
         wait_until_nothing_is_held(server)
 
 
-@pytest.mark.parametrize("shape", ["gemma3", pytest.param("llama", marks=pytest.mark.more)])
+@pytest.mark.parametrize("shape", ["gemma3", "llama"])
 def test_two_pools(shape: str, servers: tuple[ServerProcess, ServerProcess], tmp_path: Path, shapes_dir: Path) -> None:
     first, second = servers
     transfer = multi(*(kvpool_transfer_config(server.endpoint, **PATIENT) for server in servers))

@@ -15,6 +15,7 @@ from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
 from tests.e2e.conftest import (
     FLOAT32,
+    MORE,
     PATIENT,
     assert_same,
     drain,
@@ -35,7 +36,7 @@ FULL = [hit_tokens(length) for length in LENGTHS]
     scope="module",
     # Llama 4's constructor writes into the configuration of the processes that build the model: the ranks', not the
     # scheduler's.
-    params=["llama4", *(pytest.param(shape, marks=pytest.mark.more) for shape in ("llama", "gemma3"))],
+    params=["llama4", *(pytest.param(shape, marks=MORE) for shape in ("llama", "gemma3"))],
 )
 def pair(
     request: pytest.FixtureRequest,

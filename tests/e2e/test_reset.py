@@ -12,6 +12,7 @@ from benchmarks.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,
+    MORE,
     PATIENT,
     assert_same,
     drain,
@@ -35,14 +36,18 @@ def endpoint() -> str:
     return free_endpoint()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module", params=["scheduler in this process", pytest.param("scheduler in a process of its own", marks=MORE)]
+)
 def engines(
-    endpoint: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path
+    request: pytest.FixtureRequest, endpoint: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path
 ) -> Iterator[tuple[Engine, Engine]]:
-    """One that leaves at a reset, one that keeps; in another process than vLLM's core, as they are served."""
-    model = write("llama", shapes_dir)
+    """One that leaves at a reset, one that keeps."""
+    model, in_process = write("llama", shapes_dir), request.param == "scheduler in this process"
     specs = [
-        EngineSpec(model, kvpool_transfer_config(endpoint, on_reset=on_reset, **PATIENT), FLOAT32)
+        EngineSpec(
+            model, kvpool_transfer_config(endpoint, on_reset=on_reset, **PATIENT), FLOAT32, in_process=in_process
+        )
         for on_reset in ("leave", "keep")
     ]
     with running(tmp_path_factory.mktemp("reset"), *specs) as (leaving, keeping):

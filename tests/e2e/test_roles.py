@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
-from tests.e2e.conftest import FLOAT32, PATIENT, drain, hit_tokens, pool_stats, prompt, running
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, drain, hit_tokens, pool_stats, prompt, running
 from tests.support.processes import ServerProcess
 from tests.vllm_plugin.faults import stopped
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, MORE]
 
 LENGTHS = (33, 320, 900)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.more), "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
 def engines(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

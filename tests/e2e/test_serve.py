@@ -1,4 +1,4 @@
-"""vLLM's server over HTTP: found by its entry point, and by its module's path."""
+"""vLLM's server over HTTP, with the connector found by its entry point, beside an engine that finds it by its path."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import kvpool_transfer_config
-from tests.e2e.conftest import PATIENT, hit_tokens, prompt
+from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
+from tests.e2e.conftest import FLOAT32, PATIENT, drain, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess, wait_for
 from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 
 START_DEADLINE_S = 240.0
+MAX_MODEL_LEN = 2048
 
 
 class VllmServe:
@@ -38,7 +39,7 @@ class VllmServe:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model,
             "--host", host, "--port", port,
             "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
-            "--max-model-len", "2048", "--prefix-caching-hash-algo", "sha256_cbor",
+            "--max-model-len", f"{MAX_MODEL_LEN}", "--prefix-caching-hash-algo", "sha256_cbor",
             "--kv-transfer-config", json.dumps(transfer),
         ]  # fmt: skip
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_SPINLOOP_EXT": "1"}
@@ -95,37 +96,50 @@ class VllmServe:
 
 
 @pytest.fixture(scope="module")
-def served(
-    model: Path, e2e_server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[VllmServe]]:
-    """Two, started at once: one by the entry point, one by the module's path."""
-    transfer = kvpool_transfer_config(e2e_server.endpoint, salt="serve", **PATIENT)
-    by_path = {**transfer, "kv_connector_module_path": "vllm_plugin.connector"}
-    directory = tmp_path_factory.mktemp("serve")
-    started = [VllmServe(model, each, directory / f"{idx}.log") for idx, each in enumerate((transfer, by_path))]
+def transfer(e2e_server: ServerProcess) -> dict[str, Any]:
+    return kvpool_transfer_config(e2e_server.endpoint, salt="serve", **PATIENT)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe]:
+    server = VllmServe(model, transfer, tmp_path_factory.mktemp("serve") / "vllm.log")
     try:
-        yield [each.wait() for each in started]
+        yield server.wait()
     finally:
-        for each in started:
-            each.stop()
+        server.stop()
 
 
-def test_what_one_serves_the_other_loads_and_metrics_say_so(served: list[VllmServe]) -> None:
-    first, second = served
-    text = prompt(500, "over HTTP")
-    cold = first.complete(text)
+@pytest.fixture(scope="module")
+def by_path(model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine whose connector is found by the path of its module."""
+    transfer = {**transfer, "kv_connector_module_path": "vllm_plugin.connector"}
+    spec = EngineSpec(model, transfer, {**FLOAT32, "max_model_len": MAX_MODEL_LEN}, in_process=True)
+    with running(tmp_path_factory.mktemp("by-path"), spec) as (engine,):
+        yield engine
+
+
+def test_what_one_stores_the_other_loads_and_metrics_say_so(served: VllmServe, by_path: Engine) -> None:
+    text, own = prompt(500, "over HTTP"), prompt(200, "of the server")
+    (cold,) = by_path.generate([text])
+    drain(by_path)
+    warm = served.complete(text)
+    assert warm["choices"][0]["token_ids"] == cold.tokens
+    assert served.metric("loaded_blocks_total") == hit_tokens(500) // 32
+    assert served.metric("loaded_bytes_total") > 0
+    assert served.metric("hit_tokens_total") == hit_tokens(500)
+    assert served.metric("load_seconds_count") == 1
+    assert served.metric("lookups_total") >= 1
+    assert served.metric("load_failures_total") == 0
+
+    computed = served.complete(own)
 
     def stored() -> bool:
         # Counts travel with answers: the next one brings what was stored since the last.
-        first.complete(prompt(10, "another"))
-        return first.metric("stored_blocks_total") >= hit_tokens(500) // 32
+        served.complete(prompt(10, "another"))
+        return served.metric("stored_blocks_total") >= 200 // 32
 
     wait_for(stored, "the blocks to be stored", 30)
-    warm = second.complete(text)
-    assert warm["choices"][0]["token_ids"] == cold["choices"][0]["token_ids"]
-    assert second.metric("loaded_blocks_total") == hit_tokens(500) // 32
-    assert second.metric("loaded_bytes_total") > 0
-    assert second.metric("hit_tokens_total") == hit_tokens(500)
-    assert second.metric("load_seconds_count") == 1
-    assert second.metric("lookups_total") >= 1
-    assert second.metric("load_failures_total") == 0
+    (loaded,) = by_path.generate([own])
+    assert loaded.cached_tokens == hit_tokens(200)
+    assert loaded.tokens == computed["choices"][0]["token_ids"]
+    drain(by_path)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.engine import EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, drain, one_by_one, prompt, running
+from tests.e2e.conftest import FLOAT32, MORE, NEEDS_FP8_KV, PATIENT, assert_same, drain, one_by_one, prompt, running
 from tests.vllm_plugin.faults import flip_arena
 
 pytestmark = pytest.mark.vllm
@@ -34,14 +34,14 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Shape -> what a hit is a multiple of, and engine options."""
 
-OFTEN_ENOUGH = ("gpt_oss", "mistral", "falcon_h1", "mamba2")
+OFTEN_ENOUGH = ("gpt_oss", "gemma4", "mistral", "falcon_h1", "mamba2")
 """Their kinds of KV cache are in others, too; `make test-all` runs them."""
-MORE = pytest.mark.more
+MARKS = {**dict.fromkeys(OFTEN_ENOUGH, MORE), "llama": NEEDS_FP8_KV}
 
 LENGTHS = (31, 97, 400, 1000)
 
 
-@pytest.mark.parametrize("shape", [pytest.param(name, marks=MORE if name in OFTEN_ENOUGH else ()) for name in SHAPES])
+@pytest.mark.parametrize("shape", [pytest.param(name, marks=MARKS.get(name, ())) for name in SHAPES])
 def test_what_one_engine_computed_another_loads(
     shape: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, pool_server: StartServer, shm_dir: str
 ) -> None:

@@ -1,13 +1,12 @@
 """Both sides of the connector under random schedules: whatever happens, in whatever order, no request is answered wrong
 or waits for ever, and nothing is left behind.
 
-`KVPOOL_SIM_SCHEDULES` says how many schedules are played (`make soak-sim`: many). One that fails is shortened and
+`KVPOOL_TEST_EFFORT` says how many schedules are played (`make soak-sim`: many). One that fails is shortened and
 printed with its seed, ready to be added to `COUNTEREXAMPLES` under a name that says what it was.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 
 from tests.simulation.broken import BROKEN, Break
 from tests.simulation.schedules import Schedule, Setup, make_schedule, play, shrink
+from tests.support.effort import effort
 
-NUM_SCHEDULES = int(os.environ.get("KVPOOL_SIM_SCHEDULES", "2000"))
+NUM_SCHEDULES = effort(500)
 NUM_PARTS = 8
 MAX_TO_FIND = 400
 """Schedules in which every broken connector must be found: a fraction of what is played."""

@@ -22,6 +22,7 @@ from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
 from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
 from tests.simulation.world import GROUPS, SPECS, World
+from tests.support.effort import effort
 from tests.support.events import Known, View, decoded, low_64_bits
 from tests.support.values import block_hash
 
@@ -163,7 +164,7 @@ class EventsMachine(PoolMachine):
 
 
 TestEventsMachine = EventsMachine.TestCase
-TestEventsMachine.settings = settings(max_examples=100, stateful_step_count=50)
+TestEventsMachine.settings = settings(max_examples=effort(40), stateful_step_count=50)
 
 
 # The oracle sees what it is there to see.

@@ -17,6 +17,7 @@ from kvpool_server.storage.eviction import POLICIES
 from kvpool_server.storage.limits import Limits
 from kvpool_server.storage.pool import Pool
 from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
+from tests.support.effort import effort
 
 groups = st.sampled_from(GROUPS)
 names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
@@ -158,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=50)
+TestPoolMachine.settings = settings(max_examples=effort(75), stateful_step_count=50)
 
 
 class _Unchecked(Pool):

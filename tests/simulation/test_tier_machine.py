@@ -29,6 +29,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tiers import Tiers
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
+from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 SHARDS = 2
@@ -308,7 +309,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestTierMachine.settings = settings(max_examples=effort(30), stateful_step_count=30)
 
 
 def _everything_once(world: World) -> None:

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+from tests.support.effort import effort
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
 from tests.vllm_plugin.support import full_attention
@@ -205,7 +206,7 @@ def groups_of(vllm_config: MakeConfig) -> Any:
     return make
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(200))
 @given(lookups())
 def test_the_longest_is_the_longest_of_all_that_can_be_resumed(groups_of: Any, lookup: Any) -> None:
     cache, drafts, num_tokens, local, present = lookup
@@ -219,7 +220,7 @@ def test_the_longest_is_the_longest_of_all_that_can_be_resumed(groups_of: Any, l
     assert longest(rules, found, local, num_tokens - 1, alignment) == max(valid, default=local)
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(200))
 @given(lookups(whole_chunks=True))  # Where a chunk begins inside a block, vLLM's hit may lack what precedes it.
 def test_no_hit_is_shorter_than_vllms(groups_of: Any, lookup: Any) -> None:
     cache, drafts, num_tokens, local, present = lookup

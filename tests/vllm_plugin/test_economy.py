@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.clock import FakeClock
+from tests.support.effort import effort
 from vllm_plugin.economy import (
     LEARN_EVERY,
     MARGIN,
@@ -32,7 +33,7 @@ CHUNK_TOKENS = 2_048
 HIT_TOKENS = (64, 8_192)
 LOADS_TO_NOTICE = 16
 
-EXAMPLES = 15
+EXAMPLES = effort(15)
 
 Noise = Callable[[random.Random], float]
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.effort import effort
 from tests.support.values import group_spec
 from vllm_plugin.copy.cpu import CpuCopier
 from vllm_plugin.groups import rank_shards
@@ -102,7 +103,7 @@ class Rank:
         return room.permute([way.index(axis) for axis in "BHNC"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=effort(75))
 @given(groups(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.data())
 def test_any_ranks_read_what_any_ranks_wrote(
     group: tuple[Members, int], writers: int, readers: int, num_blocks: int, data: st.DataObject

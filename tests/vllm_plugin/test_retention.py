@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.effort import effort
 from vllm_plugin.boundary import Found, Reach, Rule, longest
 from vllm_plugin.retention import Retention
 
@@ -71,7 +72,7 @@ def reachable(rules: Sequence[Rule], alignment: int, limit: int, num_tokens: int
     return boundary
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(200))
 @given(requests(drafts=False), st.data())
 def test_whoever_should_resume_can(request_: tuple[list[Rule], Retention, int, list[int]], data: st.DataObject) -> None:
     rules, retention, total, steps = request_
@@ -89,7 +90,7 @@ def test_whoever_should_resume_can(request_: tuple[list[Rule], Retention, int, l
         assert hit(rules, kept, alignment, boundary, total) == boundary
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(200))
 @given(requests(drafts=True))
 def test_beside_a_draft_model_too(request_: tuple[list[Rule], Retention, int, list[int]]) -> None:
     rules, retention, total, steps = request_
@@ -103,7 +104,7 @@ def test_beside_a_draft_model_too(request_: tuple[list[Rule], Retention, int, li
             assert hit(rules, kept, alignment, boundary, total) == boundary
 
 
-@settings(max_examples=200)
+@settings(max_examples=effort(100))
 @given(requests(drafts=True))
 def test_how_a_prompt_is_cut_into_steps_does_not_matter(
     request_: tuple[list[Rule], Retention, int, list[int]],
@@ -113,7 +114,7 @@ def test_how_a_prompt_is_cut_into_steps_does_not_matter(
         assert stored(rule, retention, steps) == stored(rule, retention, [total])
 
 
-@settings(max_examples=200)
+@settings(max_examples=effort(100))
 @given(requests(drafts=True))
 def test_windows_are_sparse(request_: tuple[list[Rule], Retention, int, list[int]]) -> None:
     rules, retention, total, steps = request_
