@@ -241,7 +241,9 @@ class KVPoolScheduler:
 
     def _store_job(self, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> StoreJob | None:
         tracked = self._tracked.get(request_id)
-        if tracked is None:
+        # Of a streaming session vLLM takes tokens for computed that are not, where an answer has ended among accepted
+        # drafts or while the request was preempted: their blocks would bear the right names.
+        if tracked is None or tracked.request.resumable:
             return None
         request = tracked.request
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
