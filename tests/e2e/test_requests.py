@@ -3,7 +3,6 @@ has computed nothing answers as the writer did."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.tiny_models import VOCAB, write
+from benchmarks.tiny_models import write
 from tests.e2e.conftest import (
+    DIGITS,
     FLOAT32,
     PATIENT,
     drain,
@@ -20,10 +20,11 @@ from tests.e2e.conftest import (
     prompt,
     running,
     wait_until_nothing_is_held,
+    write_tokenizer,
 )
 from tests.support.processes import ServerProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.more]
 
 LENGTHS = (97, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]
@@ -37,25 +38,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 1024,
     "num_gpu_blocks_override": 48,
 }
-DIGITS = range(10, 20)
-"""Tokens that stand for the digits 0 to 9."""
-
-
-def write_tokenizer(model: Path) -> None:
-    """A tokenizer of whole words; structured outputs want one."""
-    words = {f"<{token}>": token for token in range(VOCAB)}
-    for token in DIGITS:
-        del words[f"<{token}>"]
-        words[str(token - DIGITS[0])] = token
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<0>"},
-    }
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (model / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<2>", "unk_token": "<0>"})
-    )
 
 
 @pytest.fixture(scope="module")

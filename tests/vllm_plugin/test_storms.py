@@ -34,7 +34,9 @@ ALL = pytest.mark.parametrize("shape", ROOM)
 SYNCHRONOUS: dict[str, Any] = {"steps_ahead": 0}
 ASYNCHRONOUS: dict[str, Any] = {"steps_ahead": 1, "late": True}
 MODES = pytest.mark.parametrize("mode", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
-DRAFTS: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+}
 
 
 @pytest.fixture
@@ -128,9 +130,7 @@ def test_abort_at_every_stage_and_the_same_name_again(
     known = stage in ("looking up", "loading")
     if known:
         storm(shape, num_blocks=128).generate(prompt)
-    engine = storm(
-        shape, num_blocks=128, **mode, options={"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    )
+    engine = storm(shape, num_blocks=128, **mode, options={"max_num_batched_tokens": 64, "max_num_seqs": 8})
     with held(SendThread) as send, held(ReceiveThread) as receive:
         for _ in range(2):
             request = engine.add("r", prompt, max_tokens=20)
@@ -192,7 +192,9 @@ def test_requests_share_blocks_that_are_being_sent(
 
 @ALL
 @MODES
-def test_64_requests_with_overlapping_prefixes(shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]) -> None:
+def test_64_requests_with_overlapping_prefixes(
+    shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
+) -> None:
     prompts = family(64)
     expected = [answer(prompt, 12) for prompt in prompts]
     options = {"max_num_batched_tokens": 250, "max_num_seqs": 64}
