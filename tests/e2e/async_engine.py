@@ -142,12 +142,13 @@ async def _generate_meanwhile(
 
 
 async def _answer(prompt: Sequence[int], max_tokens: int, begun: asyncio.Event, options: dict[str, Any]) -> Answer:
-    output = None
+    last = None
     async for output in _engine.generate(
         {"prompt_token_ids": list(prompt)}, _sampling(max_tokens), f"request {next(_ids)}", **options
     ):
         begun.set()
-    return _of(output)
+        last = output
+    return _of(last)
 
 
 async def _session(chunks: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:

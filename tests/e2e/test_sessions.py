@@ -1,4 +1,4 @@
-"""Engines behind an API server: sessions whose input streams in, pauses, resets under running requests, data parallelism."""
+"""Engines behind an API server: sessions whose input streams in, pauses, resets under requests, data parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that change in a running engine: KV of the old ones is never read with the new ones, nor the other way round."""
+"""Weights that change in a running engine: KV of old ones is never read with new ones, nor the other way round."""
 
 from __future__ import annotations
 

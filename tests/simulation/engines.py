@@ -75,7 +75,7 @@ EXTENT_BYTES = 8 << 10
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine's configuration, as far as schedules vary it. For the units see `ConnectorConfig`, vLLM, `ToyEngine`."""
+    """An engine's configuration, as far as schedules vary it. See `ConnectorConfig`, vLLM and `ToyEngine`."""
 
     tp_size: int = 1
     steps_ahead: int = 0
@@ -283,7 +283,8 @@ class SimEngine(ToyEngine):
         try:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.
-            assert "Failed to reset KV cache" in str(error)
+            if "Failed to reset KV cache" not in str(error):
+                raise
 
     def check_answers(self) -> None:
         """Of all requests; each has ended."""

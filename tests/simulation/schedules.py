@@ -362,9 +362,9 @@ def make_schedule(seed: int) -> Schedule:
     )
 
 
-_RARE = {"abort": 6, "again": 3, "preempt": 4, "send_back": 2, "forget": 8, "reset": 2, "advance": 5, "fill": 4, "hog": 2, "remove": 3,
-         "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4, "lose": 4,
-         "lag": 8}  # fmt: skip
+_RARE = {"abort": 6, "again": 3, "preempt": 4, "send_back": 2, "forget": 8, "reset": 2, "advance": 5, "fill": 4,
+         "hog": 2, "remove": 3, "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4,
+         "lose": 4, "lag": 8}  # fmt: skip
 _FAULTS = ("flip", "away", "back", "restart", "hang", "go_on", "lose", "remove", "clear", "reset")
 
 
