@@ -241,8 +241,8 @@ class KVPoolScheduler:
 
     def _store_job(self, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> StoreJob | None:
         tracked = self._tracked.get(request_id)
-        # Of a streaming session vLLM takes tokens for computed that are not, where an answer has ended among accepted
-        # drafts or while the request was preempted: their blocks would bear the right names.
+        # vLLM counts tokens of a streaming session as computed that are not, where an answer has ended among accepted
+        # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
         if tracked is None or tracked.request.resumable:
             return None
         request = tracked.request

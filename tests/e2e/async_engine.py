@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.engine import BLOCK_TOKENS
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_SPINLOOP_EXT": "1"}
 Answer = dict[str, Any]

@@ -196,6 +196,9 @@ class SimEngine(ToyEngine):
 
     Args:
         between: called between what two ranks do in a step.
+
+    Attributes:
+        num_stale: how often requests were preempted whose outcome was under way.
     """
 
     def __init__(
@@ -222,6 +225,7 @@ class SimEngine(ToyEngine):
         )
         self.prompts: dict[str, tuple[list[int], int, int]] = {}
         self.aborted: set[str] = set()
+        self.num_stale = 0
         self._alignment = math.lcm(*(spec.block_size for spec in specs))  # type: ignore[attr-defined]
         self._failed: set[str] = set()
         self.layer_names = [list(group.layer_names) for group in self.ranks[0].worker._kv_cache_config.kv_cache_groups]
@@ -275,11 +279,13 @@ class SimEngine(ToyEngine):
         """
         running = self.scheduler.running
         if running:
+            self.num_stale += running[-1].num_in_flight_tokens > 0
             self.scheduler._preempt_request(running.pop(), self._turns.clock())
             self.scheduler.prev_step_scheduled_req_ids.clear()
 
     def send_back(self) -> None:
         """Preempts all that run and empties the engine's own cache. What steps under way compute of them is lost."""
+        self.num_stale += any(request.num_in_flight_tokens for request in self.scheduler.running)
         try:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.

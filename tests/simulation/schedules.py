@@ -272,6 +272,7 @@ class World:
         for engine in self.engines:
             total.update({name: count for name, count in engine.stats.data.items() if isinstance(count, int | float)})
             total["rejected_drafts"] += engine.num_rejected_drafts
+            total["stale_outcomes"] += engine.num_stale
             total["answered"] += len(engine.prompts) - len(engine.aborted)
             total["aborted"] += len(engine.aborted)
         total.update({name: self.server.pool.counters[name] for name in ("evicted_blocks", "out_of_space")})
