@@ -1,7 +1,9 @@
 """Namespaces: everything that must be equal for two engines' KV bytes to be interchangeable.
 
 A namespace is named by its fingerprint, the SHA-256 of a canonical encoding of its spec. Two engines whose specs
-differ in any field therefore never share a byte, and `differences` says which field it was.
+differ in any field therefore never share a byte, and `differences` says which field it was. The one exception: a digest
+of the weights replaces the model's name and revision, so that the same weights share blocks by whatever name or path
+they are served.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from kvpool.errors import InvalidRequestError
 
 FORMAT_VERSION = 1
 """Order of the bytes in a chunk: layer, then KV head, then token, then K before V; no padding."""
+
+_LABELS = ("model", "revision")
 
 MAX_SHARDS = 64
 MAX_GROUPS = 64
@@ -58,7 +62,7 @@ class NamespaceSpec:
     """What names a namespace. Every field is part of its identity.
 
     Args:
-        model: name or path as served.
+        model, revision: name or path as served, and its commit. Labels only where `weights_digest` is set.
         groups: in the engine's order; `group_idx` counts them from 0.
         weights_digest: digest of the weights, where it is known.
         weights_epoch: free text; change it and no block stored before is read again.
@@ -91,7 +95,11 @@ class NamespaceSpec:
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the canonical JSON encoding, 32 bytes."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        fields = dataclasses.asdict(self)
+        if self.weights_digest:
+            for label in _LABELS:
+                del fields[label]
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).digest()
 
     def check(self) -> None:
@@ -130,9 +138,12 @@ class Difference:
 
 
 def differences(ours: NamespaceSpec, theirs: NamespaceSpec) -> list[Difference]:
-    """Every field in which two specs differ, by dotted path (`groups[0].chunk_bytes`)."""
+    """Every field of their identities in which two specs differ, by dotted path (`groups[0].chunk_bytes`)."""
     found: list[Difference] = []
+    are_labels = bool(ours.weights_digest and theirs.weights_digest)
     for spec_field in dataclasses.fields(NamespaceSpec):
+        if are_labels and spec_field.name in _LABELS:
+            continue
         a, b = getattr(ours, spec_field.name), getattr(theirs, spec_field.name)
         if spec_field.name == "groups" and len(a) == len(b):
             for idx, (group_a, group_b) in enumerate(zip(a, b, strict=True)):

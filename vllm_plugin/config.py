@@ -38,6 +38,9 @@ class ConnectorConfig:
         on_reset: what a reset of the connector means; vLLM also asks for one when an engine goes to sleep. "leave":
             the engine reads none of the blocks there are, nor do others read its new ones: its weights may have
             changed. "keep": nothing; right only where weights never change in a running engine.
+        share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": where
+            its files are as they were before the engine started. "always": by what they are at its first request; right
+            only where they are never written again and adapters never reloaded in place. "never": none.
         tenant, salt: engines share blocks only if both are equal.
     """
 
@@ -54,6 +57,7 @@ class ConnectorConfig:
     weights_epoch: str = ""
     decline_slow_loads: bool = True
     on_reset: str = "leave"
+    share_adapters: str = "unchanged"
     tenant: str = ""
     salt: str = ""
 
@@ -89,6 +93,11 @@ class ConnectorConfig:
         config.client_config()
         if config.on_reset not in ("leave", "keep"):
             raise ConfigError(f"kv_connector_extra_config: on_reset = {config.on_reset!r} is not 'leave' or 'keep'")
+        if config.share_adapters not in ("unchanged", "always", "never"):
+            raise ConfigError(
+                f"kv_connector_extra_config: share_adapters = {config.share_adapters!r} is not 'unchanged', 'always' "
+                "or 'never'"
+            )
         if config.window_interval_tokens < 1:
             raise ConfigError(
                 f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is not positive; "

@@ -1,7 +1,8 @@
 """The namespace of an engine: everything of its configuration that its KV bytes depend on.
 
-Both sides of the connector compute it from the same configuration objects, so they agree; where the scheduler's do not
-say all (several pipeline stages, layers of several kinds in one group), the workers tell it.
+Both sides of the connector compute it from what vLLM was given, not from what constructors of models have since made of
+it in the workers' processes; the workers report theirs, and the scheduler compares. Which settings count is said in
+`kv_inputs.py`, what names the weights in `weights.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from kvpool.errors import ConfigError
 from kvpool.hashing import ALGORITHM, DEFAULT_SEED
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.groups import group_spec, hash_tokens, make_groups, packs_its_own
-from vllm_plugin.weights import weights_digest
+from vllm_plugin.kv_inputs import settings
+from vllm_plugin.weights import Weights, describe_weights
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = init_logger("vllm.kvpool.identity")
+
+MAX_TEXT = 120
+"""Characters of a setting that stand in the namespace as they are; longer ones stand there as a digest."""
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 
 
@@ -44,12 +52,11 @@ def namespace_spec(
             f"prefix_caching_hash_algo = {cache.prefix_caching_hash_algo!r} may name equal blocks differently in two "
             f"processes; start vLLM with --prefix-caching-hash-algo {ALGORITHM}"
         )
-    digest = weights_digest(model.model, model.revision)
+    weights = describe_weights(model, vllm_config.load_config)
     return NamespaceSpec(
-        # Where the weights themselves are known, it does not matter where they lie.
-        model=os.path.basename(os.path.normpath(model.model)) if digest and os.path.isdir(model.model) else model.model,
-        revision=model.revision or "",
-        weights_digest=digest,
+        model=weights.model,
+        revision=weights.revision,
+        weights_digest=weights.digest,
         weights_epoch=config.weights_epoch,
         model_dtype=str(model.dtype),
         kv_cache_dtype=cache.cache_dtype,
@@ -60,7 +67,7 @@ def namespace_spec(
         num_pipeline_stages=parallel.pipeline_parallel_size,
         pipeline_stage=stage,
         groups=tuple(group_spec(group, vllm_config, kv_cache_config, config.num_shards) for group in groups),
-        extra=_extra(vllm_config),
+        extra=_extra(vllm_config, weights),
         tenant=config.tenant,
         salt=config.salt,
     )
@@ -86,29 +93,68 @@ def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     return f"{current_platform.device_name}/{packing}"
 
 
-def _extra(vllm_config: VllmConfig) -> tuple[tuple[str, str], ...]:
+def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], ...]:
     model = vllm_config.model_config
-    hf_config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE_KEYS}
-    text = _canonical(hf_config)
     extra = {
-        "hf_config": hashlib.sha256(text.encode()).hexdigest(),
+        **dict(weights.settings),
+        "architecture": model.architecture,
+        "hf_config": _short(_hf_config(model)),
         "quantization": str(model.quantization or ""),
     }
-    # Settings that vLLM adds to what the checkpoint says; absent in some versions, and most often unset.
-    for name in ("quantization_config", "model_class_overrides", "code_revision", "multimodal_config"):
-        value = getattr(model, name, None)
-        if value:
-            extra[name] = hashlib.sha256(_canonical(value).encode()).hexdigest()
-    if "longrope" in text:
-        # vLLM takes LongRoPE's short or long factors, for every position, by this limit.
-        extra["max_model_len"] = str(model.max_model_len)
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format.endswith("dummy"):
-        extra["load_format"] = "dummy"
+    if model.quantization_config:
+        extra["quantization_config"] = _short(_canonical(model.quantization_config))
     speculative: Any = vllm_config.speculative_config
     if speculative is not None:
-        extra["speculative"] = f"{speculative.method}:{getattr(speculative, 'model', '')}"
+        extra |= _draft(speculative, vllm_config)
+    extra |= {name: _short(_canonical(value)) for name, value in settings(vllm_config)}
+    if "vllm_config.additional_config" in extra:  # May have anything in it, and the pool shows namespaces to others.
+        extra["vllm_config.additional_config"] = hashlib.sha256(
+            extra["vllm_config.additional_config"].encode()
+        ).hexdigest()
     return tuple(extra.items())
+
+
+def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
+    """The draft model: its layers' KV lies beside the model's own."""
+    extra = {"speculative.method": str(speculative.method)}
+    draft: Any = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return extra  # Drafts by the model's own weights, or by no model.
+    weights = describe_weights(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
+    extra["speculative.weights"] = weights.digest or f"{weights.model}@{weights.revision}"
+    extra["speculative.architecture"] = str(draft.architecture)
+    extra["speculative.hf_config"] = _short(_hf_config(draft))
+    extra["speculative.quantization"] = str(draft.quantization or "")
+    return extra
+
+
+def _hf_config(model: ModelConfig) -> str:
+    """The checkpoint's configuration as vLLM reads it, before any model was built from it."""
+    try:
+        from vllm.transformers_utils.config import get_config
+
+        overrides: Any = model.hf_overrides
+        is_function = callable(overrides)
+        config = get_config(
+            model.hf_config_path or model.model,
+            model.trust_remote_code,
+            getattr(model, "_hf_config_revision", None) or model.revision,
+            model.code_revision,
+            model.config_format,
+            hf_overrides_kw=(
+                {} if is_function else {key: value for key, value in overrides.items() if not isinstance(value, dict)}
+            ),
+            hf_overrides_fn=overrides if is_function else None,
+            token=model.hf_token,
+        )
+    except Exception as error:
+        logger.warning("kvpool names %s by its configuration in memory, for it cannot be read: %s", model.model, error)
+        config = model.hf_config
+    return _canonical({key: value for key, value in config.to_dict().items() if key not in _VOLATILE_KEYS})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _canonical(value: Any) -> str:

@@ -98,17 +98,19 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     Args:
         ended_stores: how many ranks have ended each store job.
         failed_stores: jobs that some rank did not store.
+        namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
     """
 
     ended_stores: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
+    namespaces: frozenset[tuple[int, bytes]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
         ended = dict(self.ended_stores)
         for job_id, ranks in other.ended_stores.items():
             ended[job_id] = ended.get(job_id, 0) + ranks
-        return WorkerMetadata(ended, self.failed_stores | other.failed_stores)
+        return WorkerMetadata(ended, self.failed_stores | other.failed_stores, self.namespaces | other.namespaces)
 
 
 @dataclass

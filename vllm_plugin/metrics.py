@@ -31,6 +31,7 @@ COUNTERS = {
     "breaker_opened": "Times the scheduler or a rank stopped using the pool because its calls failed.",
 }
 GAUGES = {
+    "namespaces_disagree": "1 where ranks and scheduler name different namespaces: the engine shares nothing.",
     "breaker_open": "1 while the scheduler or a rank goes without the pool, also at the start; as of the last step.",
 }
 HISTOGRAMS = {

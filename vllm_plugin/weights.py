@@ -1,7 +1,8 @@
-"""A digest of a model's weights, so that equal weights share blocks wherever they lie, and other weights never do.
+"""What a model's weights are: a digest of their bytes where vLLM reads them from this disk, else what names them.
 
-Every byte counts: a fine-tune may change one layer, or a few rows. Hub snapshots name their files by content already;
-other files are read once (they are in the page cache: the engine loads them, too) and remembered by inode, size, time.
+Every byte counts: a fine-tune may change one layer, or a few rows. A digest does not depend on where the files lie or
+on the model's name. Files are read once (they are in the page cache: the engine loads them, too) and remembered by
+inode, size and times. The hub's cache names large files by their SHA-256 already.
 """
 
 from __future__ import annotations
@@ -10,66 +11,215 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
-import xxhash
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig
 
 logger = init_logger("vllm.kvpool.weights")
 
 READ_BYTES = 16 << 20
-LOCK_TIMEOUT_S = 120.0
+MAX_THREADS = 8
+LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
-_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.py")
+LOG_AFTER_S = 5.0
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_CODE = ("*.py", "*quant*.json")
+"""Decide, beside the weights, what is computed from them."""
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*")
+_SAFETENSORS_FIRST = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral")
+_OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "dummy")
+_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_HOW_ONLY = (
+    "enable_multithread_load",
+    "num_threads",
+    "enable_weights_track",
+    "concurrency",
+    "memory_limit",
+    "num_readers",
+    "stream_kwargs",
+    "verify_hash",
+    "encryption_keyfile",
+    "s3_access_key_id",
+    "s3_secret_access_key",
+)
+"""Keys of `model_loader_extra_config` that say how weights are read, and with which credentials, not which."""
 
 
-def weights_digest(model: str, revision: str | None) -> str:
-    """Digest of the weights of a model that lies on this disk; "" where it does not.
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights, for a namespace.
 
     Args:
-        model: a directory, a file, or a hub name that is in the local cache.
+        model: a label where there is a digest, else the full name: a hub name, a path or a URI.
+        revision: the commit, where it is known.
+        digest: SHA-256 over the files' names and contents; empty where vLLM reads them from elsewhere.
+        settings: settings of the loader that decide what is read.
     """
-    files = _files(model, revision)
-    if not files:
-        return ""
+
+    model: str
+    revision: str
+    digest: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
+    """What identifies the weights of a model, or of a draft model. Reads files that were never read before."""
+    name = getattr(model, "model_weights", "") or model.model
+    load_format = str(load.load_format)
+    loader_options = _loader_options(load.model_loader_extra_config)
+    settings: dict[str, str] = {}
+    place = _directory(model.model, model.revision, load.download_dir)
+    files: list[Path] = []
+    if load_format == "tensorizer":
+        files = _tensorized(loader_options)
+        settings["load_format"] = load_format
+    elif load_format in (*_SAFETENSORS_FIRST, *_OTHER_FORMATS) and name == model.model:
+        files = _weight_files(place, load_format)
+        if len(set(map(_kind, files))) > 1 or load_format in _OTHER_FORMATS:
+            settings["load_format"] = load_format  # It chooses among these files, or how they are read.
+    digest = _digest([*files, *_matching(place, _CODE)], place) if files else ""
+    if digest:
+        loader_options.pop("tensorizer_uri", None)
+        loader_options.pop("tensorizer_dir", None)
+    else:
+        settings["load_format"] = load_format
+        if code := _matching(place, _CODE):
+            settings["code"] = _digest(code, place)
+    if loader_options:
+        settings["model_loader_extra_config"] = json.dumps(loader_options, sort_keys=True, default=str)
+        logger.warning(
+            "kvpool cannot read the weights of %s here: they are known by this name and revision %r; set weights_epoch "
+            "whenever they change",
+            name,
+            _commit(model),
+        )
+    label = os.path.basename(os.path.normpath(name)) if digest and os.path.exists(name) else name
+    return Weights(label, _commit(model), digest, tuple(settings.items()))
+
+
+def adapter_directory(path: str) -> Path:
+    """Where vLLM finds an adapter: a directory, or a hub name in the local cache.
+
+    Raises:
+        FileNotFoundError: it is not on this disk.
+    """
+    place = _directory(os.path.expanduser(path), None, None)
+    if place is None or not place.is_dir():
+        raise FileNotFoundError(f"{path} is no directory on this disk, and not in the hub's cache")
+    return place
+
+
+def content_digest(place: Path) -> str:
+    """SHA-256 over the names and contents of all files below a directory, in hexadecimal."""
+    return _digest(sorted(file for file in place.rglob("*") if file.is_file()), place)
+
+
+def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where the files of a model lie: its directory or its file; None if it is not on this disk."""
+    path = Path(model)
+    if path.exists():
+        return path
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None  # The hub's cache may hold another model of the same name.
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception:
+        return None  # Not a hub model, or not on this disk.
+
+
+def _commit(model: ModelConfig) -> str:
+    """The commit that vLLM resolved the revision to; the revision itself where it could not."""
+    resolved = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+    return str(resolved or model.revision or "")
+
+
+def _weight_files(place: Path | None, load_format: str) -> list[Path]:
+    files = _matching(place, _WEIGHTS)
+    if place is not None and load_format in _SAFETENSORS_FIRST and any(place.glob("*.safetensors")):
+        # Beside safetensors vLLM reads none of these; a copy of the model may well lack them.
+        return [file for file in files if not fnmatch(file.relative_to(place).as_posix(), "pytorch_model*.bin")]
+    return files
+
+
+def _matching(place: Path | None, patterns: Sequence[str]) -> list[Path]:
+    """Files at any depth, sorted, without what training or Meta's own format leaves behind."""
+    if place is None:
+        return []
+    if place.is_file():
+        return _parts(place) if "*.gguf" in patterns else []
+    found = {file for pattern in patterns for file in place.rglob(pattern) if file.is_file()}
+    return sorted(
+        file
+        for file in found
+        if not any(fnmatch(file.name, pattern) for pattern in _NOT_WEIGHTS)
+        and file.relative_to(place).parts[0] != "original"
+    )
+
+
+def _parts(file: Path) -> list[Path]:
+    """The parts of a model in one file, or in several that their first one stands for (`name-00001-of-00003.gguf`)."""
+    return sorted(file.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", file.name)))
+
+
+def _tensorized(options: Mapping[str, Any]) -> list[Path]:
+    """Local files of Tensorizer; none if they are elsewhere."""
+    uri = str(options.get("tensorizer_uri") or "")
+    if not uri and options.get("tensorizer_dir"):
+        uri = f"{options['tensorizer_dir']}/model.tensors"
+    path = Path(re.sub(r"%0\dd", "*", uri))
+    return sorted(path.parent.glob(path.name)) if uri and path.parent.is_dir() else []
+
+
+def _loader_options(extra: Any) -> dict[str, Any]:
+    """Options of a loader that decide what it reads."""
+    options = dict(extra or {})
+    options.update(dict(options.pop("tensorizer_config", None) or {}))
+    return {key: value for key, value in options.items() if value is not None and key not in _HOW_ONLY}
+
+
+def _kind(file: Path) -> str:
+    """Files of one kind are read together, or not at all."""
+    return "consolidated" if fnmatch(file.name, "consolidated*.safetensors") else file.suffix
+
+
+def _digest(files: Sequence[Path], place: Path | None) -> str:
     digest = hashlib.sha256()
-    for name, content in zip((path.name for path in files), _contents(files), strict=True):
+    for file, content in zip(files, _contents(files), strict=True):
+        # A file is known by its place below the model's directory; a single file, or one elsewhere, by its name.
+        is_below = place is not None and place != file and file.is_relative_to(place)
+        name = file.relative_to(place).as_posix() if is_below and place is not None else file.name
         digest.update(f"{name}:{content};".encode())
     return digest.hexdigest()
 
 
-def _files(model: str, revision: str | None) -> list[Path]:
-    path = Path(model)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        try:
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except Exception:
-            return []  # Not a hub model, or not on this disk: its name and revision must do.
-    return sorted({file for pattern in _PATTERNS for file in path.glob(pattern)})
-
-
-def _contents(files: list[Path]) -> list[str]:
-    """What names each file's content. The lock lets one of an engine's processes read, and the others reuse."""
+def _contents(files: Sequence[Path]) -> list[str]:
+    """SHA-256 of each file's content. The lock lets one of an engine's processes read, and the others reuse."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvpool" / "weights.json"
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         lock = cache.with_suffix(".lock").open("w")
     except OSError:
-        return [_content(file, {}) for file in files]
+        return _read_all(files, {})
     with lock:
         _lock(lock)
         known: dict[str, str] = {}
         with suppress(OSError, ValueError):
             known = json.loads(cache.read_text())
         before = dict(known)
-        contents = [_content(file, known) for file in files]
+        contents = _read_all(files, known)
         if known != before:
             with suppress(OSError):
                 fresh = cache.with_suffix(".new")
@@ -79,7 +229,7 @@ def _contents(files: list[Path]) -> list[str]:
 
 
 def _lock(file: IO[str]) -> None:
-    """Waits for its turn, but not for ever: without it the work is done twice, and that is all."""
+    """Waits for the lock; without it a file is read twice, which is slow, not wrong."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(BlockingIOError):
@@ -88,16 +238,30 @@ def _lock(file: IO[str]) -> None:
         time.sleep(LOCK_POLL_S)
 
 
-def _content(file: Path, known: dict[str, str]) -> str:
-    blob = file.resolve()
-    if blob.parent.name == "blobs":
-        return blob.name  # The hub's cache names blobs by their SHA-256.
+def _read_all(files: Iterable[Path], known: dict[str, str]) -> list[str]:
+    """Each file's content, by what is known of it; `known` gets what was not."""
+    keys = [_state(file.resolve()) for file in files]
+    unread = {key: blob for key, blob in keys if key not in known and not _BLOB_NAME.fullmatch(key)}
+    started = time.monotonic()
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        known.update(zip(unread, threads.map(_sha256, unread.values()), strict=True))
+    if time.monotonic() - started > LOG_AFTER_S:
+        nbytes = sum(blob.stat().st_size for blob in unread.values())
+        logger.info("kvpool read %d bytes of weights in %.0f s to name them", nbytes, time.monotonic() - started)
+    return [known.get(key, key) for key, _ in keys]
+
+
+def _state(blob: Path) -> tuple[str, Path]:
+    """What changes with a file's content: the content's name itself, or where and when the file was written."""
+    if blob.parent.name == "blobs" and _BLOB_NAME.fullmatch(blob.name):
+        return blob.name, blob
     state = blob.stat()
-    key = f"{blob}:{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}"
-    if key not in known:
-        hasher = xxhash.xxh3_128()
-        with blob.open("rb") as opened:
-            while piece := opened.read(READ_BYTES):
-                hasher.update(piece)
-        known[key] = hasher.hexdigest()
-    return known[key]
+    return f"{blob}:{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}", blob
+
+
+def _sha256(file: Path) -> str:
+    hasher = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(READ_BYTES):
+            hasher.update(piece)
+    return hasher.hexdigest()

@@ -62,7 +62,8 @@ class KVPoolWorker:
         self._session = Session(config.client_config(), spec, self._name, self._recorder)
         self._sender: SendThread | None = None
         self._receiver: ReceiveThread | None = None
-        self._report = WorkerMetadata()
+        # The scheduler compares it with its own.
+        self._report = WorkerMetadata(namespaces=frozenset({(stage, spec.fingerprint())}))
 
     def handshake(self) -> Handshake | None:
         """What the scheduler's side cannot work out by itself."""
@@ -129,7 +130,7 @@ class KVPoolWorker:
             for job, succeeded in self._sender.take_ended():
                 self._end(job, succeeded)
         report, self._report = self._report, WorkerMetadata()
-        return report if report.ended_stores else None
+        return report if report.ended_stores or report.namespaces else None
 
     def stats(self) -> KVPoolStats | None:
         return self._recorder.take()

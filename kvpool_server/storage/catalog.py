@@ -39,7 +39,7 @@ class Namespace:
 
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0):
         self.used = 0  # The catalog's count at its last use.
-        self.kin = dataclasses.replace(spec, weights_epoch="", weights_digest="")
+        self.kin = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
         self.opened_at = self.used_at = now
         self.retired = False
         self.lookup_blocks = self.lookup_hits = 0

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tiny_models import write as write_shape
 from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec, differences
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.support import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.identity import namespace_spec, weights_digest
+from vllm_plugin.identity import namespace_spec
 
 Identify = Callable[..., NamespaceSpec]
 
@@ -62,11 +63,13 @@ def test_the_same_configuration_gives_the_same_name(identify: Identify) -> None:
         ({"extra": {"salt": "another"}}, {"salt"}),
         ({"extra": {"num_shards": 2}}, {"groups[0].num_shards", "groups[0].chunk_bytes"}),
         ({"load_format": "dummy"}, {"extra['load_format']"}),
-        ({"hf_overrides": {"rope_theta": 5e5}}, {"extra['hf_config']"}),
+        ({"hf_overrides": {"rope_theta": 5e5}}, {"extra['hf_config']", "extra['model_config.hf_overrides']"}),
         (
             {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
-            {"extra['hf_config']"},
+            {"extra['model_config.hf_overrides']"},
         ),
+        ({"disable_sliding_window": True}, {"extra['model_config.disable_sliding_window']"}),
+        ({"additional_config": {"secret": 1}}, {"extra['vllm_config.additional_config']"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -82,6 +85,7 @@ def test_what_changes_kv_values_changes_the_name(
         {"endpoint": "10.0.0.1:1"},
         {"role": "kv_consumer"},
         {"max_model_len": 256},
+        {"override_generation_config": {"attn_temperature_tuning": True}},
         {"max_num_seqs": 3},
         {"seed": 9},
         {"extra": {"store_decoded": False, "lookup_timeout_ms": 7, "transport": "stream"}},
@@ -98,16 +102,54 @@ def test_where_the_length_limit_chooses_the_rope_factors_it_is_part_of_the_name(
                "original_max_position_embeddings": 256}  # fmt: skip
     overrides = {"rope_parameters": factors, "original_max_position_embeddings": 256}
     short, long = (identify(hf_overrides=overrides, max_model_len=length) for length in (256, 512))
-    assert fields_that_differ(short, long) == {"extra['max_model_len']"}
+    assert fields_that_differ(short, long) == {"extra['model_config.max_model_len']"}
 
 
-def test_both_sides_and_every_rank_agree(vllm_config: MakeConfig) -> None:
-    def of(tp_size: int) -> NamespaceSpec:
-        config = vllm_config()
-        config.parallel_config.tensor_parallel_size = tp_size
-        return namespace_spec(config, of_rank(cache_config(), tp_size), ConnectorConfig())
+@pytest.fixture(scope="module")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An architecture that reads more than its checkpoint: `attn_temperature_tuning` from elsewhere."""
+    return write_shape("llama4", tmp_path_factory.mktemp("shapes"))
 
-    assert of(1) == of(2) == of(4) == of(8)
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"max_model_len": 40_000}, "max_model_len"),
+        ({"override_generation_config": {"attn_temperature_tuning": True}}, "override_generation_config"),
+        ({"generation_config": "elsewhere"}, "generation_config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_architecture_that_may_depend_on_a_setting_has_it_in_its_name(
+    change: dict[str, Any], expected: str, identify: Identify, llama4: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir(exist_ok=True)
+    (tmp_path / "elsewhere" / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    if "generation_config" in change:
+        change = {"generation_config": str(tmp_path / "elsewhere")}
+    common = {"model": llama4, "hf_overrides": {"max_position_embeddings": 65_536}, "max_model_len": 512}
+    assert fields_that_differ(identify(**common), identify(**{**common, **change})) == {
+        f"extra['model_config.{expected}']"
+    }
+
+
+def test_both_sides_agree_whatever_a_models_constructor_does_to_its_configuration(
+    vllm_config: MakeConfig, llama4: Path
+) -> None:
+    """vLLM's constructors write into the configuration, and only the workers build a model."""
+    scheduler, worker = vllm_config(model=llama4), vllm_config(model=llama4)
+    worker.model_config.hf_config.attn_temperature_tuning = True  # llama4.py, Llama4ForCausalLM.__init__
+    worker.model_config.hf_text_config.max_model_len = 512  # minimax_m2.py, MiniMaxM2ForCausalLM.__init__
+    specs = [namespace_spec(config, cache_config(), ConnectorConfig()) for config in (scheduler, worker)]
+    assert differences(*specs) == []
+
+
+@pytest.mark.parametrize("tp_size", [2, 4, 8])
+def test_every_tensor_parallel_size_has_the_same_name(vllm_config: MakeConfig, tp_size: int) -> None:
+    config = vllm_config()
+    alone = namespace_spec(config, cache_config(), ConnectorConfig())
+    config.parallel_config.tensor_parallel_size = tp_size
+    assert namespace_spec(config, of_rank(cache_config(), tp_size), ConnectorConfig()) == alone
 
 
 def test_the_order_of_hash_seeds_is_part_of_the_name(identify: Identify, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +171,12 @@ def test_an_algorithm_that_differs_between_processes_is_refused_with_the_fix(
 
 
 def test_where_a_local_model_lies_does_not_matter(identify: Identify, copied_model: Path) -> None:
-    assert differences(identify(), identify(model=copied_model)) == []
-    assert differences(identify(), identify(model=f"{copied_model}/")) == []
+    moved = copied_model.rename(copied_model.parent / "by-another-name")
+    for place in (moved, f"{moved}/"):
+        spec = identify(model=place)
+        assert spec.model == "by-another-name"
+        assert differences(identify(), spec) == []
+        assert identify().fingerprint() == spec.fingerprint()
 
 
 @pytest.mark.parametrize("place", ["start", "middle", "end"])
@@ -143,22 +189,6 @@ def test_other_weights_are_another_namespace(place: str, identify: Identify, cop
     assert fields_that_differ(identify(), identify(model=copied_model)) == {"weights_digest"}
 
 
-def test_a_retrained_file_of_many_samples_gives_another_digest(tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    weights = directory / "model.safetensors"
-    weights.write_bytes(bytes(8 << 20))
-    before = weights_digest(str(directory), None)
-    weights.write_bytes(b"\x01" * (8 << 20))
-    assert weights_digest(str(directory), None) != before
-
-
-def test_another_shard_file_gives_another_digest(copied_model: Path) -> None:
-    before = weights_digest(str(copied_model), None)
-    (copied_model / "model-2.safetensors").write_bytes(b"more")
-    assert weights_digest(str(copied_model), None) != before
-
-
 def test_a_changed_configuration_file_is_another_namespace(identify: Identify, copied_model: Path) -> None:
     edit_config(copied_model, rms_norm_eps=1e-6)
     assert fields_that_differ(identify(), identify(model=copied_model)) == {"extra['hf_config']"}
@@ -167,7 +197,3 @@ def test_a_changed_configuration_file_is_another_namespace(identify: Identify, c
 def test_a_version_stamp_in_the_configuration_file_does_not_matter(identify: Identify, copied_model: Path) -> None:
     edit_config(copied_model, transformers_version="0.0.1")
     assert differences(identify(), identify(model=copied_model)) == []
-
-
-def test_a_model_that_is_not_on_this_disk_has_no_digest() -> None:
-    assert weights_digest("nobody/has-this-model", "main") == ""

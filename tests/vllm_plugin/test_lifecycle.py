@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
 from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.toy import ToyEngine, answer
+from vllm_plugin import worker
+from vllm_plugin.identity import namespace_spec
 
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
@@ -55,6 +58,29 @@ def test_tensor_parallel_sizes_share_blocks(writers: int, readers: int, fleet: F
     assert second.cached_tokens["prompt-0"] == 96
     assert first.counted("stored_blocks") == 6 * min(writers, 4)
     assert_nothing_is_left(first)
+    assert_nothing_is_left(second)
+
+
+@MODES
+def test_a_rank_that_names_another_namespace_ends_the_sharing(
+    steps_ahead: int, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it stores is not what the scheduler looks up: an engine that would never hit, and not say why."""
+    first = fleet.start(steps_ahead=steps_ahead)
+    first.generate(tokens(100))
+    monkeypatch.setattr(
+        worker, "namespace_spec", lambda *args: replace(namespace_spec(*args), weights_digest="of another directory")
+    )
+    second = fleet.start(steps_ahead=steps_ahead, tp_size=2)
+    for _ in range(2):
+        assert second.generate(tokens(100)) == [answer(tokens(100), 8)]
+    assert second.generate(tokens(100, "new")) == [answer(tokens(100, "new"), 8)]
+    assert any(
+        record.levelname == "ERROR" and "a rank of pipeline stage 0 names namespace" in record.getMessage()
+        for record in caplog.records
+    )
+    assert second.counted("namespaces_disagree") == 1
+    assert second.counted("loaded_blocks") == 0
     assert_nothing_is_left(second)
 
 

@@ -12,7 +12,6 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
 from tests.conftest import StartServer
 from tests.support.processes import wait_for
@@ -419,7 +418,7 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
 
 def test_blocks_are_pinned_until_every_rank_has_reported(core: MakeCore) -> None:
     one = core().connected()
-    one.side._pins._world_size = 2
+    one.side._stores._pins._world_size = 2
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
     (job,) = one.step((request, 100)).stores
@@ -486,14 +485,14 @@ def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
         one.allocate(request, 0)
     jobs = one.step((first, 192), (second, 192)).stores
     assert [len(run_in(job)) for job in jobs] == [12, 4]
-    assert one.side._pins.num_blocks == 16
+    assert one.side._stores._pins.num_blocks == 16
     assert one.step((first, 0), (second, 0)).stores == []
     assert one.side.stats().data["store_deferred"] == 2
     one.report(jobs[0].job_id)
     (rest,) = one.step((second, 0)).stores
     assert list(run_in(rest).block_hashes) == second.block_hashes[4:12]
     one.report(jobs[1].job_id, rest.job_id)
-    assert one.side._pins.num_blocks == 0
+    assert one.side._stores._pins.num_blocks == 0
 
 
 def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: MakeCore) -> None:
@@ -706,7 +705,7 @@ def test_windows_are_stored_where_the_prompt_ends_and_at_the_interval(core: Make
     assert names_in(windows) == [request.block_hashes[idx] for idx in wanted]
     assert windows.block_ids == [[one.ids(request, group)[idx] for idx in wanted] for group in (1, 2)]
     assert [run.parent_hash for run in windows.runs] == [request.block_hashes[9], request.block_hashes[16]]
-    assert one.side._pins.num_blocks == 21 + 2 * len(wanted)
+    assert one.side._stores._pins.num_blocks == 21 + 2 * len(wanted)
     one.report(job.job_id)
     assert not one.side.has_pinned_blocks()
 
@@ -842,16 +841,34 @@ def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
     wait_for_leases(staged, 0)
 
 
-def test_ranks_that_disagree_end_the_start(core: MakeCore, vllm_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({(0, 0): "", (0, 1): "other", (1, 0): ""}, "stage 0 name 2 different namespaces"),
+        ({(0, 0): "", (0, 1): ""}, "stage 1 name 0 different namespaces"),
+    ],
+    ids=["two ranks", "no rank"],
+)
+def test_where_ranks_disagree_at_the_start_nothing_is_shared(
+    told: dict[tuple[int, int], str],
+    message: str,
+    core: MakeCore,
+    vllm_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     one = core(stages=2)
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     spec = namespace_spec(config, cache_config(), ConnectorConfig())
-    other = replace(spec, weights_digest="other")
-    with pytest.raises(ConfigError, match="stage 0 name 2 different namespaces; give every rank the same model files"):
-        one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(other), (1, 0): Handshake(spec)})
-    with pytest.raises(ConfigError, match="stage 1 name 0 different namespaces"):
-        one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
+    one.side.handshake({ranks: Handshake(replace(spec, weights_digest=digest)) for ranks, digest in told.items()})
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert message in record.getMessage() and "the same model files" in record.getMessage()
+    request = make_request("r", tokens(100))
+    assert one.side.matched_tokens(request, 0) == (0, False)
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    stats = one.side.stats()
+    assert stats is not None and stats.data["namespaces_disagree"] == 1
 
 
 def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, caplog: pytest.LogCaptureFixture) -> None:

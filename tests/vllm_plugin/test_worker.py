@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +34,9 @@ def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Ma
         def make(
             cache: KVCacheConfig, tp_rank: int = 0, tp_size: int = 1, drafts: bool = False, register: bool = True
         ) -> KVPoolWorker:
-            config = vllm_config(shared_server.endpoint if register else free_endpoint())
+            drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2} if drafts else None
+            config = vllm_config(shared_server.endpoint if register else free_endpoint(), speculative_config=drafting)
             config.parallel_config.tensor_parallel_size = tp_size
-            if drafts:
-                config.speculative_config = SimpleNamespace(
-                    use_eagle_block_drop=lambda: True, method="eagle", model="draft"
-                )
             settings = ConnectorConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
             made = KVPoolWorker(config, cache, settings, tp_rank)
             stack.callback(made.shutdown)
@@ -69,7 +65,21 @@ def store_of(job_id: int, *group_indices: int) -> ConnectorMetadata:
 
 
 def ended(worker: KVPoolWorker) -> WorkerMetadata:
-    return wait_for(worker.worker_metadata, "a report")
+    """The first report of stores, without the namespace that comes with a rank's first report."""
+
+    def report() -> WorkerMetadata | None:
+        told = worker.worker_metadata()
+        return replace(told, namespaces=frozenset()) if told is not None and told.ended_stores else None
+
+    return wait_for(report, "a report of stores")
+
+
+def test_a_rank_reports_its_namespace_once(worker: MakeWorker) -> None:
+    made = worker(cache_config())
+    told = made.worker_metadata()
+    assert told is not None
+    assert told.namespaces == {(0, made._spec.fingerprint())}
+    assert made.worker_metadata() is None
 
 
 def test_a_worker_tells_what_the_scheduler_cannot_work_out(worker: MakeWorker) -> None:
@@ -99,6 +109,7 @@ def test_a_rank_stores_the_groups_that_are_its_own_to_write(worker: MakeWorker) 
 
 def test_a_rank_with_nothing_to_write_reports_at_once(worker: MakeWorker) -> None:
     made = worker(kv_cache(mla(), num_blocks=8), tp_rank=1, tp_size=2)
+    made.worker_metadata()
     made.start_stores(store_of(7, 0))
     assert made.worker_metadata() == WorkerMetadata({7: 1})
     assert made.worker_metadata() is None
@@ -106,6 +117,7 @@ def test_a_rank_with_nothing_to_write_reports_at_once(worker: MakeWorker) -> Non
 
 def test_beside_a_draft_model_stores_wait_for_the_next_step(worker: MakeWorker) -> None:
     made = worker(MIXED, drafts=True)
+    made.worker_metadata()
     made.start_stores(store_of(7, 0))
     made.start_stores(store_of(8, 1))
     assert made._held and made.worker_metadata() is None

@@ -1,0 +1,131 @@
+"""An adapter is shared by its content, and only where the engine must have loaded what was read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from tests.support.processes import wait_for
+from tests.support.values import block_hash
+from tests.vllm_plugin.conftest import MakeConfig
+from vllm_plugin.adapters import NO_ADAPTER, Adapters, named
+
+Make = Callable[..., Adapters]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def make(vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """`make(share="unchanged", age_s=3600, nnodes=1)`: adapters of an engine that started after the files' times."""
+    made: list[Adapters] = []
+
+    def start(share: str = "unchanged", ahead_s: float = 60.0, nnodes: int = 1) -> Adapters:
+        config = vllm_config()
+        config.parallel_config.nnodes = nnodes
+        now = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm_plugin.adapters.time.time", lambda: now() + ahead_s)
+            adapters = Adapters(config, share)
+        made.append(adapters)
+        return adapters
+
+    yield start
+    for adapters in made:
+        adapters.close()
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRARequest:
+    place = tmp_path / "adapter"
+    place.mkdir()
+    (place / "adapter_config.json").write_text("{}")
+    (place / "adapter_model.safetensors").write_bytes(b"weights")
+    return LoRARequest("name", 1, str(place))
+
+
+def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
+    """What is known once the files have been read."""
+    wait_for(lambda: not adapters.is_reading(lora), "the adapter to be read")
+    return adapters.digest(lora)
+
+
+def test_without_an_adapter_names_are_the_engines_hashes(make: Make) -> None:
+    adapters = make()
+    assert adapters.digest(None) == NO_ADAPTER and not adapters.is_reading(None)
+    hashes = [block_hash(n) for n in range(3)]
+    assert named(hashes, NO_ADAPTER) == hashes
+
+
+def test_names_are_told_apart_by_the_digest_and_back(make: Make, lora: LoRARequest) -> None:
+    digest = read(make(), lora)
+    assert digest is not None and len(digest) == 32
+    hashes = [block_hash(n) for n in range(3)]
+    assert set(named(hashes, digest)).isdisjoint(hashes)
+    assert named(named(hashes, digest), digest) == hashes
+    assert named([], digest) == []
+
+
+def test_one_content_at_two_places_is_one_adapter(make: Make, lora: LoRARequest, tmp_path: Path) -> None:
+    shutil.copytree(lora.lora_path, tmp_path / "copy")
+    adapters = make()
+    assert read(adapters, LoRARequest("other name", 2, str(tmp_path / "copy"))) == read(adapters, lora)
+    (tmp_path / "copy" / "adapter_model.safetensors").write_bytes(b"Weights")
+    assert read(make(), LoRARequest("other name", 2, str(tmp_path / "copy"))) != read(adapters, lora)
+
+
+def test_files_that_are_newer_than_the_engine_are_not_shared(
+    make: Make, lora: LoRARequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.utime(Path(lora.lora_path) / "adapter_model.safetensors", (0, 0))  # Its ctime tells all the same.
+    assert read(make(ahead_s=-5.0), lora) is None
+    assert "newer than the engine" in caplog.text
+    assert read(make("always", ahead_s=-5.0), lora) is not None
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "added", "removed"])
+def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoRARequest, tmp_path: Path) -> None:
+    adapters = make()
+    assert read(adapters, lora) is not None
+    weights = Path(lora.lora_path) / "adapter_model.safetensors"
+    if how == "written":
+        weights.write_bytes(b"WEIGHTS")
+    elif how == "replaced":
+        (tmp_path / "new").write_bytes(b"weights")
+        (tmp_path / "new").rename(weights)
+    elif how == "added":
+        (weights.parent / "more.safetensors").write_bytes(b"")
+    else:
+        shutil.rmtree(weights.parent)
+    wait_for(lambda: adapters.digest(lora) is None, "the change to be noticed")
+
+
+def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, lora: LoRARequest) -> None:
+    adapters = make()
+    assert read(adapters, lora) is not None
+    assert adapters.digest(LoRARequest("name", 1, lora.lora_path, load_inplace=True)) is None
+    assert adapters.digest(lora) is None
+
+
+def test_an_adapter_that_is_not_here_is_not_shared(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    assert read(make(), LoRARequest("name", 1, "nobody/has-this-adapter")) is None
+    assert "nobody/has-this-adapter is no directory on this disk" in caplog.text
+
+
+def test_ranks_that_read_files_of_their_own_do_not_share(
+    make: Make, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make(nnodes=2).digest(lora) is None
+    assert make("never").digest(lora) is None
+    assert read(make("always", nnodes=2), lora) is not None
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    assert make().digest(lora) is None
