@@ -6,6 +6,7 @@ The parent writes one JSON command a line and reads one JSON answer a line; vLLM
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -163,6 +164,14 @@ class Engine:
     def wake_up(self) -> None:
         self._ask({"wake_up": True}, 60.0)
 
+    def call(self, function: str, *arguments: Any, timeout_s: float = 120.0) -> Any:
+        """What `function(llm, *arguments)` returns in the engine's process; arguments and result as JSON.
+
+        Args:
+            function: as "module:name".
+        """
+        return self._ask({"call": function, "arguments": list(arguments)}, timeout_s)
+
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges, and sum and count of its histograms, over all labels; as of the last answer."""
         return dict(self._ask({"metrics": True}, 60.0))
@@ -289,6 +298,9 @@ def serve() -> None:
             answer = llm.wake_up()
         elif "decode" in command:
             answer = _decode(llm, command["decode"], command["arrivals"], command["max_tokens"])
+        elif "call" in command:
+            module, _, name = command["call"].partition(":")
+            answer = getattr(importlib.import_module(module), name)(llm, *command["arguments"])
         elif "metrics" in command:
             answer = {}
             for metric in llm.get_metrics():

@@ -217,6 +217,15 @@ def test_the_tests_that_are_named_exist():
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path):
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         if "://" not in target:
-            assert (document.parent / target).exists(), target
+            path, _, anchor = target.partition("#")
+            found = document.parent / path if path else document
+            assert found.exists(), target
+            assert not anchor or anchor in _anchors(found), target
+
+
+def _anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -165,7 +165,9 @@ class Stores:
 
     def _store_job(self, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> StoreJob | None:
         tracked = self._tracked.get(request_id)
-        if tracked is None:
+        # vLLM counts tokens of a streaming session as computed that are not, where an answer has ended among accepted
+        # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
+        if tracked is None or tracked.request.resumable:
             return None
         request = tracked.request
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither

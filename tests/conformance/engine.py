@@ -17,8 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 from tests.conformance.ownership import Ownership
 from tests.conformance.recorder import SCHEDULER, WORKER, Recorder, Recording
 from tests.vllm_plugin.support import full_attention
-from tests.vllm_plugin.toy import Rank, ToyEngine, answer, create_connector
-from tests.vllm_plugin.toy_cache import Tables, Wrong
+from tests.vllm_plugin.toy import Chunk, Rank, ToyEngine, answer, create_connector
+from tests.vllm_plugin.toy_cache import Wrong
 
 
 class HaltedError(Exception):
@@ -142,8 +142,7 @@ class RecordedEngine(ToyEngine):
         rank: Rank,
         scheduled: SchedulerOutput,
         metadata: Any,
-        computed: Mapping[str, int],
-        tables: Mapping[str, Tables],
+        chunks: Mapping[str, Chunk],
     ) -> KVConnectorOutput:
         bind = rank.connector.bind_connector_metadata
 
@@ -154,13 +153,13 @@ class RecordedEngine(ToyEngine):
 
         rank.connector.bind_connector_metadata = bind_and_mark
         try:
-            return super()._run_rank(rank, scheduled, metadata, computed, tables)
+            return super()._run_rank(rank, scheduled, metadata, chunks)
         finally:
             rank.connector.bind_connector_metadata = bind
 
-    def _forward(self, rank: Rank, request_id: str, tables: Tables, start: int, count: int) -> None:
+    def _forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
         self._ownership.forward_begins(rank.tp_rank)
-        super()._forward(rank, request_id, tables, start, count)
+        super()._forward(rank, request_id, chunk)
         self._ownership.forward_ended(rank.tp_rank)
 
     def _found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:

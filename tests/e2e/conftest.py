@@ -45,6 +45,9 @@ PATIENT: dict[str, Any] = {
 }
 """For tests that assert hits: two busy cores are no reason for a miss."""
 
+DIGITS = range(10, 20)
+"""Tokens that `write_tokenizer` makes the digits 0 to 9."""
+
 StartEngines = Callable[..., list[Engine]]
 
 
@@ -52,6 +55,23 @@ def prompt(tokens: int, seed: object = 0) -> list[int]:
     """Token ids that depend on their seed alone; two seeds share no prefix."""
     picks = random.Random(repr(seed))
     return [picks.randrange(10, SMALL.vocab) for _ in range(tokens)]
+
+
+def write_tokenizer(model: Path) -> None:
+    """Writes a tokenizer of whole words, for what wants one: structured outputs, beam search, pooling."""
+    words = {f"<{token}>": token for token in range(SMALL.vocab)}
+    for token in DIGITS:
+        del words[f"<{token}>"]
+        words[str(token - DIGITS[0])] = token
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<0>"},
+    }
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<2>", "unk_token": "<0>"})
+    )
 
 
 def hit_tokens(num_tokens: int) -> int:

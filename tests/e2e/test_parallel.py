@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
 from benchmarks.tiny_models import write
+from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,
     MORE,
@@ -23,7 +24,9 @@ from tests.e2e.conftest import (
     one_by_one,
     prompt,
     running,
+    wait_until_nothing_is_held,
 )
+from tests.e2e.test_shapes import SHAPES
 from tests.support.processes import ServerProcess
 
 pytestmark = pytest.mark.vllm
@@ -76,3 +79,33 @@ def test_two_ranks_load_bit_for_bit_what_they_stored(pair: tuple[Engine, Engine]
     assert own_cache.cached_tokens == loaded.cached_tokens == hit_tokens(700)
     assert (loaded.tokens, loaded.logprobs) == (own_cache.tokens, own_cache.logprobs)
     drain(parallel)
+
+
+STATES = ("qwen3_next", "granite_hybrid", "falcon_h1", "mamba2")
+"""A rank's part of their states is opaque: other sizes do not share it."""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "gemma3"])
+def test_two_ranks_of_every_shape(shape: str, tmp_path: Path, shapes_dir: Path, pool_server: StartServer) -> None:
+    """What two ranks store they load, and one rank of a model without states loads, too."""
+    alignment, options = SHAPES[shape]
+    server = pool_server("--memory", "256MiB", "--grace-ms", "100")
+    model, transfer = write(shape, shapes_dir), kvpool_transfer_config(server.endpoint, **PATIENT)
+    options = {**FLOAT32, "enable_prefix_caching": True, **options}
+    specs = [EngineSpec(model, transfer, {**options, "tensor_parallel_size": 2})]
+    if shape not in STATES:
+        specs.append(EngineSpec(model, transfer, options, in_process=True))
+    prompts = [prompt(length, f"{shape} on two ranks: {length}") for length in (97, 400)]
+    full = [(len(each) - 1) // alignment * alignment for each in prompts]
+    tolerance = 2e-2 if options["dtype"] == "bfloat16" else 1e-3
+    with running(tmp_path, *specs) as engines:
+        cold = one_by_one(engines[0], prompts)
+        assert [answer.cached_tokens for answer in cold] == [0, 0]
+        drain(engines[0])
+        for engine in engines:
+            warm = one_by_one(engine, prompts)
+            assert [answer.cached_tokens for answer in warm] == full
+            assert_same(warm, cold, tolerance)
+            drain(engine)
+    wait_until_nothing_is_held(server)

@@ -13,6 +13,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.types import BlockRun, ShardRange
+from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from vllm_plugin import lookups, scheduler, transfer, worker
 from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
@@ -85,6 +86,68 @@ def pins_are_leaked_by_failed_stores(patch: pytest.MonkeyPatch) -> None:
         return [ended for ended in original(self) if ended[1] or not isinstance(self, SendThread)]
 
     patch.setattr(TransferThread, "take_ended", take_ended)
+
+
+@variant
+def stores_do_not_wait_for_the_forward_pass(patch: pytest.MonkeyPatch) -> None:
+    original = TransferThread.submit
+
+    def submit(self: TransferThread[Any], job: Any) -> None:
+        if isinstance(self, SendThread):
+            self._jobs.put((job, 0))
+        else:
+            original(self, job)
+
+    patch.setattr(TransferThread, "submit", submit)
+
+
+@variant
+def drafts_are_stored_under_the_names_that_come_true(patch: pytest.MonkeyPatch) -> None:
+    """A step's drafts count as known tokens, and their blocks get their names when the store begins."""
+    after_alloc, build, transfer_job = (
+        KVPoolScheduler.after_alloc,
+        KVPoolScheduler.build_metadata,
+        SendThread._transfer,
+    )
+    requests: dict[str, Any] = {}
+
+    def noting(self: KVPoolScheduler, request: Any, *arguments: Any) -> None:
+        requests[request.request_id] = request
+        after_alloc(self, request, *arguments)
+
+    def build_ahead(self: KVPoolScheduler, output: Any) -> Any:
+        known = {}
+        for name in output.scheduled_spec_decode_tokens:
+            hashes, request = requests[name].block_hashes, requests[name]
+            known[name] = len(hashes)
+            count = (request.num_computed_tokens + output.num_scheduled_tokens[name]) // BLOCK_TOKENS
+            hashes.extend(f"later {idx} {name}".encode() for idx in range(len(hashes), count))
+        try:
+            return build(self, output)
+        finally:
+            for name, count in known.items():
+                del requests[name].block_hashes[count:]
+
+    def name_of(block_hash: bytes) -> bytes:
+        if not block_hash.startswith(b"later "):
+            return block_hash
+        _, idx, request_id = block_hash.decode().split(" ", 2)
+        return bytes(requests[request_id].block_hashes[int(idx)])
+
+    def transfer_named(self: SendThread, job: StoreJob, mark: Any) -> bool:
+        try:
+            for part in job.groups:
+                part.runs = [
+                    BlockRun(run.group_idx, [name_of(each) for each in run.block_hashes], name_of(run.parent_hash))
+                    for run in part.runs
+                ]
+        except IndexError:
+            return False  # They did not come true.
+        return transfer_job(self, job, mark)
+
+    patch.setattr(KVPoolScheduler, "after_alloc", noting)
+    patch.setattr(KVPoolScheduler, "build_metadata", build_ahead)
+    patch.setattr(SendThread, "_transfer", transfer_named)
 
 
 # Hits

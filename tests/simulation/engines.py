@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -46,6 +46,7 @@ from tests.simulation.turns import Turns
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from tests.vllm_plugin.support import full_attention, make_request
 from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
+from tests.vllm_plugin.toy_device import Device, DeviceCopier
 from vllm_plugin import breaker, economy, loads, lookups, scheduler, session, transfer
 from vllm_plugin.connector import KVPoolConnector
 
@@ -74,10 +75,12 @@ EXTENT_BYTES = 8 << 10
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine's configuration, as far as schedules vary it. For the units see `ConnectorConfig` and vLLM."""
+    """An engine's configuration, as far as schedules vary it. See `ConnectorConfig`, vLLM and `ToyEngine`."""
 
     tp_size: int = 1
     steps_ahead: int = 0
+    late: bool = False
+    num_drafts: int = 0
     num_blocks: int = 40
     max_batched_tokens: int = 512
     max_pinned_fraction: float = 0.5
@@ -153,6 +156,17 @@ class Prefixes(Observer):
         return torch.cat(parts, dim=1).transpose(0, 1)
 
 
+class SimDevice(Device):
+    """A device that threads wait for in turns."""
+
+    def __init__(self, late: bool, turns: Turns):
+        super().__init__(late)
+        self._turns = turns
+
+    def wait(self, mark: int) -> None:
+        self._turns.wait(lambda: self.has_reached(mark))
+
+
 class WatchedCopier:
     """A copier that looks whether the engine's blocks may be touched."""
 
@@ -182,6 +196,9 @@ class SimEngine(ToyEngine):
 
     Args:
         between: called between what two ranks do in a step.
+
+    Attributes:
+        num_stale: how often requests were preempted whose outcome was under way.
     """
 
     def __init__(
@@ -201,18 +218,23 @@ class SimEngine(ToyEngine):
             num_blocks=setup.num_blocks,
             tp_size=setup.tp_size,
             steps_ahead=setup.steps_ahead,
+            late=setup.late,
             wait=False,
             make=_make,
             specs=specs,
         )
         self.prompts: dict[str, tuple[list[int], int, int]] = {}
         self.aborted: set[str] = set()
+        self.num_stale = 0
         self._alignment = math.lcm(*(spec.block_size for spec in specs))  # type: ignore[attr-defined]
         self._failed: set[str] = set()
         self.layer_names = [list(group.layer_names) for group in self.ranks[0].worker._kv_cache_config.kv_cache_groups]
         self._watch_scheduler()
         for rank in self.ranks:
             self._watch_rank(rank)
+
+    def _make_device(self, late: bool) -> Device:
+        return SimDevice(late, self._turns)
 
     def broke(self, promise: str) -> None:
         self._turns.broken.append(promise)
@@ -251,11 +273,24 @@ class SimEngine(ToyEngine):
         self._prefixes.learn([*prompt, *answer(*self.prompts[request_id])], self.weights)
 
     def preempt(self) -> None:
-        """Takes the blocks of the request that came last, as the scheduler does where it has none left."""
+        """Takes the blocks of the request that came last, as the scheduler does where it has none left.
+
+        What steps under way compute of it is delivered later.
+        """
         running = self.scheduler.running
-        if running and not self._in_flight:
+        if running:
+            self.num_stale += running[-1].num_in_flight_tokens > 0
             self.scheduler._preempt_request(running.pop(), self._turns.clock())
             self.scheduler.prev_step_scheduled_req_ids.clear()
+
+    def send_back(self) -> None:
+        """Preempts all that run and empties the engine's own cache. What steps under way compute of them is lost."""
+        self.num_stale += any(request.num_in_flight_tokens for request in self.scheduler.running)
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.
+            if "Failed to reset KV cache" not in str(error):
+                raise
 
     def check_answers(self) -> None:
         """Of all requests; each has ended."""
@@ -330,7 +365,10 @@ class SimEngine(ToyEngine):
         worker.start_loads, worker.transfer_results = watched_start, watched_results  # type: ignore[method-assign]
         for thread in (worker._sender, worker._receiver):
             assert thread is not None
-            thread._copier = WatchedCopier(self, thread._copier)  # type: ignore[assignment]
+            if isinstance(thread._copier, DeviceCopier):
+                thread._copier.inner = WatchedCopier(self, thread._copier.inner)
+            else:
+                thread._copier = WatchedCopier(self, thread._copier)  # type: ignore[assignment]
 
     def _run_rank(self, rank: Rank, *step: Any) -> Any:
         self._between()
@@ -347,6 +385,7 @@ def _config(base: VllmConfig, setup: Setup) -> VllmConfig:
     for part in ("cache_config", "parallel_config", "scheduler_config", "kv_transfer_config"):
         setattr(config, part, copy.copy(getattr(base, part)))
     config.scheduler_config.max_num_batched_tokens = setup.max_batched_tokens
+    config.speculative_config = _speculative(setup.num_drafts) if setup.num_drafts else None
     config.kv_transfer_config.kv_connector_extra_config = {
         "max_pinned_fraction": setup.max_pinned_fraction,
         "store_decoded": setup.store_decoded,
@@ -356,6 +395,11 @@ def _config(base: VllmConfig, setup: Setup) -> VllmConfig:
         "promotion_wait_ms": setup.promotion_wait_ms,
     }
     return config
+
+
+@functools.cache
+def _speculative(num_drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_max=2)
 
 
 class _Log:

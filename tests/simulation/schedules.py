@@ -111,6 +111,9 @@ class World:
     def preempt(self, engine: int) -> None:
         self._engine(engine).preempt()
 
+    def send_back(self, engine: int) -> None:
+        self._engine(engine).send_back()
+
     def forget(self, engine: int) -> None:
         """The engine's own cache is emptied, if nothing is in use."""
         self._engine(engine).scheduler.reset_prefix_cache()
@@ -268,6 +271,8 @@ class World:
         total: Counter[str] = Counter()
         for engine in self.engines:
             total.update({name: count for name, count in engine.stats.data.items() if isinstance(count, int | float)})
+            total["rejected_drafts"] += engine.num_rejected_drafts
+            total["stale_outcomes"] += engine.num_stale
             total["answered"] += len(engine.prompts) - len(engine.aborted)
             total["aborted"] += len(engine.aborted)
         total.update({name: self.server.pool.counters[name] for name in ("evicted_blocks", "out_of_space")})
@@ -336,7 +341,7 @@ def make_schedule(seed: int) -> Schedule:
     shape = dice.choice(list(SHAPES))
     # One request of the longest kind must fit, or it would wait for ever: vLLM refuses to start then.
     num_blocks = 2 + len(SHAPES[shape]) * MAX_BLOCKS_OF_A_REQUEST + dice.choice([0, 8, 30])
-    setups = tuple(_make_setup(dice, num_blocks) for _ in range(dice.choice([1, 2, 2])))
+    setups = tuple(_make_setup(dice, shape, num_blocks) for _ in range(dice.choice([1, 2, 2])))
     weights = {"add": 12, "step": 40, "turn": 40, "turn_all": 10, "settle": 2, "others_stored": 2}
     for name, weight in _RARE.items():
         if dice.random() < 0.4:
@@ -358,16 +363,19 @@ def make_schedule(seed: int) -> Schedule:
     )
 
 
-_RARE = {"abort": 6, "again": 3, "preempt": 4, "forget": 8, "reset": 2, "advance": 5, "fill": 4, "hog": 2, "remove": 3,
-         "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4, "lose": 4,
-         "lag": 8}  # fmt: skip
+_RARE = {"abort": 6, "again": 3, "preempt": 4, "send_back": 2, "forget": 8, "reset": 2, "advance": 5, "fill": 4,
+         "hog": 2, "remove": 3, "clear": 1, "flip": 8, "away": 2, "back": 4, "restart": 2, "hang": 2, "go_on": 4,
+         "lose": 4, "lag": 8}  # fmt: skip
 _FAULTS = ("flip", "away", "back", "restart", "hang", "go_on", "lose", "remove", "clear", "reset")
 
 
-def _make_setup(dice: random.Random, num_blocks: int) -> Setup:
+def _make_setup(dice: random.Random, shape: str, num_blocks: int) -> Setup:
     return Setup(
         tp_size=dice.choice([1, 1, 2]),
-        steps_ahead=dice.choice([0, 1]),
+        steps_ahead=dice.choice([0, 1, 1, 2]),
+        late=dice.random() < 0.7,
+        # vLLM keeps a state for each draft, and the toy engine does not.
+        num_drafts=0 if "state" in shape else dice.choice([0, 0, 2]),
         num_blocks=num_blocks,
         max_batched_tokens=dice.choice([48, 100, 512]),
         max_pinned_fraction=dice.choice([0.05, 0.5, 1.0]),
@@ -394,7 +402,7 @@ def _make_event(dice: random.Random, name: str) -> Event:
             return name, engine, number()
         case "abort" | "again":
             return name, engine, number()
-        case "preempt" | "forget" | "reset":
+        case "preempt" | "send_back" | "forget" | "reset":
             return name, engine
         case "turn" | "remove" | "flip" | "lose":
             return name, number()

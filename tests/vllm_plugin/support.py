@@ -82,11 +82,13 @@ def make_request(
     prompt: Sequence[int],
     max_tokens: int = 8,
     images: Mapping[str, tuple[int, int]] | None = None,
+    resumable: bool = False,
     **options: Any,
 ) -> Request:
     """A request as EngineCore makes it; greedy, without an end-of-sequence token.
 
     Args:
+        resumable: whether more of the prompt may follow (see vLLM's streaming input).
         images: hash of an image -> first token of its place in the prompt, and how many tokens it has.
     """
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **options)
@@ -94,7 +96,9 @@ def make_request(
         MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=first, length=count))
         for name, (first, count) in (images or {}).items()
     ]
-    return Request(request_id, list(prompt), sampling, None, block_hasher=_hasher, mm_features=features)
+    return Request(
+        request_id, list(prompt), sampling, None, block_hasher=_hasher, mm_features=features, resumable=resumable
+    )
 
 
 def tokens(count: int, seed: object = 0) -> list[int]:

@@ -31,7 +31,12 @@ from vllm_plugin.transfer import ReceiveThread, SendThread
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
 """Shapes of model, and so many blocks that a few requests fill them."""
 ALL = pytest.mark.parametrize("shape", ROOM)
-MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
+SYNCHRONOUS: dict[str, Any] = {"steps_ahead": 0}
+ASYNCHRONOUS: dict[str, Any] = {"steps_ahead": 1, "late": True}
+MODES = pytest.mark.parametrize("mode", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+}
 
 
 @pytest.fixture
@@ -67,15 +72,34 @@ def family(count: int, length: int = 70) -> list[list[int]]:
 
 @ALL
 @MODES
-def test_preemption_storm(shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]) -> None:
+def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]) -> None:
     prompts = family(10)
     expected = [answer(prompt, 50) for prompt in prompts]
     for _ in range(2):  # Cold, then with everything in the pool.
-        engine = storm(shape, num_blocks=ROOM[shape], steps_ahead=steps_ahead, extra={"max_pinned_fraction": 1.0})
+        engine = storm(shape, num_blocks=ROOM[shape], **mode, extra={"max_pinned_fraction": 1.0})
         preempted = count_preemptions(engine)
         assert engine.generate(*prompts, max_tokens=50) == expected
         assert preempted, "the storm wants preemption"
     assert engine.counted("loaded_blocks") > 0
+
+
+@MODES
+@pytest.mark.parametrize("shape", ["gemma3", "block sizes", "deepseek"])
+def test_drafts_are_rejected_in_a_preemption_storm(
+    shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
+) -> None:
+    prompts = family(10)
+    expected = [answer(prompt, 50) for prompt in prompts]
+    for _ in range(2):
+        engine = storm(shape, num_blocks=ROOM[shape], **mode, options=DRAFTS, extra={"max_pinned_fraction": 1.0})
+        preempted = count_preemptions(engine)
+        assert engine.generate(*prompts, max_tokens=50) == expected
+        assert preempted and engine.num_rejected_drafts, "the storm wants preemption and wrong drafts"
+    # What was decoded is loaded, too, though drafts that were wrong have lain in its blocks.
+    engine = storm(shape, num_blocks=128, options=DRAFTS)
+    turns = [[*prompt, *told, *tokens(9, "next")] for prompt, told in zip(prompts, expected, strict=True)]
+    assert engine.generate(*turns) == [answer(turn, 8) for turn in turns]
+    assert all(engine.cached_tokens[f"prompt-{nth}"] > len(prompts[nth]) for nth in range(10))
 
 
 STAGES = ("waiting", "looking up", "loading", "prefill", "decoding", "storing")
@@ -100,15 +124,13 @@ def bring_to(stage: str, engine: ToyEngine, request: Any) -> None:
 @MODES
 @pytest.mark.parametrize("stage", STAGES)
 def test_abort_at_every_stage_and_the_same_name_again(
-    stage: str, shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]
+    stage: str, shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
     prompt = tokens(200)
     known = stage in ("looking up", "loading")
     if known:
         storm(shape, num_blocks=128).generate(prompt)
-    engine = storm(
-        shape, num_blocks=128, steps_ahead=steps_ahead, options={"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    )
+    engine = storm(shape, num_blocks=128, **mode, options={"max_num_batched_tokens": 64, "max_num_seqs": 8})
     with held(SendThread) as send, held(ReceiveThread) as receive:
         for _ in range(2):
             request = engine.add("r", prompt, max_tokens=20)
@@ -146,11 +168,11 @@ def test_chunks_of_odd_budgets(budget: int, shape: str, storm: Callable[..., Toy
 @ALL
 @MODES
 def test_requests_share_blocks_that_are_being_sent(
-    shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]
+    shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
     shared = tokens(150, "shared")
     prompts = [[*shared, *tokens(20, nth)] for nth in range(6)]
-    first = storm(shape, num_blocks=128, steps_ahead=steps_ahead)
+    first = storm(shape, num_blocks=128, **mode)
     with held(SendThread) as go:
         for nth, prompt in enumerate(prompts):
             first.add(f"r{nth}", prompt, max_tokens=20)
@@ -163,19 +185,21 @@ def test_requests_share_blocks_that_are_being_sent(
         first.run()
     for nth in (1, 2, 4, 5):
         assert first.answers[f"r{nth}"] == answer(prompts[nth], 20)
-    second = storm(shape, num_blocks=128, steps_ahead=steps_ahead)
+    second = storm(shape, num_blocks=128, **mode)
     assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
     assert second.counted("loaded_blocks") > 0
 
 
 @ALL
 @MODES
-def test_64_requests_with_overlapping_prefixes(shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]) -> None:
+def test_64_requests_with_overlapping_prefixes(
+    shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
+) -> None:
     prompts = family(64)
     expected = [answer(prompt, 12) for prompt in prompts]
     options = {"max_num_batched_tokens": 250, "max_num_seqs": 64}
     for num_blocks in (256, 64):
-        engine = storm(shape, num_blocks=num_blocks, steps_ahead=steps_ahead, options=options)
+        engine = storm(shape, num_blocks=num_blocks, **mode, options=options)
         assert engine.generate(*prompts, max_tokens=12) == expected
     assert engine.counted("loaded_blocks") > 0
 
@@ -184,14 +208,14 @@ def test_64_requests_with_overlapping_prefixes(shape: str, steps_ahead: int, sto
 @MODES
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_at_random_moments_of_two_engines(
-    seed: int, shape: str, steps_ahead: int, storm: Callable[..., ToyEngine]
+    seed: int, shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
     chance = random.Random(f"{seed} {shape}")
     engines = [
         storm(
             shape,
             num_blocks=2 * ROOM[shape],
-            steps_ahead=steps_ahead,
+            **mode,
             options={"max_num_batched_tokens": 79, "max_num_seqs": 16},
         )
         for _ in range(2)
@@ -221,7 +245,7 @@ def test_aborts_at_random_moments_of_two_engines(
 def test_pool_that_fails_in_a_storm(
     fault: str,
     shape: str,
-    steps_ahead: int,
+    mode: dict[str, Any],
     fleet_on: Callable[[str], Fleet],
     pool_server: StartServer,
     shm_dir: str,
@@ -231,7 +255,7 @@ def test_pool_that_fails_in_a_storm(
     prompts = family(12, 90)
     fleet.start(specs=SHAPES[shape], num_blocks=128).generate(*prompts[:8])
     impatient = {"lookup_timeout_ms": 200, "load_timeout_ms": 300, "store_timeout_ms": 300}
-    engine = fleet.start(specs=SHAPES[shape], num_blocks=2 * ROOM[shape], steps_ahead=steps_ahead, extra=impatient)
+    engine = fleet.start(specs=SHAPES[shape], num_blocks=2 * ROOM[shape], **mode, extra=impatient)
     for nth, prompt in enumerate(prompts):
         engine.add(f"r{nth}", prompt, max_tokens=20)
     with ExitStack() as stack:

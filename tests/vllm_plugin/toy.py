@@ -5,16 +5,22 @@ It calls the public hooks of `KVConnectorBase_V1` alone, in the order of vLLM's 
 The toy model's KV of a token is a hash of the whole prefix up to it, and its next token is a function of that hash. So
 what every block must hold is known, and before each forward pass the toy checks all that attention would read: one
 wrong byte, one block reused too early or loaded into the wrong place, and `step` fails.
+
+The forward pass is work for a `Device`, which may do it long after the connector's hooks of its step were called, and
+after the next step was scheduled. With speculative decoding the drafts' KV is written like any other, and stays until
+the right tokens' overwrites it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +35,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -37,15 +43,19 @@ from tests.support.processes import wait_for
 from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY
 from tests.vllm_plugin.support import cache_config, make_request
 from tests.vllm_plugin.toy_cache import Tables, ToyCache, Wrong, config_of_rank
+from tests.vllm_plugin.toy_device import Device, DeviceCopier
 from vllm_plugin import register
 from vllm_plugin.metrics import KVPoolStats
 from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.transfer import TransferThread
 from vllm_plugin.worker import KVPoolWorker
 
 MakeConnector = Callable[[VllmConfig, KVConnectorRole, KVCacheConfig], KVConnectorBase_V1]
 create_connector: MakeConnector = KVConnectorFactory.create_connector  # Engines patch it while they start.
 _MULTIPLIER = 6364136223846793005
 _MASK = (1 << 64) - 1
+_WRONG_DRAFT = 1
+"""A token that the toy model never samples."""
 
 
 class Sequences:
@@ -55,16 +65,40 @@ class Sequences:
         self._weights = weights
         self.tokens: list[int] = []
         self.hashes: list[int] = []
+        self.drafts: list[int] = []
         for token in prompt:
             self.append(token)
 
     def append(self, token: int) -> None:
-        before = self.hashes[-1] if self.hashes else self._weights
         self.tokens.append(token)
-        self.hashes.append(((before ^ token) * _MULTIPLIER + 1442695040888963407) & _MASK)
+        self.hashes.append(_hash(self.hashes[-1] if self.hashes else self._weights, token))
 
     def next_token(self) -> int:
-        return 3 + (self.hashes[-1] >> 33) % (TINY.vocab - 3)
+        return _next_token(self.hashes[-1])
+
+    def restart(self, tokens: Sequence[int]) -> None:
+        """The scheduler's tokens take the place of those sampled since; drafts are forgotten."""
+        self.drafts = []
+        if self.tokens != tokens:
+            self.__init__(tokens, self._weights)  # type: ignore[misc]
+
+    def draft(self, count: int) -> list[int]:
+        """Guesses of the next tokens. The first few are right: how many depends on the last token."""
+        at, num_right = self.hashes[-1], (self.hashes[-1] >> 40) % (count + 1)
+        self.drafts = []
+        for nth in range(count):
+            right = _next_token(at)
+            self.drafts.append(right if nth < num_right else _WRONG_DRAFT)
+            at = _hash(at, self.drafts[-1])
+        return self.drafts
+
+
+def _hash(before: int, token: int) -> int:
+    return ((before ^ token) * _MULTIPLIER + 1442695040888963407) & _MASK
+
+
+def _next_token(at: int) -> int:
+    return 3 + (at >> 33) % (TINY.vocab - 3)
 
 
 def answer(prompt: Sequence[int], max_tokens: int, weights: int = 1) -> list[int]:
@@ -83,6 +117,54 @@ def as_rank(tp_rank: int, tp_size: int, stage: int = 0) -> Iterator[None]:
         patch.object(parallel_state, "_PP", SimpleNamespace(rank_in_group=stage)),
     ):
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step computes of one request.
+
+    Args:
+        tables: the request's blocks when the step was scheduled.
+        start: as the scheduler reckons it; it takes drafts of the step before for accepted until it hears otherwise.
+        scheduled_drafts: the last of the `count` tokens; -1 for those that the worker has drafted itself.
+    """
+
+    model: Sequences
+    tables: Tables
+    start: int
+    count: int
+    scheduled_drafts: Sequence[int] = ()
+
+    def drafts(self) -> list[int]:
+        own = [*self.model.drafts, *[_WRONG_DRAFT] * len(self.scheduled_drafts)]
+        return [mine if given == -1 else given for given, mine in zip(self.scheduled_drafts, own, strict=False)]
+
+    def first(self) -> int:
+        """Position of the first token. To be asked when the steps before have been computed."""
+        return min(self.start, len(self.model.tokens) - 1)
+
+    def hashes(self) -> list[int]:
+        """Of the prefix, to the end of the chunk."""
+        stop = self.first() + self.count - len(self.scheduled_drafts)
+        assert stop <= len(self.model.tokens), "the scheduler wants a token computed that nobody has sampled"
+        if not self.scheduled_drafts:
+            return self.model.hashes
+        hashes = self.model.hashes[:stop]
+        for draft in self.drafts():
+            hashes.append(_hash(hashes[-1], draft))
+        return hashes
+
+    def sample(self) -> list[int]:
+        """The next tokens: one more than there are right drafts; none before the end of the prompt."""
+        if self.first() + self.count - len(self.scheduled_drafts) < len(self.model.tokens):
+            return []
+        sampled: list[int] = []
+        for draft in [*self.drafts(), None]:
+            sampled.append(self.model.next_token())
+            self.model.append(sampled[-1])
+            if draft != sampled[-1]:
+                break
+        return sampled
 
 
 class Rank:
@@ -131,6 +213,7 @@ class ToyEngine:
     Args:
         num_blocks: of the engine's KV cache, the null block among them.
         steps_ahead: steps that are scheduled before the first one's outcome is known; 1 is asynchronous scheduling.
+        late: whether forward passes end as late as they can: when their outcome is asked for. For a `KVPoolConnector`.
         wait: whether to wait until every side has reached the pool; for a `KVPoolConnector`.
         make: constructs the connector's sides; what the configuration names by default.
         specs: of the model's KV-cache groups, with all heads; one full-attention group by default.
@@ -143,6 +226,7 @@ class ToyEngine:
         num_blocks: int = 64,
         tp_size: int = 1,
         steps_ahead: int = 0,
+        late: bool = False,
         wait: bool = True,
         make: MakeConnector = create_connector,
         specs: Sequence[KVCacheSpec] = (),
@@ -176,7 +260,12 @@ class ToyEngine:
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {ranks: metadata for ranks, metadata in told.items() if metadata is not None}
         )
+        self.device = self._make_device(late)
+        for thread in self._transfer_threads() if late else ():
+            thread._copier = DeviceCopier(self.device, thread._copier)  # type: ignore[assignment]
         self.num_blocks = num_blocks
+        self.num_rejected_drafts = 0
+        self._num_drafts = config.num_speculative_tokens
         self.stats = KVPoolStats()
         self.weights = 1
         self.answers: dict[str, list[int]] = {}
@@ -184,7 +273,7 @@ class ToyEngine:
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.ranks))
         self._sequences: dict[str, Sequences] = {}
         self._steps_ahead = steps_ahead
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
         if wait:
             self.wait_until_connected()
 
@@ -223,6 +312,10 @@ class ToyEngine:
         self.run()
         return [self.answers[request_id] for request_id in ids]
 
+    def extend(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8) -> None:
+        """The next input of a session, which was added with `resumable`."""
+        self.scheduler.add_request(make_request(request_id, prompt, max_tokens, resumable=True))
+
     def step(self) -> int:
         """One step; returns how many tokens were computed."""
         scheduled = self.scheduler.schedule()
@@ -233,7 +326,8 @@ class ToyEngine:
         self._in_flight.append((scheduled, self._execute(scheduled, tables)))
         ahead = self._steps_ahead if scheduled.num_scheduled_tokens else 0
         while len(self._in_flight) > ahead:
-            self._update(*self._in_flight.popleft())
+            launched, outcome = self._in_flight.popleft()
+            self._update(launched, outcome())
         return scheduled.total_num_scheduled_tokens
 
     def num_used_blocks(self) -> int:
@@ -245,42 +339,68 @@ class ToyEngine:
         return self.stats.data.get(name, 0)
 
     def shutdown(self) -> None:
+        self.device.catch_up()
         self.scheduler.shutdown()
         for rank in self.ranks:
             rank.connector.shutdown()
 
-    def _execute(self, scheduled: SchedulerOutput, tables: dict[str, list[int]]) -> ModelRunnerOutput:
+    def _make_device(self, late: bool) -> Device:
+        return Device(late)
+
+    def _transfer_threads(self) -> Iterator[TransferThread[Any]]:
+        for rank in self.ranks:
+            for thread in (rank.worker._sender, rank.worker._receiver):
+                assert thread is not None
+                yield thread
+
+    def _execute(self, scheduled: SchedulerOutput, tables: dict[str, Tables]) -> Callable[[], ModelRunnerOutput]:
+        """Launches a step; returns what waits for its outcome."""
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id in scheduled.num_scheduled_tokens:
             self.cached_tokens.setdefault(request_id, computed[request_id])
+        for request_id in [*(new.req_id for new in scheduled.scheduled_new_reqs), *cached.resumed_req_ids]:
+            known = list(self.scheduler.requests[request_id].all_token_ids)
+            self.device.launch(functools.partial(self._sequences[request_id].restart, known))
+        chunks = {
+            request_id: Chunk(
+                self._sequences[request_id],
+                tables[request_id],
+                computed[request_id],
+                count,
+                scheduled.scheduled_spec_decode_tokens.get(request_id, ()),
+            )
+            for request_id, count in scheduled.num_scheduled_tokens.items()
+        }
         metadata = pickle.dumps(scheduled.kv_connector_metadata)
         hooked = []
         for rank in self.ranks:
             with rank:
-                hooked.append(self._run_rank(rank, scheduled, pickle.loads(metadata), computed, tables))
-        ids = list(scheduled.num_scheduled_tokens)
-        sampled = [
-            self._sample(request_id, computed[request_id] + scheduled.num_scheduled_tokens[request_id])
-            for request_id in ids
-        ]
-        outputs = []
-        for connector_output in hooked:
-            output = ModelRunnerOutput(ids, {request_id: idx for idx, request_id in enumerate(ids)}, sampled)
-            output.kv_connector_output = connector_output
-            outputs.append(output)
-        merged = self._aggregator.aggregate(pickle.loads(pickle.dumps(outputs)))
-        assert merged is not None
-        return merged
+                hooked.append(self._run_rank(rank, scheduled, pickle.loads(metadata), chunks))
+        sampled: list[list[int]] = []
+        self.device.launch(lambda: sampled.extend(self._sample(chunk) for chunk in chunks.values()))
+        mark = self.device.mark()
+
+        def outcome() -> ModelRunnerOutput:
+            self.device.catch_up(mark)
+            outputs = []
+            for connector_output in hooked:
+                output = ModelRunnerOutput(list(chunks), {name: idx for idx, name in enumerate(chunks)}, sampled)
+                output.kv_connector_output = connector_output
+                outputs.append(output)
+            merged = self._aggregator.aggregate(pickle.loads(pickle.dumps(outputs)))
+            assert merged is not None
+            return merged
+
+        return outcome
 
     def _run_rank(
         self,
         rank: Rank,
         scheduled: SchedulerOutput,
         metadata: Any,
-        computed: Mapping[str, int],
-        tables: Mapping[str, Tables],
+        chunks: Mapping[str, Chunk],
     ) -> KVConnectorOutput:
         """One rank's step: the hooks and the forward pass in the order of vLLM's model runner."""
         connector = rank.connector
@@ -292,8 +412,8 @@ class ToyEngine:
         if scheduled.num_scheduled_tokens:
             for layer in rank.cache.layers:
                 connector.wait_for_layer_load(layer)
-            for request_id, count in scheduled.num_scheduled_tokens.items():
-                self._forward(rank, request_id, tables[request_id], computed[request_id], count)
+            for request_id, chunk in chunks.items():
+                self.device.launch(functools.partial(self._forward, rank, request_id, chunk))
             for layer, kv in rank.cache.layers.items():
                 connector.save_kv_layer(layer, kv, context.attn_metadata[layer])
         if not scheduled.has_sync_kv_loads:
@@ -312,31 +432,31 @@ class ToyEngine:
         connector.clear_connector_metadata()
         return output
 
-    def _forward(self, rank: Rank, request_id: str, tables: Tables, start: int, count: int) -> None:
-        model = self._sequences[request_id]
-        stop = start + count
-        assert stop <= len(model.tokens), "the scheduler wants a token computed that nobody has sampled"
-        for wrong in rank.cache.wrong(tables, model.hashes, start):
+    def _forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
+        first, hashes = chunk.first(), chunk.hashes()
+        for wrong in rank.cache.wrong(chunk.tables, hashes, first):
             self._found_wrong(rank, request_id, wrong)
-        rank.cache.write(tables, model.hashes, start, stop)
+        rank.cache.write(chunk.tables, hashes, first, first + chunk.count)
 
     def _found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
         raise AssertionError(f"{request_id}: attention reads KV that is not of its prefix: {wrong}")
 
-    def _sample(self, request_id: str, stop: int) -> list[int]:
-        model = self._sequences[request_id]
-        if stop < len(model.tokens):
-            return []
-        token = model.next_token()
-        model.append(token)
-        return [token]
+    def _sample(self, chunk: Chunk) -> list[int]:
+        sampled = chunk.sample()
+        if sampled:
+            self.num_rejected_drafts += len(chunk.scheduled_drafts) + 1 - len(sampled)
+            chunk.model.draft(self._num_drafts)
+        return sampled
 
     def _update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        drafts = {name: self._sequences[name].drafts for name in output.req_ids} if self._num_drafts else {}
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
                 self.answers[one.request_id].extend(one.new_token_ids)
             if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
                 self._count(outputs.scheduler_stats.kv_connector_stats)
+        if drafts and not self._steps_ahead:  # Else the worker keeps them, and the scheduler counts on them.
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def _count(self, stats: dict[str, Any]) -> None:
         self.stats.aggregate(KVPoolStats(stats))

@@ -1,0 +1,103 @@
+"""What tests have an engine's own process do: `engine.call("tests.e2e.inside:beam_search", ...)`.
+
+Every function gets the engine's `LLM` first, and takes and returns what JSON can carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+Answers = list[dict[str, Any]]
+
+
+def sample(llm: LLM, prompts: Sequence[list[int]], count: int, max_tokens: int) -> Answers:
+    """`count` seeded samples of each prompt: {"cached": tokens, "samples": [[tokens, logprobs], ...]}."""
+    sampling = SamplingParams(
+        n=count, temperature=1.0, seed=7, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True
+    )
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    return [
+        {
+            "cached": output.num_cached_tokens,
+            "samples": [[list(each.token_ids), _logprobs(each)] for each in output.outputs],
+        }
+        for output in outputs
+    ]
+
+
+def beam_search(llm: LLM, prompts: Sequence[list[int]], width: int, max_tokens: int) -> list[list[Any]]:
+    """The beams of each prompt, best first: [[tokens, cumulative logprob], ...]."""
+    search = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.beam_search([{"prompt_token_ids": each} for each in prompts], search)
+    return [[[beam.tokens, beam.cum_logprob] for beam in output.sequences] for output in outputs]
+
+
+def structured(llm: LLM, prompts: Sequence[list[int]], regex: str, max_tokens: int) -> Answers:
+    """Greedy answers that match `regex`: {"cached", "tokens", "logprobs"}."""
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=0,
+        detokenize=False,
+        structured_outputs=StructuredOutputsParams(regex=regex),
+    )
+    return [_answer(each) for each in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
+
+
+def prioritised(llm: LLM, prompts: Sequence[list[int]], priorities: Sequence[int], max_tokens: int) -> Answers:
+    """Greedy answers to prompts of which every third begins some steps before the next third; lower goes first."""
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True)
+    done: dict[str, Any] = {}
+
+    def step() -> None:
+        done.update((output.request_id, output) for output in engine.step() if output.finished)
+
+    for nth, (tokens, priority) in enumerate(zip(prompts, priorities, strict=True)):
+        engine.add_request(f"{nth}", {"prompt_token_ids": tokens}, sampling, priority=priority)
+        if nth % 3 == 2:
+            for _ in range(5):
+                step()
+    while engine.has_unfinished_requests():
+        step()
+    return [_answer(done[f"{nth}"]) for nth in range(len(prompts))]
+
+
+def embed(llm: LLM, prompts: Sequence[list[int]]) -> Answers:
+    """{"cached", "embedding"} of each prompt."""
+    outputs = llm.embed([{"prompt_token_ids": each} for each in prompts], use_tqdm=False)
+    return [{"cached": each.num_cached_tokens, "embedding": each.outputs.embedding} for each in outputs]
+
+
+def adapted(llm: LLM, prompt: list[int], directory: str, reload: bool) -> dict[str, Any]:
+    """A greedy answer of the adapter "adapter", which is read again from `directory` if `reload`."""
+    adapter = LoRARequest("adapter", 1, directory, load_inplace=reload)
+    if reload:
+        llm.llm_engine.add_lora(adapter)
+        adapter = LoRARequest("adapter", 1, directory)
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, lora_request=adapter, use_tqdm=False)
+    return _answer(output)
+
+
+def load_weights(llm: LLM, directory: str) -> None:
+    """Puts the weights in `directory` in the place of those that the engine has."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    (completion,) = output.outputs
+    return {
+        "cached": output.num_cached_tokens,
+        "tokens": list(completion.token_ids),
+        "logprobs": _logprobs(completion),
+    }
+
+
+def _logprobs(completion: Any) -> list[float]:
+    return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
