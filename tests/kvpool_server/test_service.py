@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kvpool import wire
 from kvpool.client import Client, InPlace, Namespace, PendingLookup, VisitBlocks
 from kvpool.config import ClientConfig
 from kvpool.errors import (
@@ -498,6 +499,14 @@ def test_shards_that_are_not_there_are_refused(client: Client, namespace: Namesp
             client.put_start(namespace, [run_of("a")], shards)
 
 
+def test_a_server_that_computes_fingerprints_in_another_way_is_refused(
+    client: Client, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda self: bytes(32))
+    with pytest.raises(TransferError, match="different fingerprints; they are of different releases"):
+        client.open_namespace(spec)
+
+
 def test_a_mismatched_spec_is_refused_by_the_name_of_the_field(
     client: Client, namespace: Namespace, spec: NamespaceSpec
 ) -> None:
@@ -943,6 +952,21 @@ def test_many_inline_chunks_travel_in_several_messages(client: Client) -> None:
     assert client.put_chunks(chunks) == (GRANTED,) * 9
     assert client.get_chunks([chunk.key for chunk in chunks]) == chunks
     client.clear(namespace.fingerprint)
+
+
+def test_an_inline_chunk_that_arrives_with_other_bytes_is_an_error(
+    client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = _chunk(namespace, "a")
+    client.put_chunks([chunk])
+    decode = wire.decode_chunk
+
+    def decode_flipped(message: pb.Chunk) -> Chunk:
+        return dataclasses.replace(decode(message), payload=bytes(CHUNK))
+
+    monkeypatch.setattr(wire, "decode_chunk", decode_flipped)
+    with pytest.raises(ChecksumError, match=f"chunk {block_hash('a').hex()} shard 0 is corrupt"):
+        client.get_chunks([chunk.key])
 
 
 def test_no_inline_chunks_are_no_work(client: Client) -> None:
