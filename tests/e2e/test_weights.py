@@ -47,9 +47,16 @@ def adapters(shapes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def engines(
-    tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, trained: Path, e2e_server: ServerProcess
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes_dir: Path,
+    trained: Path,
+    adapters: Path,
+    e2e_server: ServerProcess,
 ) -> Iterator[tuple[Engine, Engine, Engine]]:
-    """One whose weights change, one that keeps the old ones, and one that has had the new ones from the start."""
+    """One whose weights change, one that keeps the old ones, and one that has had the new ones from the start.
+
+    The adapters are older than the engines: others would not be shared.
+    """
     transfer = kvpool_transfer_config(e2e_server.endpoint, salt="weights", **PATIENT)
     options: dict[str, Any] = {**FLOAT32, "enable_lora": True, "max_lora_rank": 8}
     old, new = (
