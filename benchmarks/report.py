@@ -48,6 +48,10 @@ checksums where cores are many (`kvpool.sums`).""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores. Ping is slower
 than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one call that stays open.""",
+    "step_time": """What the connector costs the scheduler's thread in each step, and the whole step on that thread
+without the forward pass, beside no connector: 256 requests at once, prompts of up to 130,000 tokens. "CPU" is the time
+in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on the same cores.
+The worker is a process of its own here, as with several GPUs.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
 puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
 client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a

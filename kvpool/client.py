@@ -501,10 +501,11 @@ class Client:
         """Ends leases; returns how many were live."""
         return int(self._call(self._stub.Release, pb.ReleaseRequest(lease_ids=lease_ids)).num_released)
 
-    def release_quietly(self, lease_id: int) -> None:
-        """Ends a lease without waiting; if the call is lost, the lease ends by itself."""
-        if lease_id:
-            self._send_and_forget(self._stub.Release, pb.ReleaseRequest(lease_ids=[lease_id]))
+    def release_quietly(self, *lease_ids: int) -> None:
+        """Ends leases without waiting; if the call is lost, they end by themselves. An id of 0 is none."""
+        live = [lease_id for lease_id in lease_ids if lease_id]
+        if live:
+            self._send_and_forget(self._stub.Release, pb.ReleaseRequest(lease_ids=live))
 
     def verify(self, namespace: Namespace, runs: Sequence[BlockRun]) -> tuple[int, int]:
         """Has the server check blocks where they lie; returns (checked, dropped)."""

@@ -2,8 +2,8 @@
 
 A boundary is a number of tokens; a hit at boundary L means that the engine computes from token L on. What a group needs
 for that is a run of blocks that ends at L: all of them, the window before L, L's own chunk, or the one state at L.
-A rule answers for one boundary at a time, so the longest hit is found by walking down from the end of the prompt: no
-group's answer depends on another's.
+A rule answers for each boundary by itself, and no group's answer depends on another's, so the longest hit is the last
+boundary that suits every group.
 
 Source: vLLM, v1/core/single_type_kv_cache_manager.py, `find_longest_cache_hit` and `get_num_skipped_tokens`.
 """
@@ -13,6 +13,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Num = TypeVar("Num", int, Ints)
 
 
 class Reach(enum.Enum):
@@ -40,20 +47,20 @@ class Rule:
     reach_tokens: int = 0
     proves: bool = False
 
-    def first(self, boundary: int) -> int:
-        """Index of the first block that a hit at `boundary` needs."""
+    def first(self, boundary: Num) -> Num:
+        """Index of the first block that a hit at `boundary` needs; of each boundary of an array."""
         match self.reach:
             case Reach.ALL:
-                return 0
+                return boundary * 0
             case Reach.WINDOW:
-                return max(0, boundary - self.reach_tokens) // self.block_tokens
+                return (boundary - self.reach_tokens) * (boundary > self.reach_tokens) // self.block_tokens
             case Reach.CHUNK:
                 return boundary // self.reach_tokens * self.reach_tokens // self.block_tokens
             case Reach.STATE:
                 return boundary // self.block_tokens - 1
 
-    def end(self, boundary: int) -> int:
-        """Index after the last block that must be there for a hit at `boundary`."""
+    def end(self, boundary: Num) -> Num:
+        """Index after the last block that must be there for a hit at `boundary`; of each boundary of an array."""
         return boundary // self.block_tokens + self.proves
 
 
@@ -71,22 +78,35 @@ class Found:
 
     def __init__(self, first: int, complete: int, length: int):
         self.first = first
-        num_leading = (~complete & (complete + 1)).bit_length() - 1
-        self.leading = first + num_leading
-        # How many blocks without a gap end at each one; bitmaps of thousands of bits are walked as text.
-        self._runs = list(range(1, num_leading + 1))
-        run = 0
-        for bit in reversed(f"{complete >> num_leading:b}") if complete >> num_leading else "":
-            run = run + 1 if bit == "1" else 0
-            self._runs.append(run)
-        self._runs += [0] * (length - len(self._runs))
+        self.leading = first + (~complete & (complete + 1)).bit_length() - 1
+        self._complete = complete
+        self._length = max(length, complete.bit_length())
+        self._gapless: Ints | None = None
 
     def has(self, start: int, stop: int) -> bool:
         """Whether blocks [start, stop) are all there; `start` is not before the first that was asked for."""
-        if stop <= start:
+        if stop <= max(start, self.leading):
             return True
         last = stop - 1 - self.first
-        return last < len(self._runs) and self._runs[last] >= stop - start
+        return last < self._length and int(self._runs[last]) >= stop - start
+
+    def have(self, start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
+        """The same for each pair of two arrays."""
+        if not self._length:
+            return stop <= start
+        last = stop - 1 - self.first
+        runs = self._runs[np.clip(last, 0, self._length - 1)]
+        return (stop <= start) | ((last < self._length) & (runs >= stop - start))
+
+    @property
+    def _runs(self) -> Ints:
+        """How many blocks without a gap end at each one."""
+        if self._gapless is None:
+            packed = np.frombuffer(self._complete.to_bytes(-(-self._length // 8), "little"), np.uint8)
+            bits = np.unpackbits(packed, count=self._length, bitorder="little")
+            nth = np.arange(1, self._length + 1)
+            self._gapless = nth - np.maximum.accumulate(np.where(bits, 0, nth))
+        return self._gapless
 
 
 def usable(rules: Sequence[Rule], found: Sequence[Found], local: int, boundary: int) -> bool:
@@ -108,7 +128,13 @@ def longest(rules: Sequence[Rule], found: Sequence[Found], local: int, limit: in
     for rule, blocks in zip(rules, found, strict=True):
         if rule.reach is Reach.ALL:
             limit = min(limit, (blocks.leading - rule.proves) * rule.block_tokens)
-    for boundary in range(limit // alignment * alignment, local, -alignment):
-        if usable(rules, found, local, boundary):
-            return boundary
-    return local
+    limit = limit // alignment * alignment
+    if limit <= local or usable(rules, found, local, limit):
+        return max(limit, local)
+    boundaries = np.arange(limit, local, -alignment)
+    are_usable = np.ones(len(boundaries), np.bool_)
+    for rule, blocks in zip(rules, found, strict=True):
+        start = np.maximum(rule.first(boundaries), local // rule.block_tokens)
+        are_usable &= blocks.have(start, rule.end(boundaries))
+    nth = int(are_usable.argmax())
+    return int(boundaries[nth]) if are_usable[nth] else local

@@ -11,7 +11,6 @@ from typing import Any
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.errors import ConfigError
 
-MAX_LOOKUP_WAIT_MS = 2
 MAX_TIMEOUT_MS = 300_000
 
 
@@ -32,6 +31,7 @@ class ConnectorConfig:
             the pool knows, and at multiples of this many tokens. Smaller: more hits for the first prompts that part,
             more bytes.
         max_pinned_fraction: share of the engine's blocks that may be kept from reuse while they are being stored.
+            Where the engine lacks blocks, queued stores of requests that have ended are dropped.
         num_shards: chunks a block is cut into; 0: one a KV head, 16 at most. Engines share blocks only if it is equal.
         weights_epoch: change it when the weights change under the same name; no old block is read again.
         decline_slow_loads: compute a hit where loading it would take longer, by what both have taken so far.
@@ -52,7 +52,7 @@ class ConnectorConfig:
     store_timeout_ms: int = 5_000
     store_decoded: bool = True
     window_interval_tokens: int = 4096
-    max_pinned_fraction: float = 0.5
+    max_pinned_fraction: float = 0.25
     num_shards: int = 0
     weights_epoch: str = ""
     decline_slow_loads: bool = True

@@ -120,14 +120,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_scheduler.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler.request_finished(request)
+        self._of_scheduler.request_finished(request, (block_ids,))
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler.request_finished(request)
+        self._of_scheduler.request_finished(request, block_ids)
         return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._of_scheduler.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
         return self._of_scheduler.has_pinned_blocks()

@@ -93,7 +93,7 @@ class Loads:
         if self._first_in_line not in ("", request.request_id) and now - self._in_line_at < LINE_PATIENCE_S:
             return False
         loading = sum(load.num_blocks for load in self._loading.values())
-        has_room = not loading or loading + self._blocks_to_compute(request) < self._num_blocks
+        has_room = not loading or loading + self.blocks_to_compute(request) < self._num_blocks
         self._first_in_line, self._in_line_at = "" if has_room else request.request_id, now
         return has_room
 
@@ -104,7 +104,7 @@ class Loads:
 
     def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:
         """A load of tokens [start, stop) is on its way to the workers."""
-        nbytes, num_blocks = self._nbytes(start, stop), self._blocks_to_compute(request)
+        nbytes, num_blocks = self._nbytes(start, stop), self.blocks_to_compute(request)
         self._loading[job.request_id] = Loading(job, time.monotonic(), stop - start, nbytes, is_probe, num_blocks)
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
@@ -124,7 +124,7 @@ class Loads:
             total += (stop // group.rule.block_tokens - first) * spec.slot_bytes
         return total // self._tp_size
 
-    def _blocks_to_compute(self, request: Request) -> int:
+    def blocks_to_compute(self, request: Request) -> int:
         """The most blocks that a request needs at once if all of it is computed, step by step."""
         total = 0
         for group in self._groups:

@@ -21,12 +21,13 @@ from kvpool.client import PendingLookup
 from kvpool.errors import KVPoolError, UnavailableError
 from kvpool.types import BlockRun, Lookup
 from vllm_plugin.boundary import Found, Reach, Rule, longest
-from vllm_plugin.config import MAX_LOOKUP_WAIT_MS, ConnectorConfig
+from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.economy import Verdict
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.patience import Patience
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
+from vllm_plugin.step_budget import StepBudget
 from vllm_plugin.stock import Stock
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Lookups:
         sessions: Sequence[Session],
         config: ConnectorConfig,
         recorder: Recorder,
+        budget: StepBudget,
         missing: Callable[[int, Sequence[bytes]], None],
         verdict: Callable[[int, int], Verdict],
         compute_s: Callable[[int], float],
@@ -63,19 +65,16 @@ class Lookups:
         self._sessions = sessions
         self._config = config
         self._recorder = recorder
+        self._budget = budget
         self._missing = missing
         self._verdict = verdict
         self._compute_s = compute_s
         self._prefix_only = all(rule.reach is Reach.ALL for rule in rules)
         self._sought: dict[str, Sought] = {}
-        self._waited_s = 0.0
+        self._released: list[tuple[int, ...]] = []
 
     def __len__(self) -> int:
         return len(self._sought)
-
-    def new_step(self) -> None:
-        """Lookups may wait a little again."""
-        self._waited_s = 0.0
 
     def boundary(self, request: Request, local: int) -> int | None:
         """The longest hit beyond `local` tokens that the engine has itself; `local` for none; None: ask again."""
@@ -85,6 +84,8 @@ class Lookups:
             return local
         sought = self._sought.get(request.request_id)
         if sought is None or sought.local > local or (not sought.calls and time.monotonic() > sought.good_until):
+            if not self._budget.may_begin and all(session.namespace for session in self._sessions):
+                return self._wait(local)
             before = sought
             self.forget(request.request_id)
             sought = self._send(request, local, limit)
@@ -94,12 +95,25 @@ class Lookups:
                 sought.verdict, sought.patience = before.verdict, before.patience
         sought.asked = local
         if not self._is_final(sought):
-            return None
+            if not sought.is_waiting:
+                return self._wait(local)
+            if self._budget.may_wait(local):
+                return None
+            self._recorder.add("waits_declined")
+            self._leave(sought)
+            self._settle(sought)
         if sought.found and sought.searched != (local, limit):
             sought.searched = (local, limit)
             sought.boundary = longest(self._rules, sought.found, local, min(limit, sought.limit), self._alignment)
             self._judge(sought)
         return max(local, sought.boundary)
+
+    def _wait(self, local: int) -> int | None:
+        """The request waits for its lookup, unless too many others wait: then it is computed."""
+        if self._budget.may_wait(local, is_lookup=True):
+            return None
+        self._recorder.add("waits_declined")
+        return local
 
     def _judge(self, sought: Sought) -> None:
         """Once a hit: whether loading it is worth while."""
@@ -131,9 +145,16 @@ class Lookups:
             self.forget(request_id)
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Ends leases without waiting, one a stage."""
-        for session, lease_id in zip(self._sessions, lease_ids, strict=False):
-            session.client.release_quietly(lease_id)
+        """Ends leases, one a stage, with the next `flush`."""
+        if any(lease_ids):
+            self._released.append(tuple(lease_ids))
+
+    def flush(self) -> None:
+        """Tells the pool of all leases that were released: one call a stage, which is not waited for."""
+        if self._released:
+            for session, lease_ids in zip(self._sessions, zip(*self._released, strict=True), strict=False):
+                session.client.release_quietly(*lease_ids)
+            self._released.clear()
 
     def junction(self, sought: Sought) -> int:
         """Where a request parts from what the pool knows, if a hit falls short of it for want of windows; else 0."""
@@ -146,14 +167,17 @@ class Lookups:
         return known if known > sought.boundary else 0
 
     def _send(self, request: Request, local: int, limit: int) -> Sought | None:
-        runs, firsts = [], []
+        runs, firsts, probes = [], [], []
         for idx, rule in enumerate(self._rules):
             first = local // rule.block_tokens
+            if first and rule.reach is not Reach.STATE:
+                # In a run of its own: a gap there must not hide what lies behind it.
+                probes.append(block_run(request, idx, rule, self._hash_tokens, first - 1, first))
             stop = min(len(request.block_hashes) * self._hash_tokens // rule.block_tokens, rule.end(limit))
             runs.append(block_run(request, idx, rule, self._hash_tokens, first, max(first, stop)))
             firsts.append(first)
         patience = Patience(self._config.promotion_wait_ms / 1000)
-        sought = Sought(local, local, limit, runs, firsts, patience, boundary=local)
+        sought = Sought(local, local, limit, runs, probes, firsts, patience, boundary=local)
         if not self._call(sought):
             return None
         self._sought[request.request_id] = sought
@@ -164,10 +188,11 @@ class Lookups:
         sought.sent_at = time.monotonic()
         for session in self._sessions:
             namespace = session.namespace
+            runs = [*sought.runs, *sought.probes]
             try:
                 if namespace is None:
                     raise UnavailableError("kvpool is away")
-                sought.calls.append(session.client.lookup_async(namespace, sought.runs, prefix_only=self._prefix_only))
+                sought.calls.append(session.client.lookup_async(namespace, runs, prefix_only=self._prefix_only))
             except UnavailableError:
                 self._leave(sought)
                 return False
@@ -196,10 +221,12 @@ class Lookups:
         """Takes the answers if they are there, or come within what this step may still wait."""
         answers: list[Lookup] = []
         for session, call in zip(self._sessions, sought.calls, strict=True):
-            budget_s = max(0.0, MAX_LOOKUP_WAIT_MS / 1000 - self._waited_s)
+            wait_s = self._budget.wait_s
+            if not wait_s and not call.done():
+                return False
             asked_at = time.monotonic()
             try:
-                answer = call.result(budget_s)
+                answer = call.result(wait_s)
             except KVPoolError as error:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
@@ -210,7 +237,7 @@ class Lookups:
                     self._give_up(sought)
                 return True
             finally:
-                self._waited_s += time.monotonic() - asked_at
+                self._budget.waited(time.monotonic() - asked_at)
             if answer is None:
                 return False
             answers.append(answer)
@@ -231,6 +258,7 @@ class Lookups:
             Stock.of(rule, first, len(run), [answer.hits[idx] for answer in answers])
             for idx, (rule, first, run) in enumerate(zip(self._rules, sought.firsts, sought.runs, strict=True))
         ]
+        self._take_proofs(sought, answers)
         found = [each.found() for each in sought.stocks]
         sought.found = found if all(sought.lease_ids) else []  # Without a lease nothing keeps the blocks there.
         sought.coming_tokens = 0
@@ -245,6 +273,15 @@ class Lookups:
             sought.is_waiting = True
         else:
             self._settle(sought)
+
+    def _take_proofs(self, sought: Sought, answers: Sequence[Lookup]) -> None:
+        """Which probes every stage has."""
+        for nth, probe in enumerate(sought.probes, len(sought.runs)):
+            if all(answer.hits[nth].num_leading for answer in answers):
+                sought.proven.add(probe.group_idx)
+            else:
+                sought.proven.discard(probe.group_idx)
+                self._missing(probe.group_idx, probe.block_hashes)
 
     def _settle(self, sought: Sought) -> None:
         """The newest answer is final."""

@@ -25,6 +25,8 @@ COUNTERS = {
     "store_skipped_blocks": "Blocks that a store found in the pool already.",
     "store_failures": "Store jobs that failed; their blocks are not in the pool.",
     "store_deferred": "Times a store waited because too many blocks were pinned.",
+    "store_dropped_blocks": "Blocks that were not stored because the engine needed their memory.",
+    "waits_declined": "Times a request was computed because too many others waited for lookups, room or a tier.",
     "loads_declined": "Hits that were computed because loading them would have taken longer.",
     "saved_seconds": "Estimated compute time of loaded hits, less what their loads took, where that is positive.",
     "lost_seconds": "The same where it is negative: loads that were slower than computing, probes among them.",

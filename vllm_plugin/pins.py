@@ -1,70 +1,116 @@
-"""Blocks of the engine that are being stored: kept until every rank has reported, whatever becomes of the request."""
+"""Blocks of the engine that are being stored: kept until every rank has reported, whatever becomes of the request.
+
+Every call costs no more than the blocks of its own job, however many others are pinned.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
+@dataclass(slots=True)
+class _Pinned:
+    """One job.
+
+    Args:
+        remaining: ranks that have yet to report it.
+        edges: first and last block of each of its rows.
+    """
+
+    block_ids: Sequence[int]
+    remaining: int
+    edges: Sequence[int]
+
+
 class Pins:
     """Store jobs under way.
 
     Args:
-        world_size: ranks that report each job.
+        num_ranks: ranks that report each job.
         max_blocks: that may be pinned at once.
+
+    Attributes:
+        num_blocks: pinned now. A block that two jobs pin counts twice.
     """
 
-    def __init__(self, world_size: int, max_blocks: int):
-        self._world_size = world_size
+    def __init__(self, num_ranks: int, max_blocks: int):
+        self.num_blocks = 0
+        self._num_ranks = num_ranks
         self._max_blocks = max_blocks
         self._block_pool: BlockPool | None = None
-        # Job -> its blocks, and the ranks that have yet to report it.
-        self._jobs: dict[int, tuple[list[int], int]] = {}
-        self._references: Counter[int] = Counter()
+        self._jobs: dict[int, _Pinned] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    @property
-    def num_blocks(self) -> int:
-        """Pinned now."""
-        return len(self._references)
 
     @property
     def room(self) -> int:
         """How many blocks may still be pinned."""
         return self._max_blocks - self.num_blocks
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the engine that no request and no pin holds."""
+        assert self._block_pool is not None
+        return self._block_pool.get_num_free_blocks()
+
     def bind(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
 
     def nothing_in_use(self) -> bool:
-        """Whether no block of the engine has a reference, ours among them."""
+        """Whether no block of the engine has a reference besides those of pins."""
         pool = self._block_pool
-        return pool is None or pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        return pool is None or pool.get_num_free_blocks() + self.num_orphans() == pool.num_gpu_blocks - 1
 
-    def pin(self, job_id: int, block_ids: Sequence[int]) -> None:
-        """Keeps blocks from reuse: a request that is preempted or finished frees its own without asking."""
+    def pin(self, job_id: int, rows: Sequence[Sequence[int]]) -> None:
+        """Keeps blocks from reuse: a request that is preempted or finished frees its own without asking.
+
+        Args:
+            rows: block ids, one row for each block table.
+        """
         assert self._block_pool is not None
-        self._block_pool.touch([self._block_pool.blocks[block_id] for block_id in block_ids])
-        self._jobs[job_id] = (list(block_ids), self._world_size)
-        self._references.update(block_ids)
+        block_ids = [block_id for row in rows for block_id in row]
+        blocks = self._block_pool.blocks
+        self._block_pool.touch([blocks[block_id] for block_id in block_ids])
+        edges = [block_id for row in rows for block_id in (*row[:1], *row[-1:])]
+        self._jobs[job_id] = _Pinned(block_ids, self._num_ranks, edges)
+        self.num_blocks += len(block_ids)
 
     def report(self, job_id: int, ranks: int) -> bool:
-        """Some ranks have ended a job; True, and its blocks are free again, if they were the last."""
-        block_ids, remaining = self._jobs[job_id]
-        remaining -= ranks
-        assert remaining >= 0, f"store job {job_id} was reported by too many ranks"
-        if remaining:
-            self._jobs[job_id] = (block_ids, remaining)
-            return False
-        del self._jobs[job_id]
-        self._references -= Counter(block_ids)
+        """Some ranks have ended a job; True if they were the last, and `unpin` is due."""
+        job = self._jobs[job_id]
+        job.remaining -= ranks
+        assert job.remaining >= 0, f"store job {job_id} was reported by too many ranks"
+        return not job.remaining
+
+    def unpin(self, job_id: int) -> int:
+        """Frees the blocks of a job that no rank will read any more; returns how many."""
         assert self._block_pool is not None
+        block_ids = self._jobs.pop(job_id).block_ids
+        self.num_blocks -= len(block_ids)
+        blocks = self._block_pool.blocks
         # The deepest block first: it is the one to be reused first.
-        self._block_pool.free_blocks(self._block_pool.blocks[block_id] for block_id in reversed(block_ids))
-        return True
+        self._block_pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])
+        return len(block_ids)
+
+    def holds_alone(self, job_id: int) -> bool:
+        """Whether a job is what keeps its blocks from reuse: its request has freed them, or those before a window.
+
+        Requests free blocks from either end of their tables, so the edges stand for all.
+        """
+        assert self._block_pool is not None
+        blocks = self._block_pool.blocks
+        return any(blocks[block_id].ref_cnt == 1 for block_id in self._jobs[job_id].edges)
+
+    def num_orphans(self) -> int:
+        """How many blocks are held by pins and by nothing else. Costs all that is pinned."""
+        assert self._block_pool is not None
+        blocks = self._block_pool.blocks
+        pinned = Counter(block_id for job in self._jobs.values() for block_id in job.block_ids)
+        return sum(blocks[block_id].ref_cnt == count for block_id, count in pinned.items())

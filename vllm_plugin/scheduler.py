@@ -1,7 +1,7 @@
 """The scheduler's side of the connector: lookups, loads and stores of one engine, in the order of a request's way.
 
-One thread calls it, the scheduler's; it never waits longer than `MAX_LOOKUP_WAIT_MS` a step. The file stands in the
-order of a request's way: lookup, load, store, end.
+One thread calls it, the scheduler's. What its calls may cost a step is bounded (`step_budget.py`). The file stands in
+the order of a request's way: lookup, load, store, end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, Load
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
+from vllm_plugin.step_budget import StepBudget
 from vllm_plugin.stores import Stores
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ class KVPoolScheduler:
             config,
             parallel.world_size,
             kv_cache_config.num_blocks,
+            vllm_config.scheduler_config.max_num_batched_tokens,
             self._recorder,
             self._events,
         )
+        self._budget = StepBudget()
         self._boot_token = 0
         self._loads = Loads(
             self._groups, self._specs, vllm_config, kv_cache_config, config.decline_slow_loads, self._recorder
@@ -80,6 +83,7 @@ class KVPoolScheduler:
             self._sessions,
             self._config,
             self._recorder,
+            self._budget,
             self._missing,
             self._loads.verdict,
             self._loads.economy.compute_seconds,
@@ -88,6 +92,7 @@ class KVPoolScheduler:
             self._open([namespace_spec(vllm_config, kv_cache_config, config)])
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
+        self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
         self._stale = False  # Blocks of the engine are from before a reset.
         self._disagrees = False  # Ranks name namespaces that are not this side's.
 
@@ -152,30 +157,48 @@ class KVPoolScheduler:
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
+        with self._budget:
+            matched = self._matched_tokens(request, num_computed_tokens)
+            self._lookups.flush()
+        self._unallocated = None if matched is None else request
+        return matched, bool(matched)
+
+    def _matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         if not self._reads or self._stale or self._disagrees:
-            return 0, False
+            return 0
         if request.request_id in self._failed or request.skip_reading_prefix_cache:
-            return 0, False
+            return 0
         if num_computed_tokens % self._alignment:
-            return 0, False  # Inside a block, which the engine is about to copy.
+            return 0  # Inside a block, which the engine is about to copy.
         boundary = self._lookups.boundary(request, num_computed_tokens)
         if boundary is None:
-            return None, False
-        matched = boundary - num_computed_tokens
-        if not matched:
+            return None
+        if boundary > num_computed_tokens and not (self._budget.may_begin and self._loads.has_room(request)):
+            if self._budget.may_wait(num_computed_tokens):
+                return None
+            self._recorder.add("waits_declined")
+            boundary = num_computed_tokens
+        if boundary == num_computed_tokens:
             self._loads.leave_line(request.request_id)
-        elif not self._loads.has_room(request):
-            return None, False
-        return matched, matched > 0
+        return boundary - num_computed_tokens
 
     # Load
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The scheduler has taken the answer, or a part of it, or none of it."""
+        with self._budget:
+            self._after_alloc(request, blocks, num_external_tokens)
+            self._lookups.flush()
+
+    def _after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._unallocated = None
         request_id = request.request_id
         sought = self._lookups.take(request_id)
         self._loads.leave_line(request_id)
         self._stores.track(request, None if sought is None else self._lookups.junction(sought))
+        if sought is not None:
+            for idx in sought.proven:
+                self._stores.proven(request_id, idx, sought.local // self._groups[idx].rule.block_tokens)
         if num_external_tokens == 0:
             if sought is not None:
                 self._lookups.let_go(sought)
@@ -217,14 +240,20 @@ class KVPoolScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
-        self._lookups.new_step()
+        self._budget.new_step()
         self._note_step(output)
+        if self._unallocated is not None:
+            # vLLM stops admitting requests at the first one that it has no blocks for.
+            self._stores.make_room(self._loads.blocks_to_compute(self._unallocated))
+            self._unallocated = None
         loads, self._new_loads = self._new_loads, []
-        stores = []
-        is_sharing = self._writes and bool(self._sessions) and not self._stale and not self._disagrees
-        if is_sharing and all(session.namespace for session in self._sessions):
-            stores = self._stores.build(output)
-        return ConnectorMetadata(loads, stores, self._weights_epoch)
+        stores, dropped = self._stores.build(output, self._may_store())
+        return ConnectorMetadata(loads, stores, dropped, self._weights_epoch)
+
+    def _may_store(self) -> bool:
+        if not (self._writes and self._sessions) or self._stale or self._disagrees:
+            return False
+        return all(session.namespace for session in self._sessions)
 
     def _note_step(self, output: SchedulerOutput) -> None:
         prefill = 0
@@ -237,6 +266,10 @@ class KVPoolScheduler:
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""
         return self._stores.has_pinned_blocks
+
+    def has_pending_block_frees(self) -> bool:
+        """A running request lacks blocks; True if some will be free within a few steps, without preempting another."""
+        return self._stores.relieve()
 
     def held(self) -> dict[str, int]:
         """What is kept for requests, by name; nothing is left once all have ended."""
@@ -270,16 +303,18 @@ class KVPoolScheduler:
                         self._missing(part.group_idx, run.block_hashes)
             if self._stores.request(request_id) is None:
                 self._failed.discard(request_id)
+        self._lookups.flush()
 
     def _missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._events.missing(group_idx, block_hashes)
         self._stores.missing(group_idx, block_hashes)
 
-    def request_finished(self, request: Request) -> None:
+    def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
         self._lookups.forget(request.request_id)
+        self._lookups.flush()
         self._loads.leave_line(request.request_id)
-        self._stores.forget(request.request_id)
+        self._stores.finish(request.request_id, tables if self._may_store() else None)
         self._failed.discard(request.request_id)
 
     def reset(self) -> bool:
@@ -292,6 +327,7 @@ class KVPoolScheduler:
             return True
         self._weights_epoch = f"{self._config.weights_epoch}#{uuid.uuid4().hex}"
         self._lookups.forget_all()
+        self._lookups.flush()
         self._events.all_missing()
         self._stores.leave(self._weights_epoch)
         self._specs[:] = [replace(spec, weights_epoch=self._weights_epoch) for spec in self._specs]

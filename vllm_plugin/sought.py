@@ -20,6 +20,8 @@ class Sought:
         local: tokens that the engine had itself when it was sent.
         asked: the same when the engine last asked.
         runs: what was asked for, one a group.
+        probes: the last block of each group that the engine had itself.
+        proven: groups of whose probe the newest answer says that the pool has it.
         sent_at: when it was sent last.
         firsts: index of each run's first block.
         patience: with what is on its way up from a tier.
@@ -38,6 +40,7 @@ class Sought:
     asked: int
     limit: int
     runs: list[BlockRun]
+    probes: list[BlockRun]
     firsts: list[int]
     patience: Patience
     sent_at: float = 0.0
@@ -47,6 +50,7 @@ class Sought:
     found: list[Found] = field(default_factory=list)
     coming_tokens: int = 0
     boundary: int = 0
+    proven: set[int] = field(default_factory=set)
     searched: tuple[int, int] | None = None
     verdict: Verdict | None = None
     lease_ids: tuple[int, ...] = ()

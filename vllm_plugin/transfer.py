@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
@@ -60,15 +60,20 @@ class TransferThread(threading.Thread, Generic[Job]):
         self._mine = mine
         self._stage = stage
         self._recorder = recorder
-        self._jobs: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._queued: dict[int, tuple[Job, Any]] = {}  # By turn; a job that is dropped leaves its turn behind.
+        self._num_submitted = 0
         self._ended: list[tuple[Job, bool]] = []
         self._stopping = False
         self.start()
 
     def submit(self, job: Job) -> None:
         """Queues a job; it begins once what the device has been given so far is done."""
-        self._jobs.put((job, self._copier.mark()))
+        with self._lock:
+            self._num_submitted += 1
+            self._queued[self._num_submitted] = job, self._copier.mark()
+        self._turns.put(self._num_submitted)
 
     def take_ended(self) -> list[tuple[Job, bool]]:
         """Jobs that have ended since the last call, and whether each succeeded."""
@@ -79,11 +84,14 @@ class TransferThread(threading.Thread, Generic[Job]):
     def request_stop(self) -> None:
         """Lets the job under way end, and drops the others."""
         self._stopping = True
-        self._jobs.put(None)
+        self._turns.put(None)
 
     def run(self) -> None:
-        while (taken := self._jobs.get()) is not None and not self._stopping:
-            job, mark = taken
+        while (turn := self._turns.get()) is not None and not self._stopping:
+            with self._lock:
+                if turn not in self._queued:
+                    continue
+                job, mark = self._queued.pop(turn)
             succeeded = False
             try:
                 succeeded = self._transfer(job, mark)
@@ -108,6 +116,14 @@ class TransferThread(threading.Thread, Generic[Job]):
 
 class SendThread(TransferThread[StoreJob]):
     """Stores blocks of the engine in the pool."""
+
+    def drop(self, job_ids: Collection[int]) -> None:
+        """Ends those of the jobs that have not begun, without storing them."""
+        with self._lock:
+            for turn, (job, _) in list(self._queued.items()):
+                if job.job_id in job_ids:
+                    del self._queued[turn]
+                    self._ended.append((job, False))
 
     def _transfer(self, job: StoreJob, mark: Any) -> bool:
         started = time.perf_counter()

@@ -93,6 +93,8 @@ class KVPoolWorker:
         if metadata.weights_epoch != self._spec.weights_epoch:
             self._spec = replace(self._spec, weights_epoch=metadata.weights_epoch)
             self._session.move(self._spec)
+        if metadata.dropped_stores:
+            self._drop(metadata.dropped_stores)
         held, self._held = self._held, []
         self._submit(held)
         for job in metadata.loads:
@@ -104,6 +106,14 @@ class KVPoolWorker:
             self._held += metadata.stores
         else:
             self._submit(metadata.stores)
+
+    def _drop(self, job_ids: list[int]) -> None:
+        """Ends jobs that have not begun: the engine needs their blocks more."""
+        assert self._sender is not None
+        self._sender.drop(job_ids)
+        for job in [job for job in self._held if job.job_id in job_ids]:
+            self._held.remove(job)
+            self._end(job, succeeded=False)
 
     def _submit(self, jobs: list[StoreJob]) -> None:
         assert self._sender is not None

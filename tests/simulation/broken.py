@@ -5,7 +5,7 @@ Each is a function that patches the code under test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvpool.types import BlockRun, ShardRange
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from vllm_plugin import lookups, scheduler, transfer, worker
 from vllm_plugin.lookups import Lookups
-from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.pins import Pins
 from vllm_plugin.scheduler import KVPoolScheduler
 from vllm_plugin.stores import Stores
@@ -52,28 +52,27 @@ class _Forgetful(set[str]):
 
 @variant
 def stores_do_not_pin(patch: pytest.MonkeyPatch) -> None:
-    def pin(self: Pins, job_id: int, block_ids: Sequence[int]) -> None:
-        self._jobs[job_id] = ([], self._world_size)
-
-    patch.setattr(Pins, "pin", pin)
+    original = Pins.pin
+    patch.setattr(Pins, "pin", lambda self, job_id, rows: original(self, job_id, [row[:0] for row in rows]))
 
 
 @variant
 def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) -> None:
-    original = Pins.report
+    original = Stores.update
 
-    def report(self: Pins, job_id: int, ranks: int) -> bool:
-        return job_id in self._jobs and original(self, job_id, self._jobs[job_id][1])
+    def update(self: Stores, metadata: WorkerMetadata) -> None:
+        ended = {job_id: self._pins._num_ranks for job_id in metadata.ended_stores if job_id in self._storing}
+        original(self, WorkerMetadata(ended, metadata.failed_stores))
 
-    patch.setattr(Pins, "report", report)
+    patch.setattr(Stores, "update", update)
 
 
 @variant
 def blocks_are_stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
     original = Stores._store_job
 
-    def store_job(self: Stores, request_id: str, num_tokens: int, state: Any) -> StoreJob | None:
-        return original(self, request_id, num_tokens + 16, state)
+    def store_job(self: Stores, request_id: str, num_tokens: int, *rest: Any) -> StoreJob | None:
+        return original(self, request_id, num_tokens + 16, *rest)
 
     patch.setattr(Stores, "_store_job", store_job)
 
@@ -150,6 +149,21 @@ def drafts_are_stored_under_the_names_that_come_true(patch: pytest.MonkeyPatch) 
     patch.setattr(SendThread, "_transfer", transfer_named)
 
 
+@variant
+def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.MonkeyPatch) -> None:
+    original = Stores._drop
+
+    def drop(self: Stores, storing: Any) -> None:
+        original(self, storing)
+        if storing.is_sent:
+            pinned, pool = self._pins._jobs[storing.job.job_id], self._pins._block_pool
+            assert pool is not None
+            pool.free_blocks([pool.blocks[block_id] for block_id in pinned.block_ids])
+            pinned.block_ids = []
+
+    patch.setattr(Stores, "_drop", drop)
+
+
 # Hits
 
 
@@ -163,10 +177,10 @@ def a_hit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
 def states_are_named_by_position(patch: pytest.MonkeyPatch) -> None:
     original = Stores._states
 
-    def states(self: Stores, request: Any, idx: int, offers: Any, written: int, room: int) -> Any:
+    def states(self: Stores, tracked: Any, idx: int, offers: Any, room: int) -> Any:
         size = self._groups[idx].rule.block_tokens
         moved = [(member, block_id, max(size, boundary - size)) for member, block_id, boundary in offers]
-        return original(self, request, idx, moved, written, room)
+        return original(self, tracked, idx, moved, room)
 
     patch.setattr(Stores, "_states", states)
 
@@ -298,10 +312,10 @@ def leases_of_earlier_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
 def aborted_requests_keep_their_lookup(patch: pytest.MonkeyPatch) -> None:
     original = KVPoolScheduler.request_finished
 
-    def request_finished(self: KVPoolScheduler, request: Any) -> None:
+    def request_finished(self: KVPoolScheduler, request: Any, tables: Any) -> None:
         with pytest.MonkeyPatch.context() as without:
             without.setattr(self._lookups, "forget", lambda request_id: None)
-            original(self, request)
+            original(self, request, tables)
 
     patch.setattr(KVPoolScheduler, "request_finished", request_finished)
 

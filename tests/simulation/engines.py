@@ -47,7 +47,7 @@ from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from tests.vllm_plugin.support import full_attention, make_request
 from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
 from tests.vllm_plugin.toy_device import Device, DeviceCopier
-from vllm_plugin import breaker, economy, loads, lookups, scheduler, session, transfer
+from vllm_plugin import breaker, economy, loads, lookups, scheduler, session, step_budget, stores, transfer
 from vllm_plugin.connector import KVPoolConnector
 
 FULL = full_attention(head_size=2)
@@ -325,9 +325,9 @@ class SimEngine(ToyEngine):
             self._failed |= output.failed_recving & connector._stores._tracked.keys()
             update(output)
 
-        def watched_finished(request: Any) -> None:
+        def watched_finished(request: Any, tables: Any) -> None:
             self._failed.discard(request.request_id)
-            finished(request)
+            finished(request, tables)
 
         def watched_matched(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
             count, is_async = matched(request, num_computed_tokens)
@@ -420,7 +420,7 @@ class _Log:
 def take_over(patch: pytest.MonkeyPatch, turns: Turns, server: SimServer) -> None:
     """Puts what the connector has of threads, time and network under a schedule's control."""
     time, threading = turns.time(), turns.threading()
-    for module in (lookups, loads, transfer, _kvpool_client()):
+    for module in (lookups, loads, step_budget, stores, transfer, _kvpool_client()):
         patch.setattr(module, "time", time)
     patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)

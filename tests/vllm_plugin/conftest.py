@@ -79,6 +79,14 @@ def toy_engine() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def keeps_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores are not dropped where the engine lacks blocks."""
+    from vllm_plugin.stores import Stores
+
+    monkeypatch.setattr(Stores, "_drop_orphans", lambda _: False)
+
+
+@pytest.fixture
 def fleet(toy_engine: Callable[..., Any], vllm_config: MakeConfig, shared_server: ServerProcess) -> Any:
     """Toy engines on the shared server, in a namespace of their own."""
     from tests.vllm_plugin.fleet import Fleet

@@ -108,7 +108,8 @@ class Core:
         request.num_computed_tokens = 0
 
     def finish(self, request: Request) -> None:
-        self.side.request_finished(request)
+        tables = self.tables.get(request.request_id, [[] for _ in self.sizes])
+        self.side.request_finished(request, [[block.block_id for block in table] for table in tables])
         if request.request_id in self.tables:
             self.free(request)
 

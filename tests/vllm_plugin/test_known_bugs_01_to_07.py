@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
 from tests.vllm_plugin.bugs import (
@@ -28,6 +29,7 @@ from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.toy import answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.copy.cpu import CpuCopier
+from vllm_plugin.metadata import WorkerMetadata
 from vllm_plugin.pins import Pins
 from vllm_plugin.scheduler import KVPoolScheduler
 from vllm_plugin.stores import Stores
@@ -37,6 +39,7 @@ from vllm_plugin.worker import KVPoolWorker
 FreshFleet = Callable[[], Fleet]
 
 
+@pytest.mark.usefixtures("keeps_stores")
 def test_bug_01_preemption_frees_blocks_under_a_running_send(fresh_fleet: FreshFleet) -> None:
     prompts = [tokens(100, nth) for nth in range(2)]
 
@@ -115,13 +118,14 @@ def test_bug_03_exception_in_a_thread_leaves_the_engine_waiting(fresh_fleet: Fre
         assert_nothing_is_left(engine)
 
     def run_to_the_first_error(self: TransferThread[Any]) -> None:
-        while (taken := self._jobs.get()) is not None and not self._stopping:
+        while (turn := self._turns.get()) is not None and not self._stopping:
+            job, mark = self._queued.pop(turn)
             try:
-                succeeded = self._transfer(*taken)
+                succeeded = self._transfer(job, mark)
             except RuntimeError:
                 return
             with self._lock:
-                self._ended.append((taken[0], succeeded))
+                self._ended.append((job, succeeded))
 
     assert_caught(scenario, replaced(TransferThread, "run", run_to_the_first_error), HANGS)
 
@@ -210,18 +214,18 @@ def test_bug_06_readmission_while_old_transfers_live(fresh_fleet: FreshFleet) ->
 
     @contextmanager
     def by_request() -> Iterator[None]:
-        store_job, report = Stores._store_job, Pins.report
+        store_job, update = Stores._store_job, Stores.update
 
         def named_by_request(self: Stores, request_id: str, *args: Any) -> Any:
             self._job_ids = itertools.repeat(hash(request_id))  # type: ignore[assignment]
             return store_job(self, request_id, *args)
 
-        def report_if_known(self: Pins, job_id: int, ranks: int) -> bool:
-            return job_id in self._jobs and report(self, job_id, 1)
+        def update_if_known(self: Stores, metadata: WorkerMetadata) -> None:
+            update(self, WorkerMetadata({job_id: 1 for job_id in metadata.ended_stores if job_id in self._storing}))
 
         with (
             patch.object(Stores, "_store_job", named_by_request),
-            patch.object(Pins, "report", report_if_known),
+            patch.object(Stores, "update", update_if_known),
         ):
             yield
 
@@ -253,7 +257,11 @@ def test_bug_07_abort_leaves_more_hashes_than_blocks(fresh_fleet: FreshFleet) ->
         def __len__(self) -> int:
             return 1 << 30
 
-    def unbounded(self: Any, tracked: Any, idx: int, tables: Any, written: int, room: int) -> Any:
-        return blocks(self, tracked, idx, [Endless(table) for table in tables], written, room)
+        def __getitem__(self, key: Any) -> Any:
+            blocks = super().__getitem__
+            return [blocks(nth) for nth in range(key.start, key.stop)] if isinstance(key, slice) else blocks(key)
+
+    def unbounded(self: Any, tracked: Any, idx: int, tables: Any, room: int) -> Any:
+        return blocks(self, tracked, idx, [Endless(table) for table in tables], room)
 
     assert_caught(scenario, replaced(Stores, "_blocks", unbounded), "list index out of range", IndexError)

@@ -225,28 +225,13 @@ def test_bug_19_slot_of_the_last_sampled_token_is_stored(steps_ahead: int, fresh
 
     @contextmanager
     def stored_at_the_end() -> Iterator[None]:
-        finished, build = KVPoolConnector.request_finished_all_groups, KVPoolScheduler.build_metadata
-        late: list[StoreJob] = []
+        finished = KVPoolConnector.request_finished_all_groups
 
         def store_all_tokens(self: Any, request: Any, block_ids: Any) -> Any:
-            stores = self._of_scheduler._stores
-            part = stores._blocks(stores._tracked[request.request_id], 0, block_ids, request.num_tokens, 64)
-            if part is not None:
-                late.append(StoreJob(next(stores._job_ids), [part]))
-                stores._storing[late[-1].job_id] = (request, late[-1])
-                stores._pins.pin(late[-1].job_id, [each for row in part.block_ids for each in row])
+            self._of_scheduler._stores._tracked[request.request_id].written = request.num_tokens
             return finished(self, request, block_ids)
 
-        def build_with_late_ones(self: KVPoolScheduler, output: SchedulerOutput) -> ConnectorMetadata:
-            metadata = build(self, output)
-            metadata.stores += late
-            late.clear()
-            return metadata
-
-        with (
-            patch.object(KVPoolConnector, "request_finished_all_groups", store_all_tokens),
-            patch.object(KVPoolScheduler, "build_metadata", build_with_late_ones),
-        ):
+        with patch.object(KVPoolConnector, "request_finished_all_groups", store_all_tokens):
             yield
 
     assert_caught(scenario, stored_at_the_end, WRONG_KV)
@@ -266,13 +251,14 @@ def test_bug_19_block_is_stored_before_its_last_chunk_is_computed(fresh_fleet: F
 
     store_job = Stores._store_job
 
-    def whole_prompt(self: Stores, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> Any:
-        return store_job(self, request_id, num_tokens + 1_000, state)
+    def whole_prompt(self: Stores, request_id: str, num_tokens: int, *rest: Any) -> Any:
+        return store_job(self, request_id, num_tokens + 1_000, *rest)
 
     assert_caught(scenario, replaced(Stores, "_store_job", whole_prompt), WRONG_KV)
 
 
 @MODES
+@pytest.mark.usefixtures("keeps_stores")
 def test_bug_20_blocks_of_a_resumed_request_are_appended(steps_ahead: int, fresh_fleet: FreshFleet) -> None:
     prompts = [tokens(40, nth) for nth in range(3)]
     turns = [[*prompt, *answer(prompt, 60), 3] for prompt in prompts]

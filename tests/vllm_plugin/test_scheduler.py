@@ -28,6 +28,7 @@ from tests.vllm_plugin.core import (
 from tests.vllm_plugin.faults import free_endpoint, stopped
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
 from tests.vllm_plugin.support import cache_config, full_attention, make_request, tokens
+from vllm_plugin.breaker import FAILURES_TO_OPEN
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.identity import namespace_spec
 from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
@@ -157,7 +158,7 @@ def test_steps_wait_next_to_nothing_for_a_server_that_does_not_answer(core: Make
         # A budget for each lookup instead of one for all would be 200 ms a step. (The median: machines are busy.)
         assert statistics.median(steps_s) < STEP_S
         assert one.side._sessions[0].namespace is None
-    assert one.side.stats().data["lookup_failures"] == len(requests)
+    assert one.side.stats().data["lookup_failures"] >= FAILURES_TO_OPEN
 
 
 def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCore, pool_server: StartServer) -> None:
@@ -285,7 +286,7 @@ def test_a_request_aborted_while_it_loads_leaves_nothing_behind(alone: Core) -> 
     fill(one, request.block_hashes)
     one.allocate(request, one.ask(request))
     one.step()
-    one.side.request_finished(request)
+    one.side.request_finished(request, [[]])
     # Its blocks are held until the ranks report; that the load failed as well is nobody's loss.
     one.report(finished_recving={"r"}, failed_recving={"r"})
     wait_for_leases(one, 0)
@@ -321,7 +322,7 @@ def test_a_request_aborted_while_it_is_looked_up_gives_its_lease_back(alone: Cor
     fill(one, requests[0].block_hashes)
     for request in requests:
         one.side.matched_tokens(request, 0)
-        one.side.request_finished(request)
+        one.side.request_finished(request, [[]])
     wait_for_leases(one, 0)
     assert not any(one.side.held().values())
 
@@ -418,7 +419,7 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
 
 def test_blocks_are_pinned_until_every_rank_has_reported(core: MakeCore) -> None:
     one = core().connected()
-    one.side._stores._pins._world_size = 2
+    one.side._stores._pins._num_ranks = 2
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
     (job,) = one.step((request, 100)).stores
@@ -578,7 +579,7 @@ def test_shutting_down_with_lookups_under_way_is_quiet(
     with stopped(server):
         request = make_request("r", tokens(100))
         assert one.side.matched_tokens(request, 0) == (None, False)
-        one.side.request_finished(request)
+        one.side.request_finished(request, [[]])
         one.side.shutdown()
         one.side.shutdown()
     time.sleep(0.1)

@@ -59,5 +59,8 @@ class _Call(PendingLookup):
         hits = tuple(replace(each, num_pending=self._coming) for each in found.hits)
         return replace(found, hits=hits, retry_after_ms=self._retry_ms)
 
+    def done(self) -> bool:
+        return self._tier.error is not None or (not self._tier.is_slow and self._inner.done())
+
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         self._inner.on_done(callback)
