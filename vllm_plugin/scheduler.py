@@ -140,7 +140,7 @@ class KVPoolScheduler:
         names = ["scheduler"] if len(specs) == 1 else [f"scheduler, stage {stage}" for stage in range(len(specs))]
         self._specs[:] = specs
         self._sessions[:] = [
-            Session(self._config.client_config(), spec, name, self._recorder)
+            Session(self._config.client_config(), spec, name, self._recorder, explains=True)
             for spec, name in zip(specs, names, strict=True)
         ]
 
