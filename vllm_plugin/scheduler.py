@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: which blocks to load, which to store, and which must not be reused meanwhile.
+"""The scheduler's side of the connector: lookups, loads and stores of one engine, in the order of a request's way.
 
 One thread calls it, the scheduler's; it never waits longer than `MAX_LOOKUP_WAIT_MS` a step. The file stands in the
 order of a request's way: lookup, load, store, end.
@@ -6,56 +6,38 @@ order of a request's way: lookup, load, store, end.
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec
-from vllm_plugin.boundary import Reach
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.events import Events
 from vllm_plugin.groups import alignment_tokens, hash_tokens, make_groups
 from vllm_plugin.identity import namespace_spec
-from vllm_plugin.known import Known
 from vllm_plugin.loads import Loads
 from vllm_plugin.lookups import Lookups, block_run
-from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
+from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
-from vllm_plugin.pins import Pins
-from vllm_plugin.retention import Retention
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
+from vllm_plugin.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvpool.scheduler")
-
-
-@dataclass(slots=True)
-class Tracked:
-    """A request that has blocks.
-
-    Args:
-        stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
-        junction: see `Retention`.
-    """
-
-    request: Request
-    stored: list[int]
-    junction: int = 0
 
 
 class KVPoolScheduler:
@@ -70,7 +52,6 @@ class KVPoolScheduler:
         self._groups = make_groups(vllm_config, kv_cache_config)
         self._alignment = alignment_tokens(kv_cache_config)
         self._hash_tokens = hash_tokens(vllm_config, kv_cache_config)
-        self._interval = -(-config.window_interval_tokens // self._alignment) * self._alignment
         self._recorder = Recorder()
         self._sessions: list[Session] = []  # One a stage; empty until the stages' namespaces are known.
         self._specs: list[NamespaceSpec] = []
@@ -78,7 +59,16 @@ class KVPoolScheduler:
         rules = [group.rule for group in self._groups]
         events = vllm_config.kv_events_config
         self._events = Events(self._groups, enabled=events is not None and events.enable_kv_cache_events)
-        self._known = Known()
+        self._stores = Stores(
+            self._groups,
+            self._alignment,
+            self._hash_tokens,
+            config,
+            parallel.world_size,
+            kv_cache_config.num_blocks,
+            self._recorder,
+            self._events,
+        )
         self._boot_token = 0
         self._loads = Loads(
             self._groups, self._specs, vllm_config, kv_cache_config, config.decline_slow_loads, self._recorder
@@ -96,17 +86,12 @@ class KVPoolScheduler:
         )
         if self._num_stages == 1:
             self._open([namespace_spec(vllm_config, kv_cache_config, config)])
-        self._pins = Pins(parallel.world_size, int(kv_cache_config.num_blocks * config.max_pinned_fraction))
-        self._tracked: dict[str, Tracked] = {}
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._stale = False  # Blocks of the engine are from before a reset.
-        self._storing: dict[int, tuple[Request, StoreJob]] = {}
-        self._failed_stores: set[int] = set()  # Of jobs that some rank has yet to report.
-        self._job_ids = itertools.count(1)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        self._pins.bind(block_pool)
+        self._stores.bind(block_pool)
 
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out.
@@ -169,11 +154,9 @@ class KVPoolScheduler:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The scheduler has taken the answer, or a part of it, or none of it."""
         request_id = request.request_id
-        tracked = self._tracked.setdefault(request_id, Tracked(request, [0] * len(self._groups)))
         sought = self._lookups.take(request_id)
         self._loads.leave_line(request_id)
-        if sought is not None:
-            tracked.junction = self._lookups.junction(sought)
+        self._stores.track(request, None if sought is None else self._lookups.junction(sought))
         if num_external_tokens == 0:
             if sought is not None:
                 self._lookups.let_go(sought)
@@ -190,10 +173,7 @@ class KVPoolScheduler:
         is_probe = sought.verdict is not None and sought.verdict.is_probe
         self._loads.begin(request, job, sought.asked, stop_tokens, is_probe)
         self._recorder.add("hit_tokens", num_external_tokens)
-        for idx, group in enumerate(self._groups):
-            first, stop = sought.asked // group.rule.block_tokens, stop_tokens // group.rule.block_tokens
-            if tracked.stored[idx] >= first:
-                tracked.stored[idx] = max(stop, tracked.stored[idx])
+        self._stores.loads(request_id, sought.asked, stop_tokens)
 
     def _load_parts(
         self, request: Request, sought: Sought, tables: Sequence[Sequence[int]], stop_tokens: int
@@ -223,144 +203,27 @@ class KVPoolScheduler:
         loads, self._new_loads = self._new_loads, []
         stores = []
         if self._writes and self._sessions and not self._stale and all(session.namespace for session in self._sessions):
-            state = output.kv_connector_block_state
-            assert state is not None, "vLLM tells a connector where blocks are"
-            for request_id in {**output.num_scheduled_tokens, **state.boundary_state_offloads}:
-                job = self._store_job(request_id, output.num_scheduled_tokens.get(request_id, 0), state)
-                if job is not None:
-                    stores.append(job)
+            stores = self._stores.build(output)
         return ConnectorMetadata(loads, stores, self._weights_epoch)
 
     def _note_step(self, output: SchedulerOutput) -> None:
         prefill = 0
         for request_id, count in output.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.request.num_computed_tokens < tracked.request.num_prompt_tokens:
+            request = self._stores.request(request_id)
+            if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
                 prefill += count
         self._loads.economy.step_began(prefill, output.total_num_scheduled_tokens - prefill)
 
-    def _store_job(self, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> StoreJob | None:
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return None
-        request = tracked.request
-        # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
-        # a rejected draft token nor the last sampled one is ever stored.
-        written = request.num_computed_tokens + num_tokens
-        if not self._config.store_decoded:
-            written = min(written, request.num_prompt_tokens)
-        written = min(written, len(request.block_hashes) * self._hash_tokens)
-        offers = state.boundary_state_offloads.get(request_id, ())
-        if not offers and all(
-            written // group.rule.block_tokens <= stored
-            for group, stored in zip(self._groups, tracked.stored, strict=True)
-            if group.rule.reach is not Reach.STATE
-        ):
-            return None  # Most steps of most requests: looking at the block tables would cost more than all the rest.
-        tables = state.get_block_ids(request_id)
-        if tables is None:
-            return None
-        room = self._pins.room
-        groups: list[GroupBlocks] = []
-        for idx, group in enumerate(self._groups):
-            if group.rule.reach is Reach.STATE:
-                part = self._states(request, idx, offers, written, room)
-            else:
-                part = self._blocks(tracked, idx, tables, written, room)
-            if part is not None:
-                groups.append(part)
-                room -= len(part) * len(group.members)
-        if not groups:
-            return None
-        job = StoreJob(next(self._job_ids), groups, self._weights_epoch)
-        self._storing[job.job_id] = (request, job)
-        self._pins.pin(job.job_id, [block_id for part in groups for row in part.block_ids for block_id in row])
-        return job
-
-    def _blocks(
-        self,
-        tracked: Tracked,
-        idx: int,
-        tables: Sequence[Sequence[int]],
-        written: int,
-        room: int,
-    ) -> GroupBlocks | None:
-        """Blocks of attention that this step completes, or that were found complete, and that are worth storing."""
-        group, request, start = self._groups[idx], tracked.request, tracked.stored[idx]
-        rows = [tables[member] for member in group.members]
-        # An abort can leave more hashes than blocks.
-        stop = min(written // group.rule.block_tokens, *map(len, rows))
-        if start < request.num_computed_tokens // group.rule.block_tokens <= stop:
-            # The engine had these itself. Where the pool has their last one, it was seen with all before it.
-            own = request.num_computed_tokens // group.rule.block_tokens
-            last = block_run(request, idx, group.rule, self._hash_tokens, own - 1, own).block_hashes[0]
-            if self._known.has(last, idx):
-                start = tracked.stored[idx] = own
-        if stop <= start:
-            return None
-        if room < len(rows):
-            self._recorder.add("store_deferred")
-            return None
-        if group.rule.reach is Reach.ALL and stop - start > room // len(rows):
-            # What fits is stored now: a prompt longer than all that may be pinned would never be stored as a whole.
-            self._recorder.add("store_deferred")
-            stop = start + room // len(rows)
-        retention = Retention(request.num_prompt_tokens, self._alignment, self._interval, tracked.junction)
-        wanted = [nth for nth in retention.blocks(group.rule, start, stop) if all(row[nth] for row in rows)]
-        tracked.stored[idx] = stop
-        if len(wanted) * len(rows) > room:
-            self._recorder.add("store_deferred")
-            fitting = room // len(rows)
-            tracked.stored[idx] = wanted[fitting]
-            wanted = wanted[:fitting]
-        if not wanted:
-            return None
-        return self._named(request, idx, wanted, [[row[nth] for nth in wanted] for row in rows])
-
-    def _states(
-        self,
-        request: Request,
-        idx: int,
-        offers: Sequence[tuple[int, int, int]],
-        written: int,
-        room: int,
-    ) -> GroupBlocks | None:
-        """States that the engine hands over, with the boundary each belongs to: its block table does not tell."""
-        group = self._groups[idx]
-        at: dict[int, dict[int, int]] = {}
-        for member, block_id, boundary in offers:
-            if member in group.members and boundary <= written and boundary % group.rule.block_tokens == 0:
-                at.setdefault(boundary, {})[member] = block_id
-        whole = sorted(boundary for boundary, blocks in at.items() if len(blocks) == len(group.members))
-        whole = whole[: room // len(group.members)]
-        if not whole:
-            return None
-        wanted = [boundary // group.rule.block_tokens - 1 for boundary in whole]
-        block_ids = [[at[boundary][member] for boundary in whole] for member in group.members]
-        return self._named(request, idx, wanted, block_ids)
-
-    def _named(self, request: Request, idx: int, wanted: Sequence[int], block_ids: list[list[int]]) -> GroupBlocks:
-        """Blocks of a request with their names, by stretches without a gap."""
-        runs, firsts = [], []
-        for _, stretch in itertools.groupby(enumerate(wanted), key=lambda pair: pair[1] - pair[0]):
-            blocks = [block for _, block in stretch]
-            rule = self._groups[idx].rule
-            runs.append(block_run(request, idx, rule, self._hash_tokens, blocks[0], blocks[-1] + 1))
-            firsts.append(blocks[0])
-        return GroupBlocks(idx, runs, block_ids, firsts)
-
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""
-        return len(self._pins) > 0
+        return self._stores.has_pinned_blocks
 
     def held(self) -> dict[str, int]:
         """What is kept for requests, by name; nothing is left once all have ended."""
         return {
-            "jobs": len(self._pins),
-            "pinned blocks": self._pins.num_blocks,
+            **self._stores.held(),
             "lookups": len(self._lookups),
             "loads": len(self._loads),
-            "requests": len(self._tracked),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
         }
@@ -371,15 +234,11 @@ class KVPoolScheduler:
         """What the ranks have ended."""
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
-            for job_id, ranks in metadata.ended_stores.items():
-                self._failed_stores |= metadata.failed_stores & {job_id}
-                if self._pins.report(job_id, ranks):
-                    self._store_ended(*self._storing.pop(job_id))
+            self._stores.update(metadata)
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.
             self._failed.add(request_id)
-            if request_id in self._tracked:
-                self._tracked[request_id].stored = [0] * len(self._groups)
+            self._stores.load_failed(request_id)
         for request_id in output.finished_recving or ():
             succeeded = request_id not in output.failed_recving
             job = self._loads.ended(request_id, succeeded)
@@ -388,25 +247,18 @@ class KVPoolScheduler:
                 for part in () if succeeded else job.groups:
                     for run in part.runs:
                         self._missing(part.group_idx, run.block_hashes)
-            if request_id not in self._tracked:
+            if self._stores.request(request_id) is None:
                 self._failed.discard(request_id)
-
-    def _store_ended(self, request: Request, job: StoreJob) -> None:
-        if job.job_id in self._failed_stores:
-            self._failed_stores.remove(job.job_id)
-        elif job.weights_epoch == self._weights_epoch:  # Else it is in a namespace that the engine has left.
-            self._events.stored(request, job)
-            self._known.stored(job)
 
     def _missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._events.missing(group_idx, block_hashes)
-        self._known.missing(group_idx, block_hashes)
+        self._stores.missing(group_idx, block_hashes)
 
     def request_finished(self, request: Request) -> None:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
         self._lookups.forget(request.request_id)
         self._loads.leave_line(request.request_id)
-        self._tracked.pop(request.request_id, None)
+        self._stores.forget(request.request_id)
         self._failed.discard(request.request_id)
 
     def reset(self) -> bool:
@@ -420,14 +272,12 @@ class KVPoolScheduler:
         self._weights_epoch = f"{self._config.weights_epoch}#{uuid.uuid4().hex}"
         self._lookups.forget_all()
         self._events.all_missing()
-        self._known.forget_all()
-        for tracked in self._tracked.values():
-            tracked.stored = [0] * len(self._groups)
+        self._stores.leave(self._weights_epoch)
         self._specs[:] = [replace(spec, weights_epoch=self._weights_epoch) for spec in self._specs]
         for session, spec in zip(self._sessions, self._specs, strict=True):
             session.move(spec)
         # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
-        self._stale = not self._pins.nothing_in_use()
+        self._stale = not self._stores.nothing_in_use()
         if self._stale:
             logger.warning("kvpool: the engine was reset while blocks were in use; nothing is shared until it is again")
         else:

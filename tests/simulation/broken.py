@@ -18,6 +18,7 @@ from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.pins import Pins
 from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.stores import Stores
 from vllm_plugin.transfer import ReceiveThread, SendThread, TransferThread
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -68,12 +69,12 @@ def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) ->
 
 @variant
 def blocks_are_stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
-    original = KVPoolScheduler._store_job
+    original = Stores._store_job
 
-    def store_job(self: KVPoolScheduler, request_id: str, num_tokens: int, state: Any) -> StoreJob | None:
+    def store_job(self: Stores, request_id: str, num_tokens: int, state: Any) -> StoreJob | None:
         return original(self, request_id, num_tokens + 16, state)
 
-    patch.setattr(KVPoolScheduler, "_store_job", store_job)
+    patch.setattr(Stores, "_store_job", store_job)
 
 
 @variant
@@ -97,14 +98,14 @@ def a_hit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def states_are_named_by_position(patch: pytest.MonkeyPatch) -> None:
-    original = KVPoolScheduler._states
+    original = Stores._states
 
-    def states(self: KVPoolScheduler, request: Any, idx: int, offers: Any, written: int, room: int) -> Any:
+    def states(self: Stores, request: Any, idx: int, offers: Any, written: int, room: int) -> Any:
         size = self._groups[idx].rule.block_tokens
         moved = [(member, block_id, max(size, boundary - size)) for member, block_id, boundary in offers]
         return original(self, request, idx, moved, written, room)
 
-    patch.setattr(KVPoolScheduler, "_states", states)
+    patch.setattr(Stores, "_states", states)
 
 
 # Loads

@@ -287,7 +287,7 @@ class SimEngine(ToyEngine):
             return send(request, local, limit)
 
         def watched_update(output: Any) -> None:
-            self._failed |= output.failed_recving & connector._tracked.keys()
+            self._failed |= output.failed_recving & connector._stores._tracked.keys()
             update(output)
 
         def watched_finished(request: Any) -> None:

@@ -30,6 +30,7 @@ from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.copy.cpu import CpuCopier
 from vllm_plugin.pins import Pins
 from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.stores import Stores
 from vllm_plugin.transfer import ReceiveThread, SendThread, TransferThread
 from vllm_plugin.worker import KVPoolWorker
 
@@ -209,9 +210,9 @@ def test_bug_06_readmission_while_old_transfers_live(fresh_fleet: FreshFleet) ->
 
     @contextmanager
     def by_request() -> Iterator[None]:
-        store_job, report = KVPoolScheduler._store_job, Pins.report
+        store_job, report = Stores._store_job, Pins.report
 
-        def named_by_request(self: KVPoolScheduler, request_id: str, *args: Any) -> Any:
+        def named_by_request(self: Stores, request_id: str, *args: Any) -> Any:
             self._job_ids = itertools.repeat(hash(request_id))  # type: ignore[assignment]
             return store_job(self, request_id, *args)
 
@@ -219,7 +220,7 @@ def test_bug_06_readmission_while_old_transfers_live(fresh_fleet: FreshFleet) ->
             return job_id in self._jobs and report(self, job_id, 1)
 
         with (
-            patch.object(KVPoolScheduler, "_store_job", named_by_request),
+            patch.object(Stores, "_store_job", named_by_request),
             patch.object(Pins, "report", report_if_known),
         ):
             yield
@@ -235,7 +236,7 @@ def test_bug_07_abort_leaves_more_hashes_than_blocks(fresh_fleet: FreshFleet) ->
         request = engine.add("r", prompt)
         side = engine.connector
         step_until(engine, lambda: engine.answers["r"], "a token")
-        side._tracked["r"].stored = [0]
+        side._stores._tracked["r"].stored = [0]
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = {"r": 1}
         (table,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
@@ -246,7 +247,7 @@ def test_bug_07_abort_leaves_more_hashes_than_blocks(fresh_fleet: FreshFleet) ->
         engine.run(deadline_s)
         assert_nothing_is_left(engine)
 
-    blocks = KVPoolScheduler._blocks
+    blocks = Stores._blocks
 
     class Endless(list[int]):
         def __len__(self) -> int:
@@ -255,4 +256,4 @@ def test_bug_07_abort_leaves_more_hashes_than_blocks(fresh_fleet: FreshFleet) ->
     def unbounded(self: Any, tracked: Any, idx: int, tables: Any, written: int, room: int) -> Any:
         return blocks(self, tracked, idx, [Endless(table) for table in tables], written, room)
 
-    assert_caught(scenario, replaced(KVPoolScheduler, "_blocks", unbounded), "list index out of range", IndexError)
+    assert_caught(scenario, replaced(Stores, "_blocks", unbounded), "list index out of range", IndexError)

@@ -32,13 +32,14 @@ from tests.vllm_plugin.slow_device import SlowDevice, unmarked
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.toy import ToyEngine, answer
-from vllm_plugin import lookups, scheduler
+from vllm_plugin import lookups, stores
 from vllm_plugin.boundary import Found, Reach, Rule
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.loads import Loads
 from vllm_plugin.lookups import Lookups, block_run
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.stores import Stores
 from vllm_plugin.transfer import ReceiveThread, SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -59,9 +60,9 @@ def test_bug_08_mamba_state_by_position(shape: str, fresh_fleet: FreshFleet) -> 
         assert second.generate(shorter, prompt) == [answer(shorter, 8), answer(prompt, 8)]
         assert second.cached_tokens == {"prompt-0": 0, "prompt-1": 192}
 
-    store_job = KVPoolScheduler._store_job
+    store_job = Stores._store_job
 
-    def by_position(self: KVPoolScheduler, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> Any:
+    def by_position(self: Stores, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> Any:
         tables = state.get_block_ids(request_id)
         assert tables is not None
         offers = [
@@ -72,7 +73,7 @@ def test_bug_08_mamba_state_by_position(shape: str, fresh_fleet: FreshFleet) -> 
         positional = KVConnectorBlockState({request_id}, state.get_block_ids, {request_id: offers})  # type: ignore
         return store_job(self, request_id, num_tokens, positional)
 
-    assert_caught(scenario, replaced(KVPoolScheduler, "_store_job", by_position), WRONG_KV)
+    assert_caught(scenario, replaced(Stores, "_store_job", by_position), WRONG_KV)
 
 
 class Everything(Found):
@@ -105,7 +106,7 @@ def test_bug_09_hit_of_full_attention_alone_on_a_hybrid_model(shape: str, right:
             full = [pair for pair in zip(rules, found, strict=True) if pair[0].reach is Reach.ALL]
             return longest([rule for rule, _ in full], [blocks for _, blocks in full], *bounds)
 
-        def parts_of_attention(self: KVPoolScheduler, request: Any, sought: Any, *args: Any) -> list[GroupBlocks]:
+        def parts_of_attention(self: Stores, request: Any, sought: Any, *args: Any) -> list[GroupBlocks]:
             sought.found = [Everything() for _ in sought.found]
             parts = load_parts(self, request, sought, *args) or []
             return [part for part in parts if self._groups[part.group_idx].rule.reach is Reach.ALL]
@@ -255,7 +256,7 @@ def test_bug_12_null_block_is_moved(fresh_fleet: FreshFleet) -> None:
         second = fleet.start(specs=specs)
         with submitted(SendThread) as sent, submitted(ReceiveThread) as received:
             first.generate(prompt, max_tokens=60)
-            first.connector._known.forget_all()
+            first.connector._stores._known.forget_all()
             first.generate([*prompt, *tokens(40, "next")])  # Its own blocks, and none before their window.
             assert 0 not in blocks_of(sent), "the null block is stored"
             second.generate(prompt)
@@ -272,14 +273,14 @@ def test_bug_12_null_block_is_moved(fresh_fleet: FreshFleet) -> None:
             part.block_ids = [list(tables[member][first:stop]) for member in group.members]
         return parts
 
-    blocks = KVPoolScheduler._blocks
+    blocks = Stores._blocks
 
     def store_null_blocks(self: Any, tracked: Any, idx: int, tables: Any, written: int, room: int) -> Any:
-        with patch.object(scheduler.Retention, "blocks", lambda _, rule, start, stop: list(range(start, stop))):
+        with patch.object(stores.Retention, "blocks", lambda _, rule, start, stop: list(range(start, stop))):
             return blocks(self, tracked, idx, [Solid(table) for table in tables], written, room)
 
     assert_caught(scenario, replaced(KVPoolScheduler, "_load_parts", with_null_blocks), "the null block is loaded")
-    assert_caught(scenario, replaced(KVPoolScheduler, "_blocks", store_null_blocks), "the null block is stored")
+    assert_caught(scenario, replaced(Stores, "_blocks", store_null_blocks), "the null block is stored")
 
 
 @pytest.mark.parametrize("shape", ["gemma3", "gpt-oss", "windows alone", "block sizes"])

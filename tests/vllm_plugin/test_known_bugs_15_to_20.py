@@ -36,6 +36,7 @@ from vllm_plugin import identity, scheduler, worker
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import ConnectorMetadata, StoreJob
 from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.stores import Stores
 from vllm_plugin.transfer import ReceiveThread, SendThread
 from vllm_plugin.worker import KVPoolWorker
 
@@ -226,12 +227,12 @@ def test_bug_19_slot_of_the_last_sampled_token_is_stored(steps_ahead: int, fresh
         late: list[StoreJob] = []
 
         def store_all_tokens(self: Any, request: Any, block_ids: Any) -> Any:
-            side = self._of_scheduler
-            part = side._blocks(side._tracked[request.request_id], 0, block_ids, request.num_tokens, 64)
+            stores = self._of_scheduler._stores
+            part = stores._blocks(stores._tracked[request.request_id], 0, block_ids, request.num_tokens, 64)
             if part is not None:
-                late.append(StoreJob(next(side._job_ids), [part]))
-                side._storing[late[-1].job_id] = (request, late[-1])
-                side._pins.pin(late[-1].job_id, [each for row in part.block_ids for each in row])
+                late.append(StoreJob(next(stores._job_ids), [part]))
+                stores._storing[late[-1].job_id] = (request, late[-1])
+                stores._pins.pin(late[-1].job_id, [each for row in part.block_ids for each in row])
             return finished(self, request, block_ids)
 
         def build_with_late_ones(self: KVPoolScheduler, output: SchedulerOutput) -> ConnectorMetadata:
@@ -261,12 +262,12 @@ def test_bug_19_block_is_stored_before_its_last_chunk_is_computed(fresh_fleet: F
         assert second.generate(prompt) == [answer(prompt, 8)]
         assert second.cached_tokens["prompt-0"] == 192
 
-    store_job = KVPoolScheduler._store_job
+    store_job = Stores._store_job
 
-    def whole_prompt(self: KVPoolScheduler, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> Any:
+    def whole_prompt(self: Stores, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> Any:
         return store_job(self, request_id, num_tokens + 1_000, state)
 
-    assert_caught(scenario, replaced(KVPoolScheduler, "_store_job", whole_prompt), WRONG_KV)
+    assert_caught(scenario, replaced(Stores, "_store_job", whole_prompt), WRONG_KV)
 
 
 @MODES

@@ -419,7 +419,7 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
 
 def test_blocks_are_pinned_until_every_rank_has_reported(core: MakeCore) -> None:
     one = core().connected()
-    one.side._pins._world_size = 2
+    one.side._stores._pins._world_size = 2
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
     (job,) = one.step((request, 100)).stores
@@ -486,14 +486,14 @@ def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
         one.allocate(request, 0)
     jobs = one.step((first, 192), (second, 192)).stores
     assert [len(run_in(job)) for job in jobs] == [12, 4]
-    assert one.side._pins.num_blocks == 16
+    assert one.side._stores._pins.num_blocks == 16
     assert one.step((first, 0), (second, 0)).stores == []
     assert one.side.stats().data["store_deferred"] == 2
     one.report(jobs[0].job_id)
     (rest,) = one.step((second, 0)).stores
     assert list(run_in(rest).block_hashes) == second.block_hashes[4:12]
     one.report(jobs[1].job_id, rest.job_id)
-    assert one.side._pins.num_blocks == 0
+    assert one.side._stores._pins.num_blocks == 0
 
 
 def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: MakeCore) -> None:
@@ -706,7 +706,7 @@ def test_windows_are_stored_where_the_prompt_ends_and_at_the_interval(core: Make
     assert names_in(windows) == [request.block_hashes[idx] for idx in wanted]
     assert windows.block_ids == [[one.ids(request, group)[idx] for idx in wanted] for group in (1, 2)]
     assert [run.parent_hash for run in windows.runs] == [request.block_hashes[9], request.block_hashes[16]]
-    assert one.side._pins.num_blocks == 21 + 2 * len(wanted)
+    assert one.side._stores._pins.num_blocks == 21 + 2 * len(wanted)
     one.report(job.job_id)
     assert not one.side.has_pinned_blocks()
 
