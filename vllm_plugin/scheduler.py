@@ -21,8 +21,9 @@ from vllm_plugin.groups import alignment_tokens, hash_tokens, make_groups
 from vllm_plugin.identity import namespace_spec
 from vllm_plugin.loads import Loads
 from vllm_plugin.lookups import Lookups, block_run
-from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, WorkerMetadata
+from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
+from vllm_plugin.peer_loads import PeerLoads
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
 from vllm_plugin.stores import Stores
@@ -69,6 +70,7 @@ class KVPoolScheduler:
             self._recorder,
             self._events,
         )
+        self._peer_loads = PeerLoads(self._stores)
         self._boot_token = 0
         self._loads = Loads(
             self._groups, self._specs, vllm_config, kv_cache_config, config.decline_slow_loads, self._recorder
@@ -92,6 +94,7 @@ class KVPoolScheduler:
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._stores.bind(block_pool)
+        self._peer_loads.bind(block_pool)
 
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out.
@@ -156,6 +159,7 @@ class KVPoolScheduler:
         request_id = request.request_id
         sought = self._lookups.take(request_id)
         self._loads.leave_line(request_id)
+        self._peer_loads.admitted(request_id)
         self._stores.track(request, None if sought is None else self._lookups.junction(sought))
         if num_external_tokens == 0:
             if sought is not None:
@@ -201,10 +205,11 @@ class KVPoolScheduler:
         self._lookups.new_step()
         self._note_step(output)
         loads, self._new_loads = self._new_loads, []
-        stores = []
+        loading_step = self._peer_loads.prepare(output)
+        stores: list[StoreJob] = []
         if self._writes and self._sessions and not self._stale and all(session.namespace for session in self._sessions):
             stores = self._stores.build(output)
-        return ConnectorMetadata(loads, stores, self._weights_epoch)
+        return ConnectorMetadata(loads, self._peer_loads.hold(stores), self._weights_epoch, loading_step)
 
     def _note_step(self, output: SchedulerOutput) -> None:
         prefill = 0
@@ -222,6 +227,7 @@ class KVPoolScheduler:
         """What is kept for requests, by name; nothing is left once all have ended."""
         return {
             **self._stores.held(),
+            "held stores": len(self._peer_loads),
             "lookups": len(self._lookups),
             "loads": len(self._loads),
             "failed requests": len(self._failed),
@@ -233,11 +239,15 @@ class KVPoolScheduler:
     def update(self, output: KVConnectorOutput) -> None:
         """What the ranks have ended."""
         metadata = output.kv_connector_worker_meta
+        loaded_steps: set[int] = set()
         if isinstance(metadata, WorkerMetadata):
             self._stores.update(metadata)
+            loaded_steps = metadata.loaded_steps
+        self._peer_loads.update(loaded_steps, output.invalid_block_ids)
         for request_id in output.failed_recving:
-            # Looking up again could find the same bad block again, for ever.
-            self._failed.add(request_id)
+            if request_id in self._loads:
+                # Looking up again could find the same bad block again, for ever.
+                self._failed.add(request_id)
             self._stores.load_failed(request_id)
         for request_id in output.finished_recving or ():
             succeeded = request_id not in output.failed_recving
@@ -258,6 +268,7 @@ class KVPoolScheduler:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
         self._lookups.forget(request.request_id)
         self._loads.leave_line(request.request_id)
+        self._peer_loads.finished(request)
         self._stores.forget(request.request_id)
         self._failed.discard(request.request_id)
 

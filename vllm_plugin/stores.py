@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from vllm_plugin.boundary import Reach
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.events import Events
@@ -36,11 +38,13 @@ class Tracked:
     Args:
         stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
         junction: see `Retention`.
+        may_store: False where its KV is not known to be that of its tokens.
     """
 
     request: Request
     stored: list[int]
     junction: int = 0
+    may_store: bool = True
 
 
 class Stores:
@@ -72,6 +76,7 @@ class Stores:
         self._recorder = recorder
         self._events = events
         self._known = Known()
+        self._num_ranks = num_ranks
         self._pins = Pins(num_ranks, int(num_blocks * config.max_pinned_fraction))
         self._weights_epoch = config.weights_epoch
         self._tracked: dict[str, Tracked] = {}
@@ -132,6 +137,31 @@ class Stores:
         """A request has ended. Its jobs hold references of their own."""
         self._tracked.pop(request_id, None)
 
+    def with_blocks(self) -> list[str]:
+        """Requests that are scheduled, or about to be; not those that wait for a load of theirs."""
+        return [
+            request_id
+            for request_id, tracked in self._tracked.items()
+            if tracked.request.status == RequestStatus.RUNNING
+        ]
+
+    def forbid(self, request_id: str) -> None:
+        """A request stores nothing until it is allowed to again."""
+        if request_id in self._tracked:
+            self._tracked[request_id].may_store = False
+
+    def allow(self, request_id: str) -> None:
+        if request_id in self._tracked:
+            self._tracked[request_id].may_store = True
+
+    def cancel(self, job: StoreJob) -> None:
+        """A job that no rank has been given is dropped; its blocks are offered again."""
+        request, _ = self._storing.pop(job.job_id)
+        self._pins.report(job.job_id, self._num_ranks)
+        tracked = self._tracked.get(request.request_id)
+        for part in job.groups if tracked is not None else ():
+            tracked.stored[part.group_idx] = min(tracked.stored[part.group_idx], *part.firsts)
+
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
         """Blocks are not in the pool."""
         self._known.missing(group_idx, block_hashes)
@@ -165,7 +195,7 @@ class Stores:
 
     def _store_job(self, request_id: str, num_tokens: int, state: KVConnectorBlockState) -> StoreJob | None:
         tracked = self._tracked.get(request_id)
-        if tracked is None:
+        if tracked is None or not tracked.may_store:
             return None
         request = tracked.request
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither

@@ -92,6 +92,8 @@ class KVPoolWorker:
         if metadata.weights_epoch != self._spec.weights_epoch:
             self._spec = replace(self._spec, weights_epoch=metadata.weights_epoch)
             self._session.move(self._spec)
+        if metadata.loading_step:
+            self._report.loaded_steps.add(metadata.loading_step)
         held, self._held = self._held, []
         self._submit(held)
         for job in metadata.loads:
@@ -129,7 +131,7 @@ class KVPoolWorker:
             for job, succeeded in self._sender.take_ended():
                 self._end(job, succeeded)
         report, self._report = self._report, WorkerMetadata()
-        return report if report.ended_stores else None
+        return report if report.ended_stores or report.loaded_steps else None
 
     def stats(self) -> KVPoolStats | None:
         return self._recorder.take()
