@@ -31,6 +31,7 @@ COUNTERS = {
     "breaker_opened": "Times the scheduler or a rank stopped using the pool because its calls failed.",
 }
 GAUGES = {
+    "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset are in use.",
     "breaker_open": "1 while the scheduler or a rank goes without the pool, also at the start; as of the last step.",
 }
 HISTOGRAMS = {

@@ -1,4 +1,4 @@
-"""Loads of other connectors, beside which this one runs under a MultiConnector: nothing is stored that they have spoiled.
+"""Loads of other connectors, beside which this one runs under a MultiConnector: what they have spoiled is not stored.
 
 A peer may load synchronously: its blocks arrive before the step's forward pass, and which of them have failed
 (`invalid_block_ids`) is known with the step's output. By then the pass has read them, vLLM's prefix cache names them,
@@ -9,8 +9,8 @@ and requests that were scheduled with it, or after it (asynchronous scheduling),
     output n  "block 2 is invalid": R is computed again from block 2 on, S from its own first block on
 
 So a store job of a step with such a load, or of a later one, is held until the output of the step with the load is in,
-and canceled if that output names any block as invalid. The requests that have an invalid block store nothing any more: vLLM
-computes them again over several steps, in which others may read what is not yet computed. Their blocks leave the
+and canceled if that output names any block as invalid. The requests that have an invalid block store nothing any more:
+vLLM computes them again over several steps, in which others may read what is not yet computed. Their blocks leave the
 engine's own cache, so that no later request finds one there.
 
 A peer's asynchronous load needs none of this: its request is not scheduled, and its blocks are not shared, before vLLM
@@ -150,9 +150,7 @@ class PeerLoads:
         for request_id, first in self._invalid_from.items():
             bad.update(*(table[first:] for table in self._tables(request_id)))
         remaining = {name: self._tables(name) for name in candidates if name not in self._invalid_from}
-        while found := {
-            name: first for name, tables in remaining.items() if (first := _first(tables, bad)) is not None
-        }:
+        while found := {name: at for name, tables in remaining.items() if (at := _first(tables, bad)) is not None}:
             for request_id, first in found.items():
                 self._invalid_from[request_id] = first
                 self._stores.forbid(request_id)

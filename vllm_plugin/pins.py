@@ -47,6 +47,11 @@ class Pins:
         pool = self._block_pool
         return pool is None or pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
+    def nothing_else_in_use(self) -> bool:
+        """Whether no block of the engine has a reference but ours."""
+        pool = self._block_pool
+        return pool is None or pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() == self.num_blocks
+
     def pin(self, job_id: int, block_ids: Sequence[int]) -> None:
         """Keeps blocks from reuse: a request that is preempted or finished frees its own without asking."""
         assert self._block_pool is not None

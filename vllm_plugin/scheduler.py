@@ -7,7 +7,7 @@ order of a request's way: lookup, load, store, end.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from vllm_plugin.lookups import Lookups, block_run
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.peer_loads import PeerLoads
+from vllm_plugin.resets import named_epoch, observe_resets
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
 from vllm_plugin.stores import Stores
@@ -91,10 +92,13 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._stale = False  # Blocks of the engine are from before a reset.
+        self._is_epoch_used, self._is_epoch_private = True, False
+        self._empty_own_cache: Callable[[], bool] | None = None
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._stores.bind(block_pool)
         self._peer_loads.bind(block_pool)
+        self._empty_own_cache = observe_resets(block_pool, self._own_cache_reset)
 
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out.
@@ -202,6 +206,7 @@ class KVPoolScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
+        self._end_reset()
         self._lookups.new_step()
         self._note_step(output)
         loads, self._new_loads = self._new_loads, []
@@ -209,6 +214,7 @@ class KVPoolScheduler:
         stores: list[StoreJob] = []
         if self._writes and self._sessions and not self._stale and all(session.namespace for session in self._sessions):
             stores = self._stores.build(output)
+            self._is_epoch_used |= bool(stores)
         return ConnectorMetadata(loads, self._peer_loads.hold(stores), self._weights_epoch, loading_step)
 
     def _note_step(self, output: SchedulerOutput) -> None:
@@ -259,6 +265,7 @@ class KVPoolScheduler:
                         self._missing(part.group_idx, run.block_hashes)
             if self._stores.request(request_id) is None:
                 self._failed.discard(request_id)
+        self._end_reset()
 
     def _missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._events.missing(group_idx, block_hashes)
@@ -272,28 +279,69 @@ class KVPoolScheduler:
         self._stores.forget(request.request_id)
         self._failed.discard(request.request_id)
 
-    def reset(self) -> bool:
-        """Reads no block stored before, from now on; see `on_reset`.
+    # Reset
 
-        Nobody else's blocks are harmed: the engine leaves for a namespace of its own. What is in the old one is correct
-        for whoever has the old weights.
+    def reset(self) -> bool:
+        """Reads no block stored before, from now on; see `on_reset`. False: not before the blocks in use are free.
+
+        Nobody else's blocks are harmed: the engine leaves for another namespace. What is in the old one is correct for
+        whoever has the old weights.
         """
         if self._config.on_reset == "keep":
             return True
-        self._weights_epoch = f"{self._config.weights_epoch}#{uuid.uuid4().hex}"
-        self._lookups.forget_all()
-        self._events.all_missing()
-        self._stores.leave(self._weights_epoch)
-        self._specs[:] = [replace(spec, weights_epoch=self._weights_epoch) for spec in self._specs]
-        for session, spec in zip(self._sessions, self._specs, strict=True):
-            session.move(spec)
+        self._leave()
+        return not self._stale
+
+    def _own_cache_reset(self, succeeded: bool) -> None:
+        """vLLM's own prefix cache was reset, or would have been but for blocks that are in use.
+
+        A reset that vLLM refuses because requests run has changed nothing. One that it refuses because of our pins
+        alone would have succeeded without a pool, so it is ended when they are gone.
+        """
+        if self._config.on_reset == "leave" and (succeeded or self._stores.only_pins_in_use()):
+            self._leave()
+
+    def _leave(self) -> None:
+        named = named_epoch(self._config)
+        if named is None and (self._is_epoch_used or not self._is_epoch_private):
+            self._move(f"{self._config.weights_epoch}#{uuid.uuid4().hex}")
+        elif named == self._weights_epoch:
+            return  # The weights are what they were, by their name.
+        elif named is not None:
+            self._move(named)
+        self._is_epoch_private = named is None
         # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
         self._stale = not self._stores.nothing_in_use()
+        self._recorder.set("sharing_off", int(self._stale))
+        whose = "of its own" if named is None else f"of weights epoch {named!r}"
         if self._stale:
-            logger.warning("kvpool: the engine was reset while blocks were in use; nothing is shared until it is again")
+            logger.warning(
+                "kvpool: the engine was reset while blocks were in use: KV sharing is off until they are free; its "
+                "namespace is then one %s",
+                whose,
+            )
         else:
-            logger.info("kvpool: the engine was reset: it reads no block stored before, and its new ones are its own")
-        return not self._stale
+            logger.info("kvpool: the engine was reset; its namespace is now one %s", whose)
+
+    def _move(self, epoch: str) -> None:
+        self._weights_epoch = epoch
+        self._is_epoch_used = False
+        self._lookups.forget_all()
+        self._events.all_missing()
+        self._stores.leave(epoch)
+        self._specs[:] = [replace(spec, weights_epoch=epoch) for spec in self._specs]
+        for session, spec in zip(self._sessions, self._specs, strict=True):
+            session.move(spec)
+
+    def _end_reset(self) -> None:
+        """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
+        if not self._stale or not self._stores.nothing_in_use():
+            return
+        if self._empty_own_cache is not None and not self._empty_own_cache():
+            return
+        self._stale = False
+        self._recorder.set("sharing_off", 0)
+        logger.info("kvpool: no block from before the reset is in use any more; KV sharing is on again")
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""

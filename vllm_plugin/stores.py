@@ -95,6 +95,10 @@ class Stores:
         """Whether no block of the engine has a reference, pins included."""
         return self._pins.nothing_in_use()
 
+    def only_pins_in_use(self) -> bool:
+        """Whether no block of the engine has a reference but those of stores under way."""
+        return self._pins.nothing_else_in_use()
+
     def held(self) -> dict[str, int]:
         """What is kept, by name; see `KVPoolScheduler.held`."""
         return {
@@ -159,7 +163,9 @@ class Stores:
         request, _ = self._storing.pop(job.job_id)
         self._pins.report(job.job_id, self._num_ranks)
         tracked = self._tracked.get(request.request_id)
-        for part in job.groups if tracked is not None else ():
+        if tracked is None:
+            return
+        for part in job.groups:
             tracked.stored[part.group_idx] = min(tracked.stored[part.group_idx], *part.firsts)
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:

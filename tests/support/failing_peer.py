@@ -1,4 +1,4 @@
-"""A connector for tests beside kvpool: it promises the first prompt that it is asked about, loads garbage, and says so."""
+"""A connector beside kvpool, for tests: promises the first prompt it is asked about, loads garbage, and says so."""
 
 from __future__ import annotations
 
