@@ -92,7 +92,7 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._stale = False  # Blocks of the engine are from before a reset.
-        self._is_epoch_used, self._is_epoch_private = True, False
+        self._is_epoch_private = False  # No other engine has its name.
         self._empty_own_cache: Callable[[], bool] | None = None
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -214,7 +214,6 @@ class KVPoolScheduler:
         stores: list[StoreJob] = []
         if self._writes and self._sessions and not self._stale and all(session.namespace for session in self._sessions):
             stores = self._stores.build(output)
-            self._is_epoch_used |= bool(stores)
         return ConnectorMetadata(loads, self._peer_loads.hold(stores), self._weights_epoch, loading_step)
 
     def _note_step(self, output: SchedulerOutput) -> None:
@@ -303,7 +302,7 @@ class KVPoolScheduler:
 
     def _leave(self) -> None:
         named = named_epoch(self._config)
-        if named is None and (self._is_epoch_used or not self._is_epoch_private):
+        if named is None and not (self._stale and self._is_epoch_private):
             self._move(f"{self._config.weights_epoch}#{uuid.uuid4().hex}")
         elif named == self._weights_epoch:
             return  # The weights are what they were, by their name.
@@ -325,7 +324,6 @@ class KVPoolScheduler:
 
     def _move(self, epoch: str) -> None:
         self._weights_epoch = epoch
-        self._is_epoch_used = False
         self._lookups.forget_all()
         self._events.all_missing()
         self._stores.leave(epoch)

@@ -54,13 +54,6 @@ def test_an_engine_may_say_that_a_reset_of_its_own_cache_is_no_more_than_that(on
     assert generate(engine, prompt) == (96 if on_reset == "keep" else 0)
 
 
-def test_a_reset_of_both_caches_is_one_reset(core: MakeCore) -> None:
-    one = core().connected()
-    assert one.pool.reset_prefix_cache()
-    epoch = one.side._weights_epoch
-    assert one.side.reset() and one.side._weights_epoch == epoch
-
-
 @pytest.mark.parametrize("asked", ["connector", "own cache"])
 def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: str, core: MakeCore) -> None:
     one = core().connected()
