@@ -13,12 +13,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
-from kvpool.holdings import NamespaceInfo
+from kvpool.holdings import NamespaceInfo, duration_text
+from kvpool.namespace import Difference, differences
 from kvpool.quotas import parse_quota, size_text
 from kvpool.types import HASH_BYTES, Quota
 from kvpool.version import __version__
@@ -77,8 +79,21 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
 
 
 @app.command()
-def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
-    """Which models' blocks the pool holds."""
+def namespaces(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B",
+            help="Only print in which fields namespaces A and B differ (fingerprints, or their first characters).",
+        ),
+    ] = None,
+) -> None:
+    """Which models' blocks the pool holds; why two engines do not share."""
+    if diff is not None:
+        _print_differences(endpoint, diff, as_json)
+        return
     with _client(endpoint) as client:
         found = client.namespaces()
         bounds = client.quotas()
@@ -86,7 +101,7 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
         typer.echo(json.dumps([_row(info, bounds) for info in found], indent=2))
         return
     whole, folded = Column("fingerprint", no_wrap=True, min_width=12), Column("model", overflow="fold")
-    headings = (whole, folded, "tenant", "blocks", "size", "quota", "hits", "age", "idle", "state")
+    headings = (whole, folded, "tenant", "blocks", "size", "quota", "hits", "opened by", "age", "idle", "state")
     table = Table(*headings, title=f"namespaces at {endpoint}")
     for info in found:
         mine = [quota for quota in bounds if _covers(quota, info)]
@@ -98,8 +113,9 @@ def namespaces(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -
             size_text(info.nbytes),
             ", ".join(size_text(quota.limit_bytes) for quota in mine),
             "" if info.hit_ratio is None else f"{info.hit_ratio:.1%}",
-            _ago(info.age_seconds),
-            _ago(info.idle_seconds),
+            info.opened_by,
+            duration_text(info.age_seconds),
+            duration_text(info.idle_seconds),
             "retired" if info.retired else "",
         )
         for tier in info.tiers:
@@ -119,11 +135,29 @@ def _covers(quota: Quota, info: NamespaceInfo) -> bool:
     return quota.covers(info.spec.tenant, info.fingerprint)
 
 
-def _ago(seconds: float) -> str:
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) -> None:
+    with _client(endpoint) as client:
+        known = {info.fingerprint: info for info in client.namespaces(holdings=False)}
+        a, b = (_one_of(list(known), prefix) for prefix in prefixes)
+    rows = [_values(difference) for difference in differences(known[a].spec, known[b].spec)]
+    if as_json:
+        typer.echo(json.dumps([{"field": field, "a": ours, "b": theirs} for field, ours, theirs in rows], indent=2))
+        return
+    columns = [Column(f"{each.hex()[:12]}, {known[each].opened}", overflow="fold") for each in (a, b)]
+    table = Table("field", *columns, title=f"{len(rows)} differences of two namespaces at {endpoint}")
+    for field, ours, theirs in rows:
+        # Escaped: Rich takes what is in brackets for markup.
+        table.add_row(
+            escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
+        )
+    Console().print(table)
+
+
+def _values(difference: Difference) -> tuple[str, Any, Any]:
+    """A field and its two values; a tenant's own are not shown to others."""
+    if difference.is_private:
+        return difference.field, "(differs)", "(differs)"
+    return difference.field, difference.ours, difference.theirs
 
 
 @app.command()
@@ -209,10 +243,14 @@ def events(
 def _resolve(client: Client, prefix: str) -> bytes:
     if not prefix:
         raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all instead")
-    fingerprints = [info.fingerprint for info in client.namespaces()]
-    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
-    if not matching and len(prefix) == 2 * HASH_BYTES and not prefix.strip(string.hexdigits):
+    fingerprints = [info.fingerprint for info in client.namespaces(holdings=False)]
+    if len(prefix) == 2 * HASH_BYTES and not prefix.strip(string.hexdigits):
         return bytes.fromhex(prefix)  # Maybe only a tier knows it, since a restart.
+    return _one_of(fingerprints, prefix)
+
+
+def _one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
+    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:
         raise InvalidRequestError(
             f"namespace {prefix!r} names {len(matching)} of {len(fingerprints)} namespaces, not 1; "

@@ -8,6 +8,7 @@ never in bytes.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -186,7 +187,9 @@ class Client:
             IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
             TransferError, ConfigError: the transport that the settings ask for does not work here.
         """
-        request = pb.OpenNamespaceRequest(spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint)
+        request = pb.OpenNamespaceRequest(
+            spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint, opener=socket.gethostname()
+        )
         reply = self._call(self._stub.OpenNamespace, request, timeout_ms)
         opened = wire.decode_opened(reply)
         if opened.fingerprint != spec.fingerprint():
@@ -217,9 +220,18 @@ class Client:
                 self._choice.transport.close()
                 self._choice = None
 
-    def check(self, namespace: Namespace) -> None:
-        """Raises UnavailableError if the server is not there any more, or is another one by now."""
-        self._check_boot(namespace, self._call(self._stub.Ping, pb.PingRequest()).boot_token)
+    def check(self, namespace: Namespace) -> int:
+        """Asks the server whether it is there.
+
+        Returns:
+            How many namespaces were opened on it since its start; 0 from an older server.
+
+        Raises:
+            UnavailableError: the server is not there any more, or has restarted since the namespace was opened.
+        """
+        reply = self._call(self._stub.Ping, pb.PingRequest())
+        self._check_boot(namespace, reply.boot_token)
+        return int(reply.namespaces_opened)
 
     # Lookup
 
@@ -581,9 +593,13 @@ class Client:
     def stats(self) -> PoolStats:
         return wire.decode_stats(self._call(self._stub.Stats, pb.StatsRequest()))
 
-    def namespaces(self) -> list[NamespaceInfo]:
-        """Every open namespace, in the order they were opened."""
-        reply = self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest())
+    def namespaces(self, *, holdings: bool = True) -> list[NamespaceInfo]:
+        """Every open namespace, in the order they were opened.
+
+        Args:
+            holdings: False leaves out what each holds, which costs the server a look at every entry.
+        """
+        reply = self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest(without_holdings=not holdings))
         return [wire.decode_namespace_info(info) for info in reply.namespaces]
 
     def quotas(self) -> list[Quota]:

@@ -35,6 +35,7 @@ class NamespaceInfo:
         idle_seconds: since an engine last used it: opened it, put, or looked up with a lease.
         retired: newer weights have taken its place, and nobody has used it since: evicted first.
         tiers: what the tiers hold of it, as far as the server knows.
+        opened_by: host of the client that opened it first on that server; empty if it did not say.
     """
 
     spec: NamespaceSpec
@@ -47,8 +48,22 @@ class NamespaceInfo:
     idle_seconds: float = 0.0
     retired: bool = False
     tiers: tuple[TierHoldings, ...] = ()
+    opened_by: str = ""
 
     @property
     def hit_ratio(self) -> float | None:
         """Of the blocks asked for, how many were there; None if none were asked for."""
         return self.lookup_hits / self.lookup_blocks if self.lookup_blocks else None
+
+    @property
+    def opened(self) -> str:
+        """For people: "opened by HOST, 3 min ago"."""
+        return f"opened by {self.opened_by or 'a host that did not say'}, {duration_text(self.age_seconds)} ago"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in the largest unit of which it has two: "3 min"."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

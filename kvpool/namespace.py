@@ -133,8 +133,15 @@ class Difference:
     ours: Any
     theirs: Any
 
+    @property
+    def is_private(self) -> bool:
+        """True for values that are the business of their own tenant alone: say that they differ, not how."""
+        return self.field in ("tenant", "salt")
+
     def __str__(self) -> str:
-        return f"{self.field}: {self.ours!r} != {self.theirs!r}"
+        if self.is_private:
+            return f"{self.field} differs"
+        return f"{self.field}: {self.ours!r} here, {self.theirs!r} there"
 
 
 def differences(ours: NamespaceSpec, theirs: NamespaceSpec) -> list[Difference]:

@@ -122,6 +122,14 @@ def decode_shards(shards: pb.ShardRange) -> ShardRange:
     return ShardRange(shards.start, shards.count)
 
 
+MAX_OPENER_CHARS = 64
+
+
+def decode_opener(opener: str) -> str:
+    """A host's name as it may stand in logs: printable, and at most `MAX_OPENER_CHARS` long."""
+    return "".join(char for char in opener[:MAX_OPENER_CHARS] if char.isprintable())
+
+
 def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
     message = pb.NamespaceSpec(extra=dict(spec.extra))
     for name in _SPEC_SCALARS:
@@ -169,8 +177,12 @@ def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
     return OpenedNamespace(message.fingerprint, decode_offer(message), message.created, message.max_batch_blocks)
 
 
-def encode_pong(version: str, uptime_s: float, offer: Offer, boot_token: int) -> pb.PingResponse:
-    message = pb.PingResponse(boot_token=boot_token, version=version, uptime_seconds=uptime_s)
+def encode_pong(
+    version: str, uptime_s: float, offer: Offer, boot_token: int, namespaces_opened: int = 0
+) -> pb.PingResponse:
+    message = pb.PingResponse(
+        boot_token=boot_token, version=version, uptime_seconds=uptime_s, namespaces_opened=namespaces_opened
+    )
     _put_offer(offer, message)
     return message
 

@@ -113,7 +113,9 @@ class PoolService(PoolServicer):
     # Namespaces
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
-        namespace, created = self._pool.open_namespace(wire.decode_spec(request.spec), request.expected_fingerprint)
+        namespace, created = self._pool.open_namespace(
+            wire.decode_spec(request.spec), request.expected_fingerprint, wire.decode_opener(request.opener)
+        )
         if created:
             log.info(
                 "namespace opened",
@@ -357,14 +359,14 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
-        return wire.encode_pong(__version__, uptime, self._offer, self._boot_token)
+        return wire.encode_pong(__version__, uptime, self._offer, self._boot_token, self._pool.num_opened)
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return wire.encode_stats(self._stats(), self._boot_token)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
-        infos = self._pool.namespaces()
-        if self._tiers is not None:
+        infos = self._pool.namespaces(holdings=not request.without_holdings)
+        if self._tiers is not None and not request.without_holdings:
             infos = [dataclasses.replace(info, tiers=self._tiers.holdings(info.fingerprint)) for info in infos]
         return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=map(wire.encode_namespace_info, infos))
 

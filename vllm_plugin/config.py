@@ -14,6 +14,9 @@ from kvpool.errors import ConfigError
 MAX_TIMEOUT_MS = 300_000
 
 
+ON_RESET = ("leave", "connector", "keep")
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     """What a user may set.
@@ -35,9 +38,13 @@ class ConnectorConfig:
         num_shards: chunks a block is cut into; 0: one a KV head, 16 at most. Engines share blocks only if it is equal.
         weights_epoch: change it when the weights change under the same name; no old block is read again.
         decline_slow_loads: compute a hit where loading it would take longer, by what both have taken so far.
-        on_reset: what a reset of the connector means; vLLM also asks for one when an engine goes to sleep. "leave":
-            the engine reads none of the blocks there are, nor do others read its new ones: its weights may have
-            changed. "keep": nothing; right only where weights never change in a running engine.
+        weights_epoch_file: read after each reset: the name of the weights that the engine has then, so that engines
+            with equal ones share again; see `resets.named_epoch`.
+        on_reset: what a reset of the engine's prefix cache means; vLLM also resets it when an engine goes to sleep.
+            "leave": the engine reads none of the blocks there are, nor do others read its new ones: its weights may
+            have changed. "connector": the same, but only for resets that name the connector, so that
+            `reset_prefix_cache()` alone empties the engine's own cache and no more. "keep": nothing. The last two are
+            right only where weights never change in a running engine, or not without such a reset.
         share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": where
             its files are as they were before the engine started. "always": by what they are at its first request; right
             only where they are never written again and adapters never reloaded in place. "never": none.
@@ -56,6 +63,7 @@ class ConnectorConfig:
     num_shards: int = 0
     weights_epoch: str = ""
     decline_slow_loads: bool = True
+    weights_epoch_file: str = ""
     on_reset: str = "leave"
     share_adapters: str = "unchanged"
     tenant: str = ""
@@ -91,8 +99,10 @@ class ConnectorConfig:
                 f"{MAX_TIMEOUT_MS}; 0 never waits"
             )
         config.client_config()
-        if config.on_reset not in ("leave", "keep"):
-            raise ConfigError(f"kv_connector_extra_config: on_reset = {config.on_reset!r} is not 'leave' or 'keep'")
+        if config.on_reset not in ON_RESET:
+            raise ConfigError(
+                f"kv_connector_extra_config: on_reset = {config.on_reset!r} is not one of {', '.join(ON_RESET)}"
+            )
         if config.share_adapters not in ("unchanged", "always", "never"):
             raise ConfigError(
                 f"kv_connector_extra_config: share_adapters = {config.share_adapters!r} is not 'unchanged', 'always' "

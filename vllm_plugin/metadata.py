@@ -104,12 +104,14 @@ class ConnectorMetadata(KVConnectorMetadata):
     Args:
         dropped_stores: jobs of earlier steps that a rank ends without storing them, unless it has begun.
         weights_epoch: of the namespace that the engine is in.
+        loading_step: see `PeerLoads.prepare`; the workers hand it back.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     dropped_stores: list[int] = field(default_factory=list)
     weights_epoch: str = ""
+    loading_step: int = 0
 
 
 @dataclass
@@ -120,18 +122,25 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         ended_stores: how many ranks have ended each store job.
         failed_stores: jobs that some rank did not store.
         namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
+        loaded_steps: `loading_step` of the step whose output this is part of, if it has one.
     """
 
     ended_stores: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
     namespaces: frozenset[tuple[int, bytes]] = frozenset()
+    loaded_steps: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
         ended = dict(self.ended_stores)
         for job_id, ranks in other.ended_stores.items():
             ended[job_id] = ended.get(job_id, 0) + ranks
-        return WorkerMetadata(ended, self.failed_stores | other.failed_stores, self.namespaces | other.namespaces)
+        return WorkerMetadata(
+            ended,
+            self.failed_stores | other.failed_stores,
+            self.namespaces | other.namespaces,
+            self.loaded_steps | other.loaded_steps,
+        )
 
 
 @dataclass

@@ -34,6 +34,7 @@ COUNTERS = {
 }
 GAUGES = {
     "namespaces_disagree": "1 where ranks and scheduler name different namespaces: the engine shares nothing.",
+    "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset are in use.",
     "breaker_open": "1 while the scheduler or a rank goes without the pool, also at the start; as of the last step.",
 }
 HISTOGRAMS = {

@@ -7,7 +7,7 @@ the order of a request's way: lookup, load, store, end.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from vllm_plugin.loads import Loads
 from vllm_plugin.lookups import Lookups, block_run
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
+from vllm_plugin.peer_loads import PeerLoads
+from vllm_plugin.resets import named_epoch, observe_resets
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
 from vllm_plugin.step_budget import StepBudget
@@ -72,6 +74,7 @@ class KVPoolScheduler:
             self._events,
         )
         self._budget = StepBudget()
+        self._peer_loads = PeerLoads(self._stores)
         self._boot_token = 0
         self._loads = Loads(
             self._groups, self._specs, vllm_config, kv_cache_config, config.decline_slow_loads, self._recorder
@@ -95,9 +98,14 @@ class KVPoolScheduler:
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
         self._stale = False  # Blocks of the engine are from before a reset.
         self._disagrees = False  # Ranks name namespaces that are not this side's.
+        self._is_epoch_private = False  # No other engine has its name.
+        self._empty_own_cache: Callable[[], bool] | None = None
+        self._is_own_cache_empty = True  # As vLLM's last reset of it has ended.
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._stores.bind(block_pool)
+        self._peer_loads.bind(block_pool)
+        self._empty_own_cache = observe_resets(block_pool, self._own_cache_reset)
 
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Learns the workers' namespaces, by stage and rank, where they are not what this side can work out."""
@@ -149,7 +157,7 @@ class KVPoolScheduler:
         self._specs[:] = specs
         self._names = [spec.fingerprint() for spec in specs]  # As ranks report them, whatever is reset later.
         self._sessions[:] = [
-            Session(self._config.client_config(), spec, name, self._recorder)
+            Session(self._config.client_config(), spec, name, self._recorder, explains=True)
             for spec, name in zip(specs, names, strict=True)
         ]
 
@@ -195,6 +203,7 @@ class KVPoolScheduler:
         request_id = request.request_id
         sought = self._lookups.take(request_id)
         self._loads.leave_line(request_id)
+        self._peer_loads.admitted(request_id)
         self._stores.track(request, None if sought is None else self._lookups.junction(sought))
         if sought is not None:
             for idx in sought.proven:
@@ -240,6 +249,7 @@ class KVPoolScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
+        self._end_reset()
         self._budget.new_step()
         self._note_step(output)
         if self._unallocated is not None:
@@ -247,8 +257,9 @@ class KVPoolScheduler:
             self._stores.make_room(self._loads.blocks_to_compute(self._unallocated))
             self._unallocated = None
         loads, self._new_loads = self._new_loads, []
+        loading_step = self._peer_loads.prepare(output)
         stores, dropped = self._stores.build(output, self._may_store())
-        return ConnectorMetadata(loads, stores, dropped, self._weights_epoch)
+        return ConnectorMetadata(loads, self._peer_loads.hold(stores), dropped, self._weights_epoch, loading_step)
 
     def _may_store(self) -> bool:
         if not (self._writes and self._sessions) or self._stale or self._disagrees:
@@ -275,6 +286,7 @@ class KVPoolScheduler:
         """What is kept for requests, by name; nothing is left once all have ended."""
         return {
             **self._stores.held(),
+            "held stores": len(self._peer_loads),
             "lookups": len(self._lookups),
             "loads": len(self._loads),
             "failed requests": len(self._failed),
@@ -286,12 +298,16 @@ class KVPoolScheduler:
     def update(self, output: KVConnectorOutput) -> None:
         """What the ranks have ended."""
         metadata = output.kv_connector_worker_meta
+        loaded_steps: set[int] = set()
         if isinstance(metadata, WorkerMetadata):
             self._compare(metadata.namespaces)
             self._stores.update(metadata)
+            loaded_steps = metadata.loaded_steps
+        self._peer_loads.update(loaded_steps, output.invalid_block_ids)
         for request_id in output.failed_recving:
-            # Looking up again could find the same bad block again, for ever.
-            self._failed.add(request_id)
+            if request_id in self._loads:
+                # Looking up again could find the same bad block again, for ever.
+                self._failed.add(request_id)
             self._stores.load_failed(request_id)
         for request_id in output.finished_recving or ():
             succeeded = request_id not in output.failed_recving
@@ -303,6 +319,7 @@ class KVPoolScheduler:
                         self._missing(part.group_idx, run.block_hashes)
             if self._stores.request(request_id) is None:
                 self._failed.discard(request_id)
+        self._end_reset()
         self._lookups.flush()
 
     def _missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
@@ -314,32 +331,74 @@ class KVPoolScheduler:
         self._lookups.forget(request.request_id)
         self._lookups.flush()
         self._loads.leave_line(request.request_id)
+        self._peer_loads.finished(request)
         self._stores.finish(request.request_id, tables if self._may_store() else None)
         self._failed.discard(request.request_id)
 
-    def reset(self) -> bool:
-        """Reads no block stored before, from now on; see `on_reset`.
+    # Reset
 
-        Nobody else's blocks are harmed: the engine leaves for a namespace of its own. What is in the old one is correct
-        for whoever has the old weights.
+    def reset(self) -> bool:
+        """Reads no block stored before, from now on; see `on_reset`. False: not before the blocks in use are free.
+
+        Nobody else's blocks are harmed: the engine leaves for another namespace. What is in the old one is correct for
+        whoever has the old weights.
         """
         if self._config.on_reset == "keep":
             return True
-        self._weights_epoch = f"{self._config.weights_epoch}#{uuid.uuid4().hex}"
+        self._leave()
+        return not self._stale
+
+    def _own_cache_reset(self, succeeded: bool) -> None:
+        """vLLM's own prefix cache was reset, or would have been but for blocks that are in use.
+
+        A reset that vLLM refuses because requests run has changed nothing. One that it refuses because of our pins
+        alone would have succeeded without a pool, so it is ended when they are gone.
+        """
+        self._is_own_cache_empty = succeeded
+        if self._config.on_reset == "leave" and (succeeded or self._stores.nothing_in_use()):
+            self._leave()
+
+    def _leave(self) -> None:
+        named = named_epoch(self._config)
+        if named is None and not (self._stale and self._is_epoch_private):
+            self._move(f"{self._config.weights_epoch}#{uuid.uuid4().hex}")
+        elif named == self._weights_epoch:
+            return  # The weights are what they were, by their name.
+        elif named is not None:
+            self._move(named)
+        self._is_epoch_private = named is None
+        # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
+        self._stale = not (self._is_own_cache_empty and self._stores.nothing_in_use())
+        self._recorder.set("sharing_off", int(self._stale))
+        whose = "of its own" if named is None else f"of weights epoch {named!r}"
+        if self._stale:
+            logger.warning(
+                "kvpool: the engine was reset while blocks were in use: KV sharing is off until they are free; its "
+                "namespace is then one %s",
+                whose,
+            )
+        else:
+            logger.info("kvpool: the engine was reset; its namespace is now one %s", whose)
+
+    def _move(self, epoch: str) -> None:
+        self._weights_epoch = epoch
         self._lookups.forget_all()
         self._lookups.flush()
         self._events.all_missing()
-        self._stores.leave(self._weights_epoch)
-        self._specs[:] = [replace(spec, weights_epoch=self._weights_epoch) for spec in self._specs]
+        self._stores.leave(epoch)
+        self._specs[:] = [replace(spec, weights_epoch=epoch) for spec in self._specs]
         for session, spec in zip(self._sessions, self._specs, strict=True):
             session.move(spec)
-        # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
-        self._stale = not self._stores.nothing_in_use()
-        if self._stale:
-            logger.warning("kvpool: the engine was reset while blocks were in use; nothing is shared until it is again")
-        else:
-            logger.info("kvpool: the engine was reset: it reads no block stored before, and its new ones are its own")
-        return not self._stale
+
+    def _end_reset(self) -> None:
+        """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
+        if not self._stale or self._stores.has_pinned_blocks or not self._stores.nothing_in_use():
+            return
+        if self._empty_own_cache is not None and not self._empty_own_cache():
+            return
+        self._stale, self._is_own_cache_empty = False, True
+        self._recorder.set("sharing_off", 0)
+        logger.info("kvpool: no block from before the reset is in use any more; KV sharing is on again")
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""

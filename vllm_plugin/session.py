@@ -10,14 +10,18 @@ one lookup's budget at most, and once `FAILURES_TO_OPEN` of them have, nobody pa
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
 
 from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
+from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import Difference, NamespaceSpec, differences
 from vllm_plugin.breaker import Breaker, State
 from vllm_plugin.metrics import Recorder
@@ -27,6 +31,10 @@ logger = init_logger("vllm.kvpool.session")
 OPEN_TIMEOUT_MS = 2_000
 PROBE_PINGS = 3
 PING_EVERY_S = 2.0
+EXPLAIN_EVERY_S = 10.0
+"""The list of namespaces is asked for at most so often, however many engines come and go."""
+MAX_EXPLAINED = 16
+"""Differences that one session says; an engine of a busy pool would fill its log otherwise."""
 MAX_WORDS = 200
 """Characters of what the log says of one difference between namespaces."""
 
@@ -38,9 +46,18 @@ class Session:
         config: `timeout_ms` is the budget of a lookup.
         name: for logs and the thread's name: "scheduler" or "worker 0".
         recorder: gets `breaker_opened` and `breaker_open`.
+        explains: whether this session logs why nothing of other namespaces of the model is read; one an engine does.
     """
 
-    def __init__(self, config: ClientConfig, spec: NamespaceSpec, name: str, recorder: Recorder | None = None):
+    def __init__(
+        self,
+        config: ClientConfig,
+        spec: NamespaceSpec,
+        name: str,
+        recorder: Recorder | None = None,
+        *,
+        explains: bool = False,
+    ):
         self.client = Client(config)
         self._spec = spec
         self._name = name
@@ -49,7 +66,10 @@ class Session:
         self._namespace: Namespace | None = None
         self._tell: Callable[[Namespace], None] = _nobody
         self._said = ""  # The same trouble is worth one line of log.
-        self._explained = ""
+        self._explains = explains
+        self._explained: set[tuple[str, ...]] = set()  # Of each difference, its fields.
+        self._num_opened = -1  # Namespaces that the pool had opened when it was last asked for the list of them.
+        self._explained_at = -math.inf
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -134,11 +154,12 @@ class Session:
         if namespace is None:
             return
         try:
-            self.client.check(namespace)
+            num_opened = self.client.check(namespace)
         except KVPoolError as error:
             self.report(error, "ping")
         else:
             self.report(None, "ping")
+            self._explain(namespace, num_opened)
 
     def _probe(self) -> None:
         with self._lock:
@@ -146,8 +167,7 @@ class Session:
             spec = self._spec
         try:
             namespace = self.client.open_namespace(spec, timeout_ms=OPEN_TIMEOUT_MS)
-            for _ in range(PROBE_PINGS):
-                self.client.check(namespace)
+            num_opened = max(self.client.check(namespace) for _ in range(PROBE_PINGS))
         except Exception as error:  # Whatever it is: a thread that dies here would leave the engine without a pool.
             with self._lock:
                 if spec is self._spec:
@@ -176,38 +196,59 @@ class Session:
             namespace.transport.name if choice is None else choice.route,
             sum(group.slot_bytes for group in namespace.spec.groups),
         )
-        self._explain(spec)
+        self._explain(namespace, num_opened)
 
-    def _explain(self, spec: NamespaceSpec) -> None:
-        """Says why another engine's blocks of the same model are not read, where the pool has such."""
+    def _explain(self, namespace: Namespace, num_opened: int) -> None:
+        """Says why another engine's blocks of the same model are not read, where the pool has such.
+
+        The engine that was there first says so too: each of the pool's pings tells whether a namespace has come.
+
+        Args:
+            num_opened: namespaces that the pool has opened so far.
+        """
+        now = time.monotonic()
+        if not self._explains or num_opened == self._num_opened or now - self._explained_at < EXPLAIN_EVERY_S:
+            return
         try:
-            others = [info.spec for info in self.client.namespaces()]
+            infos = self.client.namespaces(holdings=False)
         except KVPoolError:
             return
+        self._num_opened, self._explained_at = num_opened, now
+        spec = namespace.spec
         akin = [
-            differences(spec, other)
-            for other in others
-            if other.model == spec.model and other.pipeline_stage == spec.pipeline_stage and other != spec
+            (differences(spec, info.spec), info)
+            for info in infos
+            if info.spec.model == spec.model
+            and info.spec.pipeline_stage == spec.pipeline_stage
+            and info.fingerprint != namespace.fingerprint
         ]
-        if not akin:
+        # The newest of the closest: the one that has come since.
+        found, other = min(reversed(akin), key=lambda pair: len(pair[0]), default=([], None))
+        fields = tuple(difference.field for difference in found)
+        if other is None or fields in self._explained or len(self._explained) >= MAX_EXPLAINED:
             return
-        closest = min(akin, key=len)
-        fields = "; ".join(map(_in_words, closest))
-        if fields != self._explained:
-            self._explained = fields
-            logger.info(
-                "%s: kvpool has another namespace of %s, of which nothing can be read here, because %s",
-                self._name,
-                spec.model,
-                fields,
-            )
+        self._explained.add(fields)
+        has_hits = any(info.lookup_hits for info in infos if info.fingerprint == namespace.fingerprint)
+        logger.log(
+            logging.INFO if has_hits else logging.WARNING,
+            "%s: kvpool has another namespace of %s, of which nothing can be read in %s, because %s",
+            self._name,
+            spec.model,
+            namespace.fingerprint.hex()[:12],
+            _in_words(found, other),
+        )
 
 
-def _in_words(difference: Difference) -> str:
+def _in_words(found: Sequence[Difference], other: NamespaceInfo) -> str:
     """Tenant and salt are nobody else's business, and formats of a hundred layers are nobody's reading."""
-    text = str(difference)
-    is_said = difference.field not in ("tenant", "salt") and len(text) <= MAX_WORDS
-    return text if is_said else f"{difference.field} differs"
+    said = []
+    there = f"{other.fingerprint.hex()[:12]} ({other.opened})"
+    for difference in found:
+        values = f"{difference.ours!r} here, {difference.theirs!r} in"
+        is_said = not difference.is_private and len(values) <= MAX_WORDS
+        said.append(f"{difference.field}: {values} {there}" if is_said else f"{difference.field} differs in {there}")
+        there = "it"
+    return "; ".join(said)
 
 
 def _nobody(_: Namespace) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from vllm_plugin.block_pool import let_resets_pass
 from vllm_plugin.boundary import Reach
 from vllm_plugin.config import ConnectorConfig
@@ -54,12 +56,14 @@ class Tracked:
         stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
         junction: see `Retention`.
         written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
+        may_store: False where its KV is not known to be that of its tokens.
     """
 
     request: Request
     stored: list[int]
     junction: int = 0
     written: int = 0
+    may_store: bool = True
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class Storing:
 
     Args:
         is_sent: the ranks have been told of it.
+        is_held: it waits for the output of a step (`PeerLoads`), and no rank has been told of it.
         dropped_at: monotonic seconds and step at which it was dropped; None if it was not.
         has_failed: a rank has reported that it did not store it.
     """
@@ -75,6 +80,7 @@ class Storing:
     request: Request
     job: StoreJob
     is_sent: bool = False
+    is_held: bool = False
     dropped_at: tuple[float, int] | None = None
     has_failed: bool = False
 
@@ -192,10 +198,48 @@ class Stores:
             tables: its block tables, to store what the bound of its steps has left; None: nothing more is stored.
         """
         tracked = self._tracked.pop(request_id, None)
-        if tracked is None or tables is None:
+        if tracked is None or tables is None or not tracked.may_store:
             return
         while (job := self._job(tracked, tables, (), self._step_blocks)) is not None:
             self._unsent.append(job)
+
+    def with_blocks(self) -> list[str]:
+        """Requests that are scheduled, or about to be; not those that wait for a load of theirs."""
+        return [
+            request_id
+            for request_id, tracked in self._tracked.items()
+            if tracked.request.status == RequestStatus.RUNNING
+        ]
+
+    def forbid(self, request_id: str) -> None:
+        """A request stores nothing until it is allowed to again."""
+        if request_id in self._tracked:
+            tracked = self._tracked[request_id]
+            tracked.may_store, tracked.written = False, 0
+
+    def allow(self, request_id: str) -> None:
+        if request_id in self._tracked:
+            self._tracked[request_id].may_store = True
+
+    def hold(self, job: StoreJob, is_held: bool = True) -> None:
+        """A job of a step is not given to the ranks yet, or is given to them now."""
+        storing = self._storing[job.job_id]
+        storing.is_held, storing.is_sent = is_held, not is_held
+
+    def cancel(self, job: StoreJob) -> None:
+        """A job that no rank has been given is dropped; its blocks are offered again."""
+        request = self._storing.pop(job.job_id).request
+        self._pins.unpin(job.job_id)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        for part in job.groups:
+            tracked.stored[part.group_idx] = min(tracked.stored[part.group_idx], *part.firsts)
+
+    def drop_unsent(self) -> None:
+        """Drops what requests have left that have finished, and that no rank has been told of."""
+        for job in list(self._unsent):
+            self._drop(self._storing[job.job_id])
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
         """Blocks are not in the pool."""
@@ -207,7 +251,7 @@ class Stores:
         self._known.forget_all()
         for tracked in self._tracked.values():
             tracked.stored = [0] * len(self._groups)
-        self._drop_unsent()
+        self.drop_unsent()
 
     # A step
 
@@ -224,7 +268,7 @@ class Stores:
                 budget -= jobs[-1].num_blocks
             jobs += self._new_jobs(output, budget)
         else:
-            self._drop_unsent()
+            self.drop_unsent()
         for job in jobs:
             self._storing[job.job_id].is_sent = True
         to_drop, self._to_drop = self._to_drop, []
@@ -266,15 +310,11 @@ class Stores:
         orphans = [
             storing
             for job_id, storing in self._storing.items()
-            if storing.dropped_at is None and self._pins.holds_alone(job_id)
+            if storing.dropped_at is None and not storing.is_held and self._pins.holds_alone(job_id)
         ]
         for storing in orphans:
             self._drop(storing)
         return bool(orphans)
-
-    def _drop_unsent(self) -> None:
-        for job in list(self._unsent):
-            self._drop(self._storing[job.job_id])
 
     def _drop(self, storing: Storing) -> None:
         job = storing.job
@@ -306,7 +346,7 @@ class Stores:
         tracked = self._tracked.get(request_id)
         # vLLM counts tokens of a streaming session as computed that are not, where an answer has ended among accepted
         # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
-        if tracked is None or tracked.request.resumable:
+        if tracked is None or tracked.request.resumable or not tracked.may_store:
             return None
         request = tracked.request
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither

@@ -95,6 +95,8 @@ class KVPoolWorker:
             self._session.move(self._spec)
         if metadata.dropped_stores:
             self._drop(metadata.dropped_stores)
+        if metadata.loading_step:
+            self._report.loaded_steps.add(metadata.loading_step)
         held, self._held = self._held, []
         self._submit(held)
         for job in metadata.loads:
@@ -140,7 +142,7 @@ class KVPoolWorker:
             for job, succeeded in self._sender.take_ended():
                 self._end(job, succeeded)
         report, self._report = self._report, WorkerMetadata()
-        return report if report.ended_stores or report.namespaces else None
+        return report if report.ended_stores or report.namespaces or report.loaded_steps else None
 
     def stats(self) -> KVPoolStats | None:
         return self._recorder.take()

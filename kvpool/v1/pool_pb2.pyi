@@ -115,12 +115,14 @@ class NamespaceSpec(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., weights_digest: _Optional[str] = ..., weights_epoch: _Optional[str] = ..., model_dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., page_format: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_tokens: _Optional[int] = ..., num_pipeline_stages: _Optional[int] = ..., pipeline_stage: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., extra: _Optional[_Mapping[str, str]] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("spec", "expected_fingerprint")
+    __slots__ = ("spec", "expected_fingerprint", "opener")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    OPENER_FIELD_NUMBER: _ClassVar[int]
     spec: NamespaceSpec
     expected_fingerprint: bytes
-    def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ...) -> None: ...
+    opener: str
+    def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ..., opener: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("path", "nbytes", "nonce", "nonce_offset")
@@ -469,7 +471,7 @@ class PingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PingResponse(_message.Message):
-    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port")
+    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port", "namespaces_opened")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +479,7 @@ class PingResponse(_message.Message):
     MOONCAKE_FIELD_NUMBER: _ClassVar[int]
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_OPENED_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     version: str
     uptime_seconds: float
@@ -484,7 +487,8 @@ class PingResponse(_message.Message):
     mooncake: MooncakeEngine
     piece_bytes: int
     data_port: DataPort
-    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
+    namespaces_opened: int
+    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -547,11 +551,13 @@ class TierStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., up: bool = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("without_holdings",)
+    WITHOUT_HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    without_holdings: bool
+    def __init__(self, without_holdings: bool = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "retired", "tiers")
+    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "retired", "tiers", "opened_by")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -562,6 +568,7 @@ class NamespaceInfo(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RETIRED_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    OPENED_BY_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     spec: NamespaceSpec
     num_entries: int
@@ -572,7 +579,8 @@ class NamespaceInfo(_message.Message):
     idle_seconds: float
     retired: bool
     tiers: _containers.RepeatedCompositeFieldContainer[TierHoldings]
-    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., retired: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ...) -> None: ...
+    opened_by: str
+    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., retired: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ...) -> None: ...
 
 class TierHoldings(_message.Message):
     __slots__ = ("tier", "num_entries", "nbytes")

@@ -22,6 +22,7 @@ class Namespace:
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
         retired: newer weights have taken its place, and nobody has used it since.
         lookup_blocks, lookup_hits: blocks that were asked for, and those of them that were complete.
+        opened_by: host of the client that opened it; empty if nobody said.
     """
 
     __slots__ = (
@@ -31,16 +32,18 @@ class Namespace:
         "lookup_blocks",
         "lookup_hits",
         "opened_at",
+        "opened_by",
         "retired",
         "spec",
         "used",
         "used_at",
     )
 
-    def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0):
+    def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
         self.used = 0  # The catalog's count at its last use.
         self.kin = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
         self.opened_at = self.used_at = now
+        self.opened_by = opened_by
         self.retired = False
         self.lookup_blocks = self.lookup_hits = 0
         self.spec = spec
@@ -51,8 +54,8 @@ class Namespace:
     def entries(self) -> list[Entry]:
         return [entry for group in self.groups for entry in group.index.values()]
 
-    def info(self, now: float) -> NamespaceInfo:
-        complete = [entry for entry in self.entries() if entry.complete]
+    def info(self, now: float, holdings: bool = True) -> NamespaceInfo:
+        complete = [entry for entry in self.entries() if entry.complete] if holdings else []
         return NamespaceInfo(
             self.spec,
             self.fingerprint,
@@ -63,6 +66,7 @@ class Namespace:
             age_seconds=now - self.opened_at,
             idle_seconds=now - self.used_at,
             retired=self.retired,
+            opened_by=self.opened_by,
         )
 
 
@@ -71,6 +75,9 @@ class Catalog:
 
     Args:
         max_block_bytes: the largest block the arena can hold.
+
+    Attributes:
+        num_opened: namespaces that were new here when they were opened.
     """
 
     def __init__(self, limits: Limits, max_block_bytes: int):
@@ -78,17 +85,21 @@ class Catalog:
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, Namespace] = {}
         self._uses = itertools.count(1)
+        self.num_opened = 0
 
     def values(self) -> list[Namespace]:
         return list(self._open.values())
 
-    def open(self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float) -> tuple[Namespace, bool]:
+    def open(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float, opener: str = ""
+    ) -> tuple[Namespace, bool]:
         """The namespace of a spec, and whether it is new here. See `Pool.open_namespace` for what it raises."""
         spec.check()
         fingerprint = spec.fingerprint()
         if expected_fingerprint and fingerprint != expected_fingerprint:
             raise IncompatibleNamespaceError(self._explain(spec, expected_fingerprint))
         if (namespace := self._open.get(fingerprint)) is not None:
+            namespace.opened_by = namespace.opened_by or opener  # A tier may have opened it before any client.
             return namespace, False
         for idx, group in enumerate(spec.groups):
             if group.slot_bytes > self._max_block_bytes:
@@ -96,7 +107,8 @@ class Catalog:
                     f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
                     f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
                 )
-        namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now)
+        namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now, opener)
+        self.num_opened += 1
         namespace.used = next(self._uses)
         return namespace, True
 

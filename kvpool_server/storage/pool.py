@@ -90,14 +90,19 @@ class Pool:
 
     # Namespaces
 
-    def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> tuple[Namespace, bool]:
+    def open_namespace(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
+    ) -> tuple[Namespace, bool]:
         """The namespace of a spec, and whether it is new here.
+
+        Args:
+            opener: host of the client.
 
         Raises:
             InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
             IncompatibleNamespaceError: it is not the expected one.
         """
-        namespace, created = self._catalog.open(spec, expected_fingerprint, self._clock())
+        namespace, created = self._catalog.open(spec, expected_fingerprint, self._clock(), opener)
         if created:
             self._place([namespace])
         if (surplus := self._catalog.pop_surplus()) is not None:
@@ -118,10 +123,15 @@ class Pool:
             namespace.retired = False
             self.residents.space.retired.remove(namespace.groups)
 
-    def namespaces(self) -> list[NamespaceInfo]:
-        """Every open namespace, and what it holds. Looks at every entry."""
+    def namespaces(self, holdings: bool = True) -> list[NamespaceInfo]:
+        """Every open namespace, and what it holds: to count that is to look at every entry."""
         now = self._clock()
-        return [namespace.info(now) for namespace in self._catalog.values()]
+        return [namespace.info(now, holdings) for namespace in self._catalog.values()]
+
+    @property
+    def num_opened(self) -> int:
+        """Namespaces that were opened since the start."""
+        return self._catalog.num_opened
 
     def open_namespaces(self) -> list[Namespace]:
         return self._catalog.values()

@@ -19,6 +19,7 @@ from tests.vllm_plugin.shapes import SHAPES
 
 _numbers = itertools.count()
 _PATIENT = {
+    "on_reset": "connector",
     "lookup_timeout_ms": 5_000,
     "load_timeout_ms": 10_000,
     "store_timeout_ms": 10_000,

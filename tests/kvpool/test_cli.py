@@ -1,8 +1,10 @@
 import json
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from kvpool.cli import main
 from kvpool.client import Client, Namespace
 from kvpool.namespace import NamespaceSpec
 from kvpool.version import __version__
+from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, run_command
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -117,6 +120,34 @@ def test_namespaces(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
     table = cli("namespaces")
     for namespace in stored:
         assert namespace.fingerprint.hex()[:12] in table and namespace.spec.model in table
+
+
+def test_two_namespaces_are_compared_field_by_field(
+    pool_server: StartServer,
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cli = Cli(pool_server(), monkeypatch, capsys)
+    client = connect(cli.server)
+    specs = [
+        namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=tokens), model="of two", salt=salt, tenant=tenant)
+        for tokens, salt, tenant in ((64, "my salt", "me"), (32, "your salt", "you"))
+    ]
+    a, b = (client.open_namespace(replace(spec, page_format=f"[{spec.tenant}]")).fingerprint.hex() for spec in specs)
+    table = cli("namespaces", "--diff", a[:10], b[:10])
+    (row,) = (line for line in table.splitlines() if "groups[0].block_tokens" in line)
+    assert row.split("│")[2:4] != ["", ""] and [cell.strip() for cell in row.split("│")[2:4]] == ["64", "32"]
+    assert "[me]" in table and "[you]" in table
+    assert a[:12] in table and b[:12] in table and f"opened by {socket.gethostname()}" in table
+    rows = json.loads(cli("namespaces", "--json", "--diff", b, a))
+    assert {"field": "groups[0].block_tokens", "a": 32, "b": 64} in rows
+    assert {row["field"] for row in rows} == {"groups[0].block_tokens", "page_format", "salt", "tenant"}
+    # They differ, but how is their tenants' business.
+    for text in (table, json.dumps(rows)):
+        assert "my salt" not in text and "your salt" not in text and "(differs)" in text
+    assert "names 0 of" in cli.fails("namespaces", "--diff", a, "no such")[1]
 
 
 def test_namespaces_say_how_they_are_used(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:

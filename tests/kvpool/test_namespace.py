@@ -47,7 +47,7 @@ def test_every_field_of_a_group_is_part_of_the_identity(name: str, idx: int) -> 
     assert changed.fingerprint() != SPEC.fingerprint()
     found = differences(SPEC, changed)
     assert [d.field for d in found] == [f"groups[{idx}].{name}"]
-    assert str(found[0]) == f"groups[{idx}].{name}: {ours!r} != {_another(ours)!r}"
+    assert str(found[0]) == f"groups[{idx}].{name}: {ours!r} here, {_another(ours)!r} there"
 
 
 def test_the_order_and_the_number_of_groups_matter() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -511,12 +512,12 @@ def test_a_mismatched_spec_is_refused_by_the_name_of_the_field(
     client: Client, namespace: Namespace, spec: NamespaceSpec
 ) -> None:
     changes: dict[str, NamespaceSpec] = {
-        "kv_cache_dtype: 'fp8' != ''": dataclasses.replace(spec, kv_cache_dtype="fp8"),
-        "weights_epoch: '2' != ''": dataclasses.replace(spec, weights_epoch="2"),
-        "groups[1].chunk_bytes: 513 != 512": dataclasses.replace(
+        "kv_cache_dtype: 'fp8' here, '' there": dataclasses.replace(spec, kv_cache_dtype="fp8"),
+        "weights_epoch: '2' here, '' there": dataclasses.replace(spec, weights_epoch="2"),
+        "groups[1].chunk_bytes: 513 here, 512 there": dataclasses.replace(
             spec, groups=(spec.groups[0], dataclasses.replace(spec.groups[1], chunk_bytes=CHUNK + 1))
         ),
-        "extra['rope']: 'yarn' != None": dataclasses.replace(spec, extra=(("rope", "yarn"),)),
+        "extra['rope']: 'yarn' here, None there": dataclasses.replace(spec, extra=(("rope", "yarn"),)),
     }
     for says, changed in changes.items():
         with pytest.raises(IncompatibleNamespaceError, match=re.escape(says)):
@@ -1037,6 +1038,27 @@ def test_clear_of_a_namespace_that_is_not_open_is_refused(client: Client) -> Non
 def test_namespaces_are_listed_with_what_they_hold(client: Client, namespace: Namespace, spec: NamespaceSpec) -> None:
     _store(client, namespace, "a", "b")
     assert (spec, 2, 2 * CHUNK) in [(info.spec, info.num_entries, info.nbytes) for info in client.namespaces()]
+
+
+def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_entry(
+    connect: Connect, pool_server: StartServer
+) -> None:
+    client = connect(server := pool_server())
+    first = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=1)))
+    client.put_blocks(first, run_of("a"), [payload("a", CHUNK)])
+    assert client.check(first) == 1
+    # A host's name comes from outside: it must not break a line of a log, nor fill one.
+    spec = namespace_spec()
+    with grpc.insecure_channel(server.endpoint) as channel:
+        stub = PoolStub(channel)
+        for opener in ("host\n\x1b[31m" + "x" * 100, "who came later"):
+            stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(spec), opener=opener), timeout=10)
+    assert client.check(first) == 2
+    mine, theirs = client.namespaces(holdings=False)
+    assert mine.opened_by == socket.gethostname() and (mine.num_entries, mine.nbytes) == (0, 0)
+    assert theirs.opened_by == "host[31m" + "x" * 54
+    assert re.fullmatch(r"opened by .*, \d+ (s|min) ago", mine.opened)
+    assert client.namespaces()[0].num_entries == 1
 
 
 def test_a_namespace_tells_how_it_is_used(client: Client) -> None:

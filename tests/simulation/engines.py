@@ -268,6 +268,12 @@ class SimEngine(ToyEngine):
             self._sequences[request.request_id] = Sequences(prompt, self.weights)
             self._expect(request.request_id, prompt, max_tokens)
 
+    def forget(self) -> None:
+        """The engine's own cache is emptied, if nothing is in use; the weights stay."""
+        self.scheduler.reset_prefix_cache()
+        (spec,) = self.connector._specs
+        self._prefixes.note_weights(spec.fingerprint(), self.weights)
+
     def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         self.prompts[request_id] = prompt, max_tokens, self.weights
         self._prefixes.learn([*prompt, *answer(*self.prompts[request_id])], self.weights)

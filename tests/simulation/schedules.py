@@ -116,7 +116,7 @@ class World:
 
     def forget(self, engine: int) -> None:
         """The engine's own cache is emptied, if nothing is in use."""
-        self._engine(engine).scheduler.reset_prefix_cache()
+        self._engine(engine).forget()
 
     def reset(self, engine: int) -> None:
         """As before new weights: the connector may keep nothing, either."""
@@ -382,7 +382,7 @@ def _make_setup(dice: random.Random, shape: str, num_blocks: int) -> Setup:
         store_decoded=dice.random() < 0.7,
         window_interval_tokens=dice.choice([1, 64, 4096]),
         decline_slow_loads=dice.random() < 0.2,
-        on_reset=dice.choice(["leave", "keep"]),
+        on_reset=dice.choice(["leave", "connector", "keep"]),
         promotion_wait_ms=dice.choice([0, 30, 1_000]),
     )
 

@@ -263,8 +263,10 @@ class QuotaBindsOthers(_Unchecked):
 
 
 class RetiredLikeOthers(_Unchecked):
-    def open_namespace(self, spec: NamespaceSpec, expected_fingerprint: bytes = b"") -> tuple[Namespace, bool]:
-        opened = super().open_namespace(spec, expected_fingerprint)
+    def open_namespace(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
+    ) -> tuple[Namespace, bool]:
+        opened = super().open_namespace(spec, expected_fingerprint, opener)
         for namespace in self._catalog.values():
             self.residents.space.retired.remove(namespace.groups)
         return opened

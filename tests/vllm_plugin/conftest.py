@@ -70,8 +70,8 @@ def toy_engine() -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as stack:
 
-        def make(config: Any, **options: Any) -> ToyEngine:
-            engine = ToyEngine(config, **options)
+        def make(config: Any, kind: type[ToyEngine] = ToyEngine, **options: Any) -> ToyEngine:
+            engine = kind(config, **options)
             stack.callback(engine.shutdown)
             return engine
 

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config import VllmConfig
+
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.types import PoolStats
@@ -21,17 +23,20 @@ class Fleet:
     """Engines of one namespace on one server."""
 
     def __init__(self, make: MakeToy, config: MakeConfig, endpoint: str):
-        self._make = make
+        self.make = make
         self._config = config
         self._salt = f"fleet {next(_salts)}"
         self.endpoint = endpoint
 
     def start(self, role: str = "kv_both", extra: dict[str, Any] | None = None, **toy: Any) -> ToyEngine:
+        return self.make(self.config(role, extra, **toy.pop("options", {})), **toy)
+
+    def config(self, role: str = "kv_both", extra: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
+        """Of an engine that shares with those of the fleet."""
         # On a busy machine a store is slow, and what waits for room to be pinned may not be stored at all.
         patient = {"lookup_timeout_ms": 5_000, "decline_slow_loads": False, "max_pinned_fraction": 1.0}
         extra = {**patient, "salt": self._salt, **(extra or {})}
-        options = toy.pop("options", {})
-        return self._make(self._config(self.endpoint, role=role, extra=extra, **options), **toy)
+        return self._config(self.endpoint, role=role, extra=extra, **options)
 
 
 def stats_of(server: ServerProcess) -> PoolStats:

@@ -18,6 +18,7 @@ def test_every_key_reaches_the_configuration() -> None:
         "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
         "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "on_reset": "keep", "share_adapters": "never",
+        "weights_epoch_file": "/run/epoch",
         "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s",
     }  # fmt: skip
     config = ConnectorConfig.parse(given)

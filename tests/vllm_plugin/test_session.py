@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +235,11 @@ def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
     answers = iter([None] * (PROBE_PINGS - 1) + [PoolTimeoutError("late")] + [None] * PROBE_PINGS)
     probes: list[State] = []
 
-    def check(self: Client, namespace: Any) -> None:
+    def check(self: Client, namespace: Any) -> int:
         probes.append(session.state)
         if (error := next(answers, None)) is not None:
             raise error
+        return 1
 
     monkeypatch.setattr(Client, "check", check)
     ready = threading.Event()
@@ -386,6 +390,12 @@ def test_whatever_goes_wrong_the_session_goes_on_trying(
     wait_until_open(open_session(shared_server.endpoint))
 
 
+def _reasons(caplog: pytest.LogCaptureFixture, name: str) -> list[logging.LogRecord]:
+    return [
+        record for record in caplog.records if record.message.startswith(f"{name}: ") and "because" in record.message
+    ]
+
+
 def test_the_log_says_why_the_blocks_of_another_namespace_are_not_read(
     pool_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +404,7 @@ def test_the_log_says_why_the_blocks_of_another_namespace_are_not_read(
 
     def opened(differs: bool = True, **fields: Any) -> str:
         caplog.clear()
-        session = Session(ClientConfig(endpoint), namespace_spec(**fields), "scheduler")
+        session = Session(ClientConfig(endpoint), namespace_spec(**fields), "scheduler", explains=True)
         wait_until_open(session)
         if differs:
             wait_for(lambda: "because" in caplog.text, "the reason")
@@ -405,13 +415,80 @@ def test_the_log_says_why_the_blocks_of_another_namespace_are_not_read(
     assert "because" not in opened(differs=False, **first)
     assert "because" not in opened(differs=False, **first)
     assert "because" not in opened(differs=False, model="two")
+    name = namespace_spec(**first).fingerprint().hex()[:12]
+    opener = rf"{name} \(opened by {re.escape(socket.gethostname())}, \d+ (s|min) ago\)"
     far = opened(model="one", salt="mine", kv_cache_dtype="fp8")
-    assert far.endswith(
-        "another namespace of one, of which nothing can be read here, because "
-        "kv_cache_dtype: 'fp8' != 'auto'; salt differs\n"
-    )
+    assert re.search(rf"because kv_cache_dtype: 'fp8' here, 'auto' in {opener}; salt differs in it\n$", far)
     near = opened(True, **{**first, "kv_cache_dtype": "fp8_e5m2"})
-    assert near.endswith("because kv_cache_dtype: 'fp8_e5m2' != 'auto'\n")
+    assert re.search(rf"because kv_cache_dtype: 'fp8_e5m2' here, 'auto' in {opener}\n$", near)
     assert salt not in far + near
     long_one = opened(True, **{**first, "revision": "r" * 300})
-    assert long_one.endswith("because revision differs\n")
+    assert re.search(rf"because revision differs in {opener}\n$", long_one)
+
+
+def test_the_engine_that_was_there_first_learns_of_a_later_one_and_is_warned_while_it_has_no_hits(
+    pool_server: StartServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.05)
+    monkeypatch.setattr("vllm_plugin.session.EXPLAIN_EVERY_S", 0.0)
+    endpoint, spec = pool_server().endpoint, namespace_spec(model="akin", salt="s", kv_cache_dtype="auto")
+    caplog.set_level("INFO")
+    with ExitStack() as stack:
+
+        def start(name: str, **fields: Any) -> Session:
+            session = Session(
+                ClientConfig(endpoint), replace(spec, **fields), name, explains=not name.startswith("worker")
+            )
+            stack.callback(session.close)
+            wait_until_open(session)
+            return session
+
+        first = start("first")
+        start("worker of the first")
+        start("second", kv_cache_dtype="fp8")
+        wait_for(lambda: _reasons(caplog, "first"), "the first engine to hear of the second")
+        (warning,) = _reasons(caplog, "first")
+        assert warning.levelname == "WARNING" and "kv_cache_dtype: 'auto' here, 'fp8' in " in warning.message
+        # One that has hits is only told, and of what it has been told it is told no more.
+        first.client.put_blocks(first.namespace, run_of("a"), [bytes(first.namespace.spec.groups[0].slot_bytes)])
+        first.client.lookup(first.namespace, [run_of("a")])
+        start("third", kv_cache_dtype="fp8_e5m2")
+        start("fourth", model_dtype="float16")
+        wait_for(lambda: len(_reasons(caplog, "first")) == 2, "the first engine to hear of the fourth")
+        told = _reasons(caplog, "first")[1]
+        assert told.levelname == "INFO" and "model_dtype: '' here, 'float16' in " in told.message
+        assert not _reasons(caplog, "worker of the first")
+
+
+def test_a_busy_pool_is_seldom_asked_for_the_list_of_its_namespaces(
+    pool_server: StartServer, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.01)
+    server = pool_server()
+    asked: list[float] = []
+    pinged: list[int] = []
+    listing, checking = Client.namespaces, Client.check
+
+    def namespaces(self: Client, **options: Any) -> Any:
+        assert options == {"holdings": False}
+        asked.append(time.monotonic())
+        return listing(self, **options)
+
+    def check(self: Client, namespace: Namespace) -> int:
+        pinged.append(checking(self, namespace))
+        return pinged[-1]
+
+    monkeypatch.setattr(Client, "namespaces", namespaces)
+    monkeypatch.setattr(Client, "check", check)
+    session = Session(ClientConfig(server.endpoint), namespace_spec(), "scheduler", explains=True)
+    try:
+        wait_until_open(session)
+        client = connect(server)
+        for _ in range(5):
+            client.open_namespace(namespace_spec())
+            count = len(pinged)
+            wait_for(lambda count=count: len(pinged) > count + 1, "pings after it")
+        assert pinged[-1] == 6
+        assert len(asked) == 1, "the list is asked for again within EXPLAIN_EVERY_S"
+    finally:
+        session.close()

@@ -100,7 +100,7 @@ def test_blocks_of_one_group_are_not_seen_in_another(bench: Bench) -> None:
 
 def test_another_fingerprint_than_expected_is_explained_field_by_field(bench: Bench) -> None:
     other = namespace_spec(*bench.spec.groups, model="other/model", salt=bench.spec.salt)
-    with pytest.raises(IncompatibleNamespaceError, match=r"model: 'other/model' != 'test/model'"):
+    with pytest.raises(IncompatibleNamespaceError, match=r"model: 'other/model' here, 'test/model' there"):
         bench.pool.open_namespace(other, bench.name)
     with pytest.raises(IncompatibleNamespaceError, match=bytes(32).hex()):
         bench.pool.open_namespace(other, bytes(32))
