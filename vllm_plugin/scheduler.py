@@ -181,7 +181,9 @@ class KVPoolScheduler:
         boundary = self._lookups.boundary(request, num_computed_tokens)
         if boundary is None:
             return None
-        if boundary > num_computed_tokens and not (self._budget.may_begin and self._loads.has_room(request)):
+        # Whoever is asked again before its blocks are allocated has been let begin already.
+        may_begin = self._unallocated is request or self._budget.may_begin
+        if boundary > num_computed_tokens and not (may_begin and self._loads.has_room(request)):
             if self._budget.may_wait(num_computed_tokens):
                 return None
             self._recorder.add("waits_declined")

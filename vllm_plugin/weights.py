@@ -96,14 +96,14 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
         settings["load_format"] = load_format
         if code := _matching(place, _CODE):
             settings["code"] = _digest(code, place)
-    if loader_options:
-        settings["model_loader_extra_config"] = json.dumps(loader_options, sort_keys=True, default=str)
         logger.warning(
             "kvpool cannot read the weights of %s here: they are known by this name and revision %r; set weights_epoch "
             "whenever they change",
             name,
             _commit(model),
         )
+    if loader_options:
+        settings["model_loader_extra_config"] = json.dumps(loader_options, sort_keys=True, default=str)
     label = os.path.basename(os.path.normpath(name)) if digest and os.path.exists(name) else name
     return Weights(label, _commit(model), digest, tuple(settings.items()))
 

@@ -5,6 +5,7 @@ An engine that shares the pool checks every byte that it reads; see `toy.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from vllm.v1.request import RequestStatus
 from tests.support.processes import wait_for
 from tests.vllm_plugin.fleet import Fleet
 from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.toy import Rank, ToyEngine, answer
-from tests.vllm_plugin.toy_cache import Tables, Wrong
+from tests.vllm_plugin.toy import Chunk, Rank, ToyEngine, answer
+from tests.vllm_plugin.toy_cache import Wrong
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler import KVPoolScheduler
 from vllm_plugin.worker import KVPoolWorker
@@ -71,29 +72,30 @@ class BesidePeer(ToyEngine):
         wait_for(lambda: self.num_stored == self.num_submitted, "the stores of the step")
         super()._update(scheduled, output)
 
-    def _run_rank(self, rank: Rank, scheduled: SchedulerOutput, metadata: Any, computed: Any, tables: Any) -> Any:
+    def _run_rank(self, rank: Rank, scheduled: SchedulerOutput, metadata: Any, chunks: Mapping[str, Chunk]) -> Any:
         if scheduled.has_sync_kv_loads and self.peer_loads_well:
-            for request_id, stop in computed.items():
-                rank.cache.write(tables[request_id], self._sequences[request_id].hashes, 0, stop)
-        return super()._run_rank(rank, scheduled, metadata, computed, tables)
+            for chunk in chunks.values():
+                rank.cache.write(chunk.tables, chunk.model.hashes, 0, chunk.start)
+        return super()._run_rank(rank, scheduled, metadata, chunks)
 
-    def _forward(self, rank: Rank, request_id: str, tables: Tables, start: int, count: int) -> None:
+    def _forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
         """What is computed from wrong KV is wrong itself."""
         before = self.num_wrong_reads
-        super()._forward(rank, request_id, tables, start, count)
+        super()._forward(rank, request_id, chunk)
         if self.num_wrong_reads > before:
-            spoiled = [~each & MASK for each in self._sequences[request_id].hashes]
-            rank.cache.write(tables, spoiled, start, start + count)
+            spoiled = [~each & MASK for each in chunk.hashes()]
+            rank.cache.write(chunk.tables, spoiled, chunk.first(), chunk.first() + chunk.count)
 
     def _found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
         self.num_wrong_reads += 1
 
-    def _sample(self, request_id: str, stop: int) -> list[int]:
-        model = self._sequences[request_id]
+    def _sample(self, chunk: Chunk) -> list[int]:
+        model, stop = chunk.model, chunk.first() + chunk.count
+        (request_id,) = (name for name, each in self._sequences.items() if each is model)
         request = self.scheduler.requests.get(request_id)
         if request is not None and request.num_tokens <= stop < len(model.tokens):
             return [model.tokens[stop]]  # Again: the first answer was thrown away.
-        return super()._sample(request_id, stop)
+        return super()._sample(chunk)
 
     def _count(self, stats: dict[str, Any]) -> None:
         ours = stats.get("KVPoolConnector", {})

@@ -54,6 +54,13 @@ def test_an_engine_may_say_that_a_reset_of_its_own_cache_is_no_more_than_that(on
     assert generate(engine, prompt) == (96 if on_reset == "keep" else 0)
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's core runs in the caller's process: there, stores under way stop a reset (`block_pool.py`)."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("asked", ["connector", "own cache"])
 def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: str, core: MakeCore) -> None:
     one = core().connected()
@@ -73,6 +80,7 @@ def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: st
     assert one.ask(other) == blocks(6)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_what_the_own_cache_holds_from_before_a_reset_goes_when_the_reset_ends(core: MakeCore) -> None:
     one = core().connected()
     request = make_request("r", tokens(100))
@@ -81,6 +89,7 @@ def test_what_the_own_cache_holds_from_before_a_reset_goes_when_the_reset_ends(c
     one.pool.cache_full_blocks(request, table, 0, 6, 16, 0)
     jobs = one.step((request, 100)).stores
     one.finish(request)
+    assert one.pool.reset_prefix_cache() is False
     assert one.side.reset() is False
     assert len(one.pool.cached_block_hash_to_block) == 6
     one.report(*(job.job_id for job in jobs))

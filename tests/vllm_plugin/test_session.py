@@ -87,16 +87,16 @@ def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
     open_session: Open,
     pool_server: StartServer,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     transport: str,
     data_listen: str,
     level: str,
     says: str,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level("INFO")
-    open_session(pool_server("--data-listen", data_listen).endpoint, transport=transport)
-    (said,) = wait_for(lambda: [each for each in caplog.records if ", transport " in each.getMessage()], "the log")
+    endpoint = pool_server("--data-listen", data_listen).endpoint
+    open_session(endpoint, transport=transport)
+    says_so = f"kvpool at {endpoint}, "
+    (said,) = wait_for(lambda: [each for each in caplog.records if says_so in each.getMessage()], "the log")
     assert said.levelname == level and says in said.getMessage()
 
 

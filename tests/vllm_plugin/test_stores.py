@@ -251,7 +251,9 @@ def _ended(job_id: int, failed: bool) -> SimpleNamespace:
     from vllm_plugin.metadata import WorkerMetadata
 
     report = WorkerMetadata({job_id: 1}, {job_id} if failed else set())
-    return SimpleNamespace(kv_connector_worker_meta=report, failed_recving=set(), finished_recving=set())
+    return SimpleNamespace(
+        kv_connector_worker_meta=report, failed_recving=set(), finished_recving=set(), invalid_block_ids=set()
+    )
 
 
 def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
