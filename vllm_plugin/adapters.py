@@ -49,11 +49,23 @@ class Adapters:
         self._started_at = time.time()
         self._reason = _why_not(vllm_config) if share == "unchanged" else ""
         self._lock = threading.Lock()
+        self._found: dict[tuple[str, str], bytes | None] = {}  # What the thread has found since the last step.
         self._digests: dict[tuple[str, str], bytes | None] = {}
+        self._key_of_id: dict[int, tuple[str, str]] = {}
+        self._refused: set[tuple[str, str]] = set()
         self._asked_at: dict[tuple[str, str], float] = {}
         self._new: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._said = False
+
+    def new_step(self) -> None:
+        """Takes over what the thread has found. Between two steps nothing changes."""
+        if self._found:
+            with self._lock:
+                found, self._found = self._found, {}
+            for key, digest in found.items():
+                if digest is None or key not in self._digests:
+                    self._digests[key] = digest
 
     def is_reading(self, lora: LoRARequest | None) -> bool:
         """Whether an adapter is worth waiting for: it is being read for the first time."""
@@ -73,8 +85,12 @@ class Adapters:
             self._say_once(self._reason)
             return None
         key = (lora.lora_name, lora.lora_path)
-        if lora.load_inplace and self._share != "always":
-            self._refuse(key, "it was loaded in place of another")
+        known = self._key_of_id.setdefault(lora.lora_int_id, key)
+        if known != key or (lora.load_inplace and self._share != "always"):
+            # Ranks tell adapters apart by this number alone.
+            for each in {known, key}:
+                self._refuse(each, "another was loaded under its lora_int_id, or it was loaded again in place")
+            self.new_step()
         if key not in self._asked_at and len(self._asked_at) < MAX_ADAPTERS:
             self._asked_at[key] = time.monotonic()
             self._new.put(key)
@@ -120,14 +136,15 @@ class Adapters:
             self._refuse(key, "its files are newer than the engine: what its ranks have loaded may differ")
         else:
             with self._lock:
-                self._digests.setdefault(key, digest)
+                self._found.setdefault(key, digest)
         return before
 
     def _refuse(self, key: tuple[str, str], why: str) -> None:
         with self._lock:
-            if key in self._digests and self._digests[key] is None:
+            if key in self._refused:
                 return
-            self._digests[key] = None
+            self._refused.add(key)
+            self._found[key] = None
         logger.warning(
             "kvpool does not share blocks of adapter %r (%s): %s. See share_adapters in docs/configuration.md",
             *key,

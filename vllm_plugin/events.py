@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from kvpool.types import BlockRun
+from vllm_plugin.adapters import named
 from vllm_plugin.groups import Group
 from vllm_plugin.metadata import StoreJob
 
@@ -42,8 +43,8 @@ class Events:
         self._groups = groups
         self._enabled = enabled
         self._events: list[KVCacheEvent] = []
-        # Blocks that were announced and not taken back, the oldest first: (group, hash).
-        self._announced: dict[tuple[int, bytes], None] = {}
+        # Blocks that were announced and not taken back, the oldest first: (group, name in the pool) -> vLLM's hash.
+        self._announced: dict[tuple[int, bytes], bytes] = {}
 
     def stored(self, request: Request, job: StoreJob) -> None:
         """Every rank has stored a job of a request."""
@@ -51,8 +52,11 @@ class Events:
             return
         for part in job.groups:
             for run, first in zip(part.runs, part.firsts, strict=True):
-                self._events += self._stored(request, run, first)
-                self._announced |= dict.fromkeys((run.group_idx, name) for name in run.block_hashes)
+                parent = named([run.parent_hash], job.adapter)[0] if run.parent_hash else b""
+                own = BlockRun(run.group_idx, named(run.block_hashes, job.adapter), parent)
+                self._events += self._stored(request, own, first)
+                names = ((run.group_idx, name) for name in run.block_hashes)
+                self._announced.update(zip(names, own.block_hashes, strict=True))
         while len(self._announced) > MAX_ANNOUNCED:
             group_idx, oldest = next(iter(self._announced))
             self.missing(group_idx, [oldest])
@@ -62,8 +66,9 @@ class Events:
         if not self._announced:
             return
         for block_hash in block_hashes:
-            if self._announced.pop((group_idx, block_hash), False) is None:
-                name = maybe_convert_block_hash(BlockHash(block_hash))
+            own = self._announced.pop((group_idx, block_hash), None)
+            if own is not None:
+                name = maybe_convert_block_hash(BlockHash(own))
                 for member in self._groups[group_idx].members:
                     self._events.append(BlockRemoved([name], MEDIUM_CPU, member, LOCALITY))
 

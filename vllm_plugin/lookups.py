@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 
 from kvpool.client import PendingLookup
 from kvpool.errors import KVPoolError, UnavailableError
-from kvpool.types import BlockRun, Lookup
+from kvpool.types import Lookup
 from vllm_plugin.boundary import Found, Reach, Rule, longest
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.economy import Verdict
 from vllm_plugin.metrics import Recorder
+from vllm_plugin.names import BlockNames
 from vllm_plugin.patience import Patience
 from vllm_plugin.session import Session
 from vllm_plugin.sought import Sought
@@ -39,7 +40,8 @@ class Lookups:
 
     Args:
         rules: one a group.
-        alignment, hash_tokens: of boundaries and of block hashes, in tokens.
+        alignment: of boundaries, in tokens.
+        names: of blocks in the pool.
         sessions: one a stage; empty until the stages are known.
         missing: told which blocks of a group a lookup has not found, and that are not on their way either.
         verdict: of a hit between two boundaries.
@@ -50,7 +52,7 @@ class Lookups:
         self,
         rules: Sequence[Rule],
         alignment: int,
-        hash_tokens: int,
+        names: BlockNames,
         sessions: Sequence[Session],
         config: ConnectorConfig,
         recorder: Recorder,
@@ -61,7 +63,7 @@ class Lookups:
     ):
         self._rules = rules
         self._alignment = alignment
-        self._hash_tokens = hash_tokens
+        self._names = names
         self._sessions = sessions
         self._config = config
         self._recorder = recorder
@@ -82,6 +84,9 @@ class Lookups:
         limit = (request.num_tokens - 1) // self._alignment * self._alignment
         if limit <= local or not self._sessions:
             return local
+        if not self._names.are_known(request):
+            self.forget(request.request_id)
+            return self._wait(local) if self._names.are_coming(request) else local
         sought = self._sought.get(request.request_id)
         if sought is None or sought.local > local or (not sought.calls and time.monotonic() > sought.good_until):
             if not self._budget.may_begin and all(session.namespace for session in self._sessions):
@@ -172,9 +177,9 @@ class Lookups:
             first = local // rule.block_tokens
             if first and rule.reach is not Reach.STATE:
                 # In a run of its own: a gap there must not hide what lies behind it.
-                probes.append(block_run(request, idx, rule, self._hash_tokens, first - 1, first))
-            stop = min(len(request.block_hashes) * self._hash_tokens // rule.block_tokens, rule.end(limit))
-            runs.append(block_run(request, idx, rule, self._hash_tokens, first, max(first, stop)))
+                probes.append(self._names.run(request, idx, rule, first - 1, first))
+            stop = min(len(request.block_hashes) * self._names.hash_tokens // rule.block_tokens, rule.end(limit))
+            runs.append(self._names.run(request, idx, rule, first, max(first, stop)))
             firsts.append(first)
         patience = Patience(self._config.promotion_wait_ms / 1000)
         sought = Sought(local, local, limit, runs, probes, firsts, patience, boundary=local)
@@ -302,14 +307,6 @@ class Lookups:
 
     def _longest(self, sought: Sought, found: Sequence[Found]) -> int:
         return longest(self._rules, found, sought.asked, sought.limit, self._alignment)
-
-
-def block_run(request: Request, group_idx: int, rule: Rule, hash_tokens: int, first: int, stop: int) -> BlockRun:
-    """Blocks [first, stop) of a request. A block of several hash units is named by the last of them."""
-    ratio = rule.block_tokens // hash_tokens
-    hashes = request.block_hashes
-    named = hashes[first:stop] if ratio == 1 else [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
-    return BlockRun(group_idx, named, hashes[first * ratio - 1] if first else b"")
 
 
 def _release_late(session: Session, pending: PendingLookup) -> None:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
+from vllm_plugin.adapters import NO_ADAPTER
 
 
 @dataclass(slots=True)
@@ -85,11 +86,16 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Put blocks of the engine into the pool; they stay pinned until every rank has reported the job."""
+    """Put blocks of the engine into the pool; they stay pinned until every rank has reported the job.
+
+    Args:
+        adapter: what the blocks' names have beside vLLM's hashes; see `adapters.named`.
+    """
 
     job_id: int
     groups: list[GroupBlocks]
     weights_epoch: str = ""
+    adapter: bytes = NO_ADAPTER
 
     @property
     def num_blocks(self) -> int:

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kvpool.namespace import NamespaceSpec
+from vllm_plugin.adapters import Adapters
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.events import Events
 from vllm_plugin.groups import alignment_tokens, hash_tokens, make_groups
 from vllm_plugin.identity import namespace_spec
 from vllm_plugin.loads import Loads
-from vllm_plugin.lookups import Lookups, block_run
+from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
+from vllm_plugin.names import BlockNames
 from vllm_plugin.peer_loads import PeerLoads
 from vllm_plugin.resets import named_epoch, observe_resets
 from vllm_plugin.session import Session
@@ -53,11 +55,12 @@ class KVPoolScheduler:
         self._num_stages = parallel.pipeline_parallel_size
         self._groups = make_groups(vllm_config, kv_cache_config)
         self._alignment = alignment_tokens(kv_cache_config)
-        self._hash_tokens = hash_tokens(vllm_config, kv_cache_config)
+        self._adapters = Adapters(vllm_config, config.share_adapters)
+        self._names = BlockNames(hash_tokens(vllm_config, kv_cache_config), self._adapters)
         self._recorder = Recorder()
         self._sessions: list[Session] = []  # One a stage; empty until the stages' namespaces are known.
         self._specs: list[NamespaceSpec] = []
-        self._names: list[bytes] = []
+        self._fingerprints: list[bytes] = []
         self._weights_epoch = config.weights_epoch
         rules = [group.rule for group in self._groups]
         events = vllm_config.kv_events_config
@@ -65,7 +68,7 @@ class KVPoolScheduler:
         self._stores = Stores(
             self._groups,
             self._alignment,
-            self._hash_tokens,
+            self._names,
             config,
             parallel.world_size,
             kv_cache_config.num_blocks,
@@ -82,7 +85,7 @@ class KVPoolScheduler:
         self._lookups = Lookups(
             rules,
             self._alignment,
-            self._hash_tokens,
+            self._names,
             self._sessions,
             self._config,
             self._recorder,
@@ -133,10 +136,10 @@ class KVPoolScheduler:
     def _compare(self, namespaces: Iterable[tuple[int, bytes]]) -> None:
         """Compares what ranks call their stage's namespace with what this side does."""
         for stage, fingerprint in namespaces:
-            if self._names and self._names[stage] != fingerprint:
+            if self._fingerprints and self._fingerprints[stage] != fingerprint:
                 self._disagree(
                     f"a rank of pipeline stage {stage} names namespace {fingerprint.hex()[:12]}, the scheduler "
-                    f"{self._names[stage].hex()[:12]}"
+                    f"{self._fingerprints[stage].hex()[:12]}"
                 )
 
     def _disagree(self, how: str) -> None:
@@ -155,7 +158,7 @@ class KVPoolScheduler:
             session.close()
         names = ["scheduler"] if len(specs) == 1 else [f"scheduler, stage {stage}" for stage in range(len(specs))]
         self._specs[:] = specs
-        self._names = [spec.fingerprint() for spec in specs]  # As ranks report them, whatever is reset later.
+        self._fingerprints = [spec.fingerprint() for spec in specs]  # As ranks report them, whatever is reset later.
         self._sessions[:] = [
             Session(self._config.client_config(), spec, name, self._recorder, explains=True)
             for spec, name in zip(specs, names, strict=True)
@@ -232,6 +235,8 @@ class KVPoolScheduler:
         self, request: Request, sought: Sought, tables: Sequence[Sequence[int]], stop_tokens: int
     ) -> list[GroupBlocks] | None:
         """What the engine has made room for beyond its own blocks; None if the pool lacks some of it."""
+        if not self._names.are_known(request):
+            return None
         parts = []
         for idx, group in enumerate(self._groups):
             rule = group.rule
@@ -243,7 +248,7 @@ class KVPoolScheduler:
             if not all(all(row) for row in rows) or not sought.found[idx].has(start + first, stop):
                 return None
             if rows[0]:
-                run = block_run(request, idx, rule, self._hash_tokens, start + first, stop)
+                run = self._names.run(request, idx, rule, start + first, stop)
                 parts.append(GroupBlocks(idx, [run], rows, [start + first]))
         return parts
 
@@ -253,6 +258,7 @@ class KVPoolScheduler:
         """This step's jobs. The blocks of its stores are pinned from here on."""
         self._end_reset()
         self._budget.new_step()
+        self._adapters.new_step()
         self._note_step(output)
         if self._unallocated is not None:
             # vLLM stops admitting requests at the first one that it has no blocks for.
@@ -417,5 +423,6 @@ class KVPoolScheduler:
 
     def shutdown(self) -> None:
         """Ends the connections; what is leased ends by itself. Idempotent."""
+        self._adapters.close()
         for session in self._sessions:
             session.close()

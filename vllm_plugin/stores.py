@@ -30,9 +30,9 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.events import Events
 from vllm_plugin.groups import Group
 from vllm_plugin.known import Known
-from vllm_plugin.lookups import block_run
 from vllm_plugin.metadata import GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import Recorder
+from vllm_plugin.names import BlockNames
 from vllm_plugin.pins import Pins
 from vllm_plugin.retention import Retention
 
@@ -89,7 +89,8 @@ class Stores:
     """Those of one engine.
 
     Args:
-        alignment, hash_tokens: of boundaries and of block hashes, in tokens.
+        alignment: of boundaries, in tokens.
+        names: of blocks in the pool.
         num_ranks: ranks that report each job.
         num_blocks: of the engine's KV cache.
         step_tokens: that the engine computes in one step, at most.
@@ -100,7 +101,7 @@ class Stores:
         self,
         groups: Sequence[Group],
         alignment: int,
-        hash_tokens: int,
+        names: BlockNames,
         config: ConnectorConfig,
         num_ranks: int,
         num_blocks: int,
@@ -110,7 +111,7 @@ class Stores:
     ):
         self._groups = groups
         self._alignment = alignment
-        self._hash_tokens = hash_tokens
+        self._names = names
         self._store_decoded = config.store_decoded
         self._interval = -(-config.window_interval_tokens // alignment) * alignment
         self._recorder = recorder
@@ -198,7 +199,7 @@ class Stores:
             tables: its block tables, to store what the bound of its steps has left; None: nothing more is stored.
         """
         tracked = self._tracked.pop(request_id, None)
-        if tracked is None or tables is None or not tracked.may_store:
+        if tracked is None or tables is None or not tracked.may_store or not self._names.are_known(tracked.request):
             return
         while (job := self._job(tracked, tables, (), self._step_blocks)) is not None:
             self._unsent.append(job)
@@ -349,12 +350,14 @@ class Stores:
         if tracked is None or tracked.request.resumable or not tracked.may_store:
             return None
         request = tracked.request
+        if not self._names.are_known(request):
+            return None
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
         # a rejected draft token nor the last sampled one is ever stored.
         written = request.num_computed_tokens + num_tokens
         if not self._store_decoded:
             written = min(written, request.num_prompt_tokens)
-        tracked.written = written = min(written, len(request.block_hashes) * self._hash_tokens)
+        tracked.written = written = min(written, len(request.block_hashes) * self._names.hash_tokens)
         offers = state.boundary_state_offloads.get(request_id, ())
         if not offers and not self._has_more(tracked):
             return None  # Most steps of most requests: looking at the block tables would cost more than all the rest.
@@ -387,7 +390,7 @@ class Stores:
             self._recorder.add("store_deferred")
         if not parts:
             return None
-        job = StoreJob(next(self._job_ids), parts, self._weights_epoch)
+        job = StoreJob(next(self._job_ids), parts, self._weights_epoch, self._names.adapter(tracked.request))
         self._storing[job.job_id] = Storing(tracked.request, job)
         self._pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job
@@ -409,7 +412,7 @@ class Stores:
         if start < request.num_computed_tokens // group.rule.block_tokens <= stop:
             # The engine had these itself. Where the pool has their last one, it was seen with all before it.
             own = request.num_computed_tokens // group.rule.block_tokens
-            last = block_run(request, idx, group.rule, self._hash_tokens, own - 1, own).block_hashes[0]
+            last = self._names.run(request, idx, group.rule, own - 1, own).block_hashes[0]
             if self._known.has(last, idx):
                 start = tracked.stored[idx] = own
         if stop <= start:
@@ -450,7 +453,7 @@ class Stores:
         """Blocks of a request with their names, by stretches without a gap."""
         rule = self._groups[idx].rule
         stretches = [(wanted[0], wanted[-1] + 1)] if isinstance(wanted, range) else list(_stretches(wanted))
-        runs = [block_run(request, idx, rule, self._hash_tokens, first, stop) for first, stop in stretches]
+        runs = [self._names.run(request, idx, rule, first, stop) for first, stop in stretches]
         return GroupBlocks(idx, runs, block_ids, [first for first, _ in stretches])
 
     # Reports

@@ -71,7 +71,6 @@ def adapted(engine: Engine, text: list[int], directory: Path, reload: bool = Fal
     return answer
 
 
-@pytest.mark.xfail(strict=True, reason="what an adapter holds is in no block hash: its old KV is read under its name")
 def test_an_adapter_that_is_loaded_again_in_place_has_kv_of_its_own(
     engines: tuple[Engine, Engine, Engine], adapters: Path, shapes_dir: Path
 ) -> None:
@@ -96,11 +95,7 @@ def test_an_adapter_that_is_loaded_again_in_place_has_kv_of_its_own(
 @pytest.mark.parametrize(
     "reset_connector",
     [
-        pytest.param(
-            False,
-            id="its own cache alone",
-            marks=pytest.mark.xfail(strict=True, reason="the connector does not hear of it, and goes on as before"),
-        ),
+        pytest.param(False, id="its own cache alone"),
         pytest.param(True, id="with its connector"),
     ],
 )

@@ -14,7 +14,9 @@ from vllm.lora.request import LoRARequest
 from tests.support.processes import wait_for
 from tests.support.values import block_hash
 from tests.vllm_plugin.conftest import MakeConfig
-from vllm_plugin.adapters import NO_ADAPTER, Adapters, named
+from tests.vllm_plugin.core import MakeCore, fill
+from tests.vllm_plugin.support import make_request, tokens
+from vllm_plugin.adapters import CLOCK_STEP_S, NO_ADAPTER, Adapters, named
 
 Make = Callable[..., Adapters]
 
@@ -55,7 +57,12 @@ def lora(tmp_path: Path) -> LoRARequest:
 
 def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
     """What is known once the files have been read."""
-    wait_for(lambda: not adapters.is_reading(lora), "the adapter to be read")
+
+    def has_ended() -> bool:
+        adapters.new_step()
+        return not adapters.is_reading(lora)
+
+    wait_for(has_ended, "the adapter to be read")
     return adapters.digest(lora)
 
 
@@ -106,7 +113,12 @@ def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoR
         (weights.parent / "more.safetensors").write_bytes(b"")
     else:
         shutil.rmtree(weights.parent)
-    wait_for(lambda: adapters.digest(lora) is None, "the change to be noticed")
+
+    def is_noticed() -> bool:
+        adapters.new_step()
+        return adapters.digest(lora) is None
+
+    wait_for(is_noticed, "the change to be noticed")
 
 
 def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, lora: LoRARequest) -> None:
@@ -114,6 +126,17 @@ def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, l
     assert read(adapters, lora) is not None
     assert adapters.digest(LoRARequest("name", 1, lora.lora_path, load_inplace=True)) is None
     assert adapters.digest(lora) is None
+
+
+@pytest.mark.parametrize("load_inplace", [False, True])
+def test_two_adapters_of_one_number_are_not_told_apart_by_the_ranks(
+    load_inplace: bool, make: Make, lora: LoRARequest, tmp_path: Path
+) -> None:
+    shutil.copytree(lora.lora_path, tmp_path / "copy")
+    adapters = make()
+    assert read(adapters, lora) is not None
+    other = LoRARequest("other", lora.lora_int_id, str(tmp_path / "copy"), load_inplace=load_inplace)
+    assert adapters.digest(other) is None and adapters.digest(lora) is None
 
 
 def test_an_adapter_that_is_not_here_is_not_shared(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,3 +152,38 @@ def test_ranks_that_read_files_of_their_own_do_not_share(
     assert read(make("always", nnodes=2), lora) is not None
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     assert make().digest(lora) is None
+
+
+# Requests
+
+
+def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore, lora: LoRARequest) -> None:
+    os.utime(lora.lora_path)
+    time.sleep(CLOCK_STEP_S)  # The engine starts later than the files were written.
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    request.lora_request = lora
+    wait_for(lambda: one.ask(request) is not None, "the adapter to be read")
+    digest = one.side._names.adapter(request)
+    assert one.ask(request) == 0
+    fill(one, request.block_hashes)  # As requests without an adapter name them.
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    assert job.groups[0].runs[0].block_hashes == named(request.block_hashes[:6], digest)
+    other = make_request("s", tokens(100))
+    other.lora_request = lora
+    fill(one, named(request.block_hashes, digest))
+    assert one.ask(other) == 96
+
+
+def test_a_request_whose_adapter_is_not_shared_is_computed_and_not_stored(core: MakeCore, lora: LoRARequest) -> None:
+    one = core(share_adapters="never").connected()
+    request = make_request("r", tokens(100))
+    request.lora_request = lora
+    fill(one, request.block_hashes)
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    one.finish(request)
+    assert one.step().stores == []

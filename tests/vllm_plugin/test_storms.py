@@ -83,6 +83,7 @@ def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[...,
     assert engine.counted("loaded_blocks") > 0
 
 
+@pytest.mark.usefixtures("keeps_stores")
 @MODES
 @pytest.mark.parametrize("shape", ["gemma3", "block sizes", "deepseek"])
 def test_drafts_are_rejected_in_a_preemption_storm(

@@ -1,0 +1,48 @@
+"""How an engine's blocks are named in the pool: by vLLM's block hash, and by the content of the request's adapter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool.types import BlockRun
+from vllm_plugin.adapters import NO_ADAPTER, Adapters, named
+from vllm_plugin.boundary import Rule
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class BlockNames:
+    """Those of one engine.
+
+    Args:
+        hash_tokens: tokens that one of vLLM's block hashes covers.
+    """
+
+    def __init__(self, hash_tokens: int, adapters: Adapters):
+        self.hash_tokens = hash_tokens
+        self._adapters = adapters
+
+    def are_known(self, request: Request) -> bool:
+        """Whether a request's blocks can be shared: it has no adapter, or one whose content is known."""
+        return request.lora_request is None or self._adapters.digest(request.lora_request) is not None
+
+    def are_coming(self, request: Request) -> bool:
+        """Whether they will be known in a moment."""
+        return self._adapters.is_reading(request.lora_request)
+
+    def adapter(self, request: Request) -> bytes:
+        """What names a request's adapter. Asserts that it is known."""
+        digest = self._adapters.digest(request.lora_request)
+        assert digest is not None, "blocks of an adapter whose content is not known are never named"
+        return digest
+
+    def run(self, request: Request, group_idx: int, rule: Rule, first: int, stop: int) -> BlockRun:
+        """Blocks [first, stop) of a request. A block of several hash units is named by the last of them."""
+        ratio = rule.block_tokens // self.hash_tokens
+        hashes, adapter = request.block_hashes, self.adapter(request)
+        units = hashes[first:stop] if ratio == 1 else [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
+        parent = [hashes[first * ratio - 1]] if first else []
+        if adapter == NO_ADAPTER:
+            return BlockRun(group_idx, units, parent[0] if parent else b"")
+        return BlockRun(group_idx, named(units, adapter), named(parent, adapter)[0] if parent else b"")
