@@ -290,7 +290,7 @@ def serve() -> None:
         command = json.loads(line)
         answer: Any
         if "reset" in command:
-            _end_stores(llm)
+            _wait_for_stores(llm)
             answer = llm.reset_prefix_cache(reset_connector=command["reset"])
         elif "sleep" in command:
             _end_stores(llm)
@@ -375,6 +375,14 @@ def _end_stores(llm: Any) -> None:
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     while core is not None and core.scheduler.has_requests():
         llm.llm_engine.engine_core.get_output()
+
+
+def _wait_for_stores(llm: Any) -> None:
+    """Returns when no block is being stored: in its own process vLLM's core takes so long to pause."""
+    _end_stores(llm)
+    if getattr(llm.llm_engine.engine_core, "engine_core", None) is None:
+        llm.sleep(level=0, mode="wait")
+        llm.wake_up(["scheduling"])
 
 
 def _vllm_prompt(prompt: Prompt, hidden_size: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ logger = init_logger("vllm.kvpool.adapters")
 MAX_ADAPTERS = 4096
 CHECK_EVERY_S = 1.0
 READ_WITHIN_S = 2.0
-"""So long a request may wait for its adapter's first reading."""
+"""So long a request may wait for a look at its adapter's files."""
 CLOCK_STEP_S = 1.0
 """Times of files are coarser than clocks."""
 NO_ADAPTER = bytes(HASH_BYTES)
@@ -51,6 +51,9 @@ class Adapters:
         self._lock = threading.Lock()
         self._found: dict[tuple[str, str], bytes | None] = {}  # What the thread has found since the last step.
         self._digests: dict[tuple[str, str], bytes | None] = {}
+        self._checked: dict[tuple[str, str], float] = {}  # By the thread, since the last step.
+        self._checked_at: dict[tuple[str, str], float] = {}
+        self._check_since: dict[tuple[str, str], float] = {}
         self._key_of_id: dict[int, tuple[str, str]] = {}
         self._refused: set[tuple[str, str]] = set()
         self._asked_at: dict[tuple[str, str], float] = {}
@@ -60,20 +63,25 @@ class Adapters:
 
     def new_step(self) -> None:
         """Takes over what the thread has found. Between two steps nothing changes."""
-        if self._found:
-            with self._lock:
-                found, self._found = self._found, {}
-            for key, digest in found.items():
-                if digest is None or key not in self._digests:
-                    self._digests[key] = digest
+        if not self._found and not self._checked:
+            return
+        with self._lock:
+            found, self._found = self._found, {}
+            checked, self._checked = self._checked, {}
+        for key, digest in found.items():
+            if digest is None or key not in self._digests:
+                self._digests[key] = digest
+        self._checked_at.update(checked)
+        for key in checked:
+            self._check_since.pop(key, None)
 
-    def is_reading(self, lora: LoRARequest | None) -> bool:
-        """Whether an adapter is worth waiting for: it is being read for the first time."""
-        if lora is None or self._share == "never" or self._reason:
-            return False
+    def is_busy(self, lora: LoRARequest) -> bool:
+        """Whether an adapter is worth waiting for: its files are being read, or looked at, and not for too long."""
         key = (lora.lora_name, lora.lora_path)
-        self.digest(lora)
-        return key not in self._digests and time.monotonic() - self._asked_at.get(key, 0.0) < READ_WITHIN_S
+        if self._share == "never" or self._reason or self._digests.get(key, NO_ADAPTER) is None:
+            return False
+        began_at = self._check_since.get(key, self._asked_at.get(key, 0.0))
+        return time.monotonic() - began_at < READ_WITHIN_S
 
     def digest(self, lora: LoRARequest | None) -> bytes | None:
         """What names a request's adapter, `HASH_BYTES` long; None if its blocks must not be shared (yet)."""
@@ -99,12 +107,22 @@ class Adapters:
                 self._thread.start()
         return self._digests.get(key)
 
+    def is_checked(self, lora: LoRARequest, since: float) -> bool:
+        """Whether an adapter's files were looked at after a moment (`time.time`). Has them looked at if not."""
+        key = (lora.lora_name, lora.lora_path)
+        if self._share == "always" or self._checked_at.get(key, 0.0) >= since:
+            return True
+        if key not in self._check_since:
+            self._check_since[key] = time.monotonic()
+            self._new.put(key)
+        return False
+
     def close(self) -> None:
         """Ends the thread. Idempotent."""
         self._new.put(None)
 
     def _watch(self) -> None:
-        """Reads each new adapter; looks every second whether those that were read have changed."""
+        """Reads each new adapter; looks whether those that were read have changed, when asked and every second."""
         states: dict[tuple[str, str], list[tuple[str, int, int]]] = {}
         check_at = time.monotonic() + CHECK_EVERY_S
         while True:
@@ -113,17 +131,30 @@ class Adapters:
                 key = self._new.get(timeout=max(0.0, check_at - time.monotonic()))
                 if key is None:
                     return
-                states[key] = self._read(key)
+                if key not in states:
+                    states[key] = self._read(key)
+                self._check(key, states[key])
             except queue.Empty:
                 pass
             except Exception as error:  # Whatever it is: this thread has other adapters to watch.
                 assert key is not None
+                states[key] = []
                 self._refuse(key, f"it cannot be read here: {error}")
             if time.monotonic() >= check_at:
-                for changed in [] if self._share == "always" else _changed(states):
-                    del states[changed]
-                    self._refuse(changed, "its files have changed since the engine started")
+                for known, before in states.items() if self._share != "always" else ():
+                    self._check(known, before)
                 check_at = time.monotonic() + CHECK_EVERY_S
+
+    def _check(self, key: tuple[str, str], before: list[tuple[str, int, int]]) -> None:
+        began_at = time.time()
+        try:
+            is_unchanged = _state(adapter_directory(key[1])) == before
+        except OSError:
+            is_unchanged = False
+        if not is_unchanged:
+            self._refuse(key, "its files have changed since the engine started")
+        with self._lock:
+            self._checked[key] = began_at
 
     def _read(self, key: tuple[str, str]) -> list[tuple[str, int, int]]:
         place = adapter_directory(key[1])
@@ -179,19 +210,6 @@ def _why_not(vllm_config: VllmConfig) -> str:
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         return "ranks on other hosts read files of their own"
     return ""
-
-
-def _changed(states: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:
-    """Adapters whose files are not what they were."""
-    changed = []
-    for key, before in states.items():
-        try:
-            now = _state(adapter_directory(key[1]))
-        except OSError:
-            now = []
-        if now != before:
-            changed.append(key)
-    return changed
 
 
 def _state(place: Path) -> list[tuple[str, int, int]]:

@@ -84,7 +84,7 @@ class Lookups:
         limit = (request.num_tokens - 1) // self._alignment * self._alignment
         if limit <= local or not self._sessions:
             return local
-        if not self._names.are_known(request):
+        if not self._names.are_current(request):
             self.forget(request.request_id)
             return self._wait(local) if self._names.are_coming(request) else local
         sought = self._sought.get(request.request_id)

@@ -27,9 +27,14 @@ class BlockNames:
         """Whether a request's blocks can be shared: it has no adapter, or one whose content is known."""
         return request.lora_request is None or self._adapters.digest(request.lora_request) is not None
 
+    def are_current(self, request: Request) -> bool:
+        """Whether they are known, and have been checked since the request came: its adapter may be another by then."""
+        lora = request.lora_request
+        return lora is None or (self.are_known(request) and self._adapters.is_checked(lora, request.arrival_time))
+
     def are_coming(self, request: Request) -> bool:
-        """Whether they will be known in a moment."""
-        return self._adapters.is_reading(request.lora_request)
+        """Whether they will be current in a moment. Asked where they are not."""
+        return request.lora_request is not None and self._adapters.is_busy(request.lora_request)
 
     def adapter(self, request: Request) -> bytes:
         """What names a request's adapter. Asserts that it is known."""

@@ -49,6 +49,8 @@ def pair(
     """A writer and a reader that take adapters and embeddings."""
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": True}
     logs = tmp_path_factory.mktemp("features")
+    for name in ("lora_a", "lora_b"):
+        write(name, shapes_dir)  # Adapters that are newer than an engine would not be shared.
     with running(logs, *specs(write("llama", shapes_dir), e2e_server, options, options)) as (writer, reader):
         yield writer, reader
 

@@ -92,25 +92,19 @@ def test_an_adapter_that_is_loaded_again_in_place_has_kv_of_its_own(
         assert after["logprobs"] == pytest.approx(right.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "reset_connector",
-    [
-        pytest.param(False, id="its own cache alone"),
-        pytest.param(True, id="with its connector"),
-    ],
-)
 def test_an_engine_that_gets_new_weights_reads_no_kv_of_the_old_ones(
-    reset_connector: bool, engines: tuple[Engine, Engine, Engine], trained: Path, shapes_dir: Path
+    engines: tuple[Engine, Engine, Engine], trained: Path, shapes_dir: Path
 ) -> None:
+    """A reset that leaves the connector out: `test_reset.py`."""
     changing, keeping, started = engines
-    texts = [prompt(LENGTH, f"{reset_connector} {nth}") for nth in range(2)]
+    texts = [prompt(LENGTH, f"new weights {nth}") for nth in range(2)]
     old = changing.generate(texts[:1])
     assert_same(keeping.generate(texts[:1]), old)
     drain(changing)
     drain(keeping)
     changing.call("tests.e2e.inside:load_weights", str(trained))
     try:
-        assert changing.reset_prefix_cache(external=reset_connector)
+        assert changing.reset_prefix_cache(external=True)
         right = started.generate(texts)
         drain(started)
         assert right[0].logprobs != old[0].logprobs, "weights that are equal show nothing"

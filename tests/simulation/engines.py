@@ -297,6 +297,8 @@ class SimEngine(ToyEngine):
         except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.
             if "Failed to reset KV cache" not in str(error):
                 raise
+        (spec,) = self.connector._specs
+        self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def check_answers(self) -> None:
         """Of all requests; each has ended."""

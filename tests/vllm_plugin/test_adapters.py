@@ -59,8 +59,9 @@ def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
     """What is known once the files have been read."""
 
     def has_ended() -> bool:
+        is_known = adapters.digest(lora) is not None
         adapters.new_step()
-        return not adapters.is_reading(lora)
+        return is_known or not adapters.is_busy(lora)
 
     wait_for(has_ended, "the adapter to be read")
     return adapters.digest(lora)
@@ -68,7 +69,7 @@ def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
 
 def test_without_an_adapter_names_are_the_engines_hashes(make: Make) -> None:
     adapters = make()
-    assert adapters.digest(None) == NO_ADAPTER and not adapters.is_reading(None)
+    assert adapters.digest(None) == NO_ADAPTER
     hashes = [block_hash(n) for n in range(3)]
     assert named(hashes, NO_ADAPTER) == hashes
 
@@ -97,6 +98,21 @@ def test_files_that_are_newer_than_the_engine_are_not_shared(
     assert read(make(ahead_s=-5.0), lora) is None
     assert "newer than the engine" in caplog.text
     assert read(make("always", ahead_s=-5.0), lora) is not None
+
+
+def test_a_change_is_noticed_before_a_request_that_came_after_it(make: Make, lora: LoRARequest) -> None:
+    adapters = make()
+    assert read(adapters, lora) is not None
+    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+    arrived_at = time.time()
+
+    def is_checked() -> bool:
+        adapters.new_step()
+        return adapters.is_checked(lora, arrived_at)
+
+    assert not adapters.is_checked(lora, arrived_at)
+    wait_for(is_checked, "a look at the files")
+    assert adapters.digest(lora) is None
 
 
 @pytest.mark.parametrize("how", ["written", "replaced", "added", "removed"])
