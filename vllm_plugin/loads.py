@@ -76,10 +76,6 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loading)
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether a load of this request is under way."""
-        return request_id in self._loading
-
     def verdict(self, start: int, stop: int) -> Verdict:
         """Whether a hit is worth loading, from token `start` to boundary `stop`."""
         if not self._decline:

@@ -313,9 +313,8 @@ class KVPoolScheduler:
             loaded_steps = metadata.loaded_steps
         self._peer_loads.update(loaded_steps, output.invalid_block_ids)
         for request_id in output.failed_recving:
-            if request_id in self._loads:
-                # Looking up again could find the same bad block again, for ever.
-                self._failed.add(request_id)
+            # Looking up again could find the same bad block again, for ever.
+            self._failed.add(request_id)
             self._stores.load_failed(request_id)
         for request_id in output.finished_recving or ():
             succeeded = request_id not in output.failed_recving
