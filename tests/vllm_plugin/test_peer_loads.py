@@ -30,8 +30,9 @@ MASK = (1 << 64) - 1
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every lookup is answered in the step that sends it: which requests share a step must not depend on the machine."""
+    """Every lookup is sent and answered in one step: which requests share a step must not depend on the machine."""
     monkeypatch.setattr(step_budget, "MAX_WAIT_S", 10.0)
+    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 10.0)
 
 
 class BesidePeer(ToyEngine):
