@@ -15,22 +15,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_plugin.pins import Pins
+from vllm_plugin.pins import Pins, num_orphans
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
 def let_resets_pass(block_pool: BlockPool, pins: Pins) -> None:
-    """From now on resets of the block pool do not count blocks that pins alone hold as used."""
+    """From now on resets of the block pool do not count blocks that pins alone hold as used.
+
+    Several kvpools under a MultiConnector have one block pool, and share one wrapper of its method.
+    """
     from vllm import envs
 
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
         return
+    sharing: list[Pins] = vars(block_pool).setdefault("_kvpool_pins", [])
+    sharing.append(pins)
+    if len(sharing) > 1:
+        return
     reset = block_pool.reset_prefix_cache
 
     def reset_in_spite_of_pins() -> bool:
-        num_free = block_pool.get_num_free_blocks() + pins.num_orphans()
+        num_free = block_pool.get_num_free_blocks() + num_orphans(block_pool, sharing)
         block_pool.get_num_free_blocks = lambda: num_free  # type: ignore[method-assign]
         try:
             return reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvpool.types import BlockRun
@@ -22,15 +23,29 @@ class BlockNames:
     def __init__(self, hash_tokens: int, adapters: Adapters):
         self.hash_tokens = hash_tokens
         self._adapters = adapters
+        self._asked_at: dict[str, float] = {}  # When a request was first asked for since it was last given blocks.
 
     def are_known(self, request: Request) -> bool:
         """Whether a request's blocks can be shared: it has no adapter, or one whose content is known."""
         return request.lora_request is None or self._adapters.digest(request.lora_request) is not None
 
     def are_current(self, request: Request) -> bool:
-        """Whether they are known, and have been checked since the request came: its adapter may be another by then."""
-        lora = request.lora_request
-        return lora is None or (self.are_known(request) and self._adapters.is_checked(lora, request.arrival_time))
+        """Whether they are known, and the adapter's files were looked at since the request asks to be admitted.
+
+        While it did not run, ranks may have dropped its adapter, and load what the files hold now.
+        """
+        if request.lora_request is None:
+            return True
+        since = self._asked_at.setdefault(request.request_id, time.time())
+        return self.are_known(request) and self.are_checked(request, since)
+
+    def are_checked(self, request: Request, since: float) -> bool:
+        """Whether the files of a request's adapter were looked at after a moment (`time.time`)."""
+        return request.lora_request is None or self._adapters.is_checked(request.lora_request, since)
+
+    def admitted(self, request_id: str) -> None:
+        """A request was given blocks, or has ended."""
+        self._asked_at.pop(request_id, None)
 
     def are_coming(self, request: Request) -> bool:
         """Whether they will be current in a moment. Asked where they are not."""

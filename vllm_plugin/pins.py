@@ -5,8 +5,9 @@ Every call costs no more than the blocks of its own job, however many others are
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ class Pins:
     def nothing_in_use(self) -> bool:
         """Whether no block of the engine has a reference besides those of pins."""
         pool = self._block_pool
-        return pool is None or pool.get_num_free_blocks() + self.num_orphans() == pool.num_gpu_blocks - 1
+        return pool is None or pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
 
     def pin(self, job_id: int, rows: Sequence[Sequence[int]]) -> None:
         """Keeps blocks from reuse: a request that is preempted or finished frees its own without asking.
@@ -108,9 +109,13 @@ class Pins:
         blocks = self._block_pool.blocks
         return any(blocks[block_id].ref_cnt == 1 for block_id in self._jobs[job_id].edges)
 
-    def num_orphans(self) -> int:
-        """How many blocks are held by pins and by nothing else. Costs all that is pinned."""
-        assert self._block_pool is not None
-        blocks = self._block_pool.blocks
-        pinned = Counter(block_id for job in self._jobs.values() for block_id in job.block_ids)
-        return sum(blocks[block_id].ref_cnt == count for block_id, count in pinned.items())
+    def block_ids(self) -> Iterator[int]:
+        """All that is pinned, once a job."""
+        for job in self._jobs.values():
+            yield from job.block_ids
+
+
+def num_orphans(block_pool: BlockPool, sharing: Iterable[Pins]) -> int:
+    """How many blocks are held by pins and by nothing else. Costs all that is pinned."""
+    pinned = Counter(itertools.chain.from_iterable(pins.block_ids() for pins in sharing))
+    return sum(block_pool.blocks[block_id].ref_cnt == count for block_id, count in pinned.items())

@@ -32,8 +32,11 @@ def observe_resets(block_pool: BlockPool, tell: Callable[[bool], None]) -> Calla
     reset = block_pool.reset_prefix_cache
 
     def reset_and_tell() -> bool:
-        succeeded = reset()
-        tell(succeeded)
+        succeeded = False
+        try:
+            succeeded = reset()
+        finally:
+            tell(succeeded)
         return succeeded
 
     block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]

@@ -209,6 +209,7 @@ class KVPoolScheduler:
         sought = self._lookups.take(request_id)
         self._loads.leave_line(request_id)
         self._peer_loads.admitted(request_id)
+        self._names.admitted(request_id)
         self._stores.track(request, None if sought is None else self._lookups.junction(sought))
         if sought is not None:
             for idx in sought.proven:
@@ -339,6 +340,7 @@ class KVPoolScheduler:
         self._lookups.flush()
         self._loads.leave_line(request.request_id)
         self._peer_loads.finished(request)
+        self._names.admitted(request.request_id)
         self._stores.finish(request.request_id, tables if self._may_store() else None)
         self._failed.discard(request.request_id)
 
@@ -418,6 +420,7 @@ class KVPoolScheduler:
     def stats(self) -> KVPoolStats | None:
         """What was counted since the last call. vLLM asks once for each step that has ended."""
         self._loads.economy.step_ended()
+        self._stores.step_ended()
         return self._recorder.take()
 
     def shutdown(self) -> None:

@@ -56,6 +56,8 @@ class Tracked:
         stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
         junction: see `Retention`.
         written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
+        first_step: number of its first step since it was given blocks; 0 before.
+        ran_at: `time.time` when that step was known to have ended: by then ranks have loaded its adapter. 0 before.
         may_store: False where its KV is not known to be that of its tokens.
     """
 
@@ -63,6 +65,8 @@ class Tracked:
     stored: list[int]
     junction: int = 0
     written: int = 0
+    first_step: int = 0
+    ran_at: float = 0.0
     may_store: bool = True
 
 
@@ -125,7 +129,7 @@ class Stores:
         self._reported: deque[int] = deque()  # Jobs that all ranks have reported, still pinned.
         self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
         self._job_ids = itertools.count(1)
-        self._step = 0
+        self._step = self._num_ended_steps = 0
         self._step_blocks = self._unpin_budget = step_blocks(groups, step_tokens)
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -158,7 +162,8 @@ class Stores:
             junction: see `Retention`; None: as before.
         """
         tracked = self._tracked.setdefault(request.request_id, Tracked(request, [0] * len(self._groups)))
-        tracked.written = 0  # These may be other blocks than before.
+        tracked.written = tracked.first_step = 0  # These may be other blocks than before.
+        tracked.ran_at = 0.0
         if junction is not None:
             tracked.junction = junction
 
@@ -199,7 +204,7 @@ class Stores:
             tables: its block tables, to store what the bound of its steps has left; None: nothing more is stored.
         """
         tracked = self._tracked.pop(request_id, None)
-        if tracked is None or tables is None or not tracked.may_store or not self._names.are_known(tracked.request):
+        if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
             return
         while (job := self._job(tracked, tables, (), self._step_blocks)) is not None:
             self._unsent.append(job)
@@ -274,6 +279,10 @@ class Stores:
             self._storing[job.job_id].is_sent = True
         to_drop, self._to_drop = self._to_drop, []
         return jobs, to_drop
+
+    def step_ended(self) -> None:
+        """The oldest step that had not ended has. Each that was built is ended once, in order."""
+        self._num_ended_steps += 1
 
     def update(self, metadata: WorkerMetadata) -> None:
         """What the ranks have ended."""
@@ -350,14 +359,14 @@ class Stores:
         if tracked is None or tracked.request.resumable or not tracked.may_store:
             return None
         request = tracked.request
-        if not self._names.are_known(request):
-            return None
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
         # a rejected draft token nor the last sampled one is ever stored.
         written = request.num_computed_tokens + num_tokens
         if not self._store_decoded:
             written = min(written, request.num_prompt_tokens)
         tracked.written = written = min(written, len(request.block_hashes) * self._names.hash_tokens)
+        if not self._is_adapter_sure(tracked):
+            return None
         offers = state.boundary_state_offloads.get(request_id, ())
         if not offers and not self._has_more(tracked):
             return None  # Most steps of most requests: looking at the block tables would cost more than all the rest.
@@ -367,6 +376,20 @@ class Stores:
             return None
         tables = state.get_block_ids(request_id)
         return None if tables is None else self._job(tracked, tables, offers, budget)
+
+    def _is_adapter_sure(self, tracked: Tracked) -> bool:
+        """Whether the ranks must have the adapter that names the request's blocks, if it has one.
+
+        Its files were looked at after a step of the request had ended, and so after the ranks had loaded them.
+        """
+        if tracked.request.lora_request is None:
+            return True
+        tracked.first_step = tracked.first_step or self._step
+        if not tracked.ran_at:
+            if self._num_ended_steps < tracked.first_step:
+                return False
+            tracked.ran_at = time.time()
+        return self._names.are_known(tracked.request) and self._names.are_checked(tracked.request, tracked.ran_at)
 
     def _job(
         self,

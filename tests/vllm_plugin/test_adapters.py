@@ -17,6 +17,7 @@ from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.core import MakeCore, fill
 from tests.vllm_plugin.support import make_request, tokens
 from vllm_plugin.adapters import CLOCK_STEP_S, NO_ADAPTER, Adapters, named
+from vllm_plugin.metadata import StoreJob
 
 Make = Callable[..., Adapters]
 
@@ -185,12 +186,45 @@ def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore
     fill(one, request.block_hashes)  # As requests without an adapter name them.
     assert one.ask(request) == 0
     one.allocate(request, 0)
-    (job,) = one.step((request, 100)).stores
-    assert job.groups[0].runs[0].block_hashes == named(request.block_hashes[:6], digest)
+    # Not before the ranks must have loaded the adapter, and its files were looked at after that.
+    assert one.step((request, 100)).stores == []
+    assert one.step((request, 0)).stores == []
+
+    def stored() -> list[StoreJob]:
+        one.side.stats()  # A step has ended.
+        return one.step((request, 0)).stores
+
+    jobs = wait_for(stored, "a look at the files")
+    assert jobs[0].groups[0].runs[0].block_hashes == named(request.block_hashes[:6], digest)
     other = make_request("s", tokens(100))
     other.lora_request = lora
     fill(one, named(request.block_hashes, digest))
     assert one.ask(other) == 96
+
+
+def test_what_an_adapter_computed_whose_files_have_changed_is_not_stored(core: MakeCore, lora: LoRARequest) -> None:
+    """Nobody was asked whether it is current: such a request is computed without a lookup."""
+    time.sleep(CLOCK_STEP_S)
+    one = core().connected()
+    first = make_request("r", tokens(100))
+    first.lora_request = lora
+    wait_for(lambda: one.ask(first) is not None, "the adapter to be read")
+    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+    second = make_request("s", tokens(100), prompt_logprobs=0)
+    second.lora_request = lora
+    assert one.ask(second) == 0
+    one.allocate(second, 0)
+    assert one.step((second, 100)).stores == []
+    one.side.stats()
+
+    def is_refused() -> bool:
+        one.side.stats()
+        assert one.step((second, 0)).stores == []
+        return not one.side._names.are_known(second)
+
+    wait_for(is_refused, "the change to be noticed")
+    one.finish(second)
+    assert one.step().stores == []
 
 
 def test_a_request_whose_adapter_is_not_shared_is_computed_and_not_stored(core: MakeCore, lora: LoRARequest) -> None:

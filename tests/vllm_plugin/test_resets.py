@@ -152,3 +152,17 @@ def test_sharing_is_off_while_a_reset_waits_also_where_the_name_is_known(core: M
     assert one.side._weights_epoch == "run@new"
     one.connected()
     assert one.step((request, 64)).stores == []
+
+
+def test_two_kvpools_under_one_multi_connector_share_one_block_pool(core: MakeCore) -> None:
+    """Each of them observes resets, and lets them pass though blocks are pinned."""
+    one, other = core(salt="one").connected(), core(salt="other").connected()
+    other.side.bind_block_pool(one.pool)
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    one.step((request, 100))
+    one.finish(request)
+    epochs = one.side._weights_epoch, other.side._weights_epoch
+    for _ in range(2):
+        assert one.pool.reset_prefix_cache()
+    assert one.side._weights_epoch != epochs[0] and other.side._weights_epoch != epochs[1]
