@@ -36,7 +36,7 @@ from vllm_plugin import lookups, stores
 from vllm_plugin.boundary import Found, Reach, Rule
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.loads import Loads
-from vllm_plugin.lookups import Lookups, block_run
+from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.scheduler import KVPoolScheduler
 from vllm_plugin.stores import Stores
@@ -271,7 +271,7 @@ def test_bug_12_null_block_is_moved(fresh_fleet: FreshFleet) -> None:
         for part in parts:
             group, first = self._groups[part.group_idx], max(0, part.firsts[0] - 1)
             stop = stop_tokens // group.rule.block_tokens
-            part.runs = [block_run(request, part.group_idx, group.rule, self._hash_tokens, first, stop)]
+            part.runs = [self._names.run(request, part.group_idx, group.rule, first, stop)]
             part.block_ids = [list(tables[member][first:stop]) for member in group.members]
         return parts
 
