@@ -120,7 +120,7 @@ def test_bug_16_unchosen_connector_loads_anyway(vllm_config: MakeConfig, shared_
     def start(salt: str) -> MultiToy:
         endpoint = shared_server.endpoint
         config = vllm_config(endpoint)
-        patient = {"lookup_timeout_ms": 5_000, "decline_slow_loads": False}
+        patient = {"lookup_timeout_ms": 5_000, "decline_slow_loads": False, "max_pinned_fraction": 1.0}
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role="kv_both",
