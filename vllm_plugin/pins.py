@@ -1,6 +1,7 @@
 """Blocks of the engine that are being stored: kept until every rank has reported, whatever becomes of the request.
 
-Every call costs no more than the blocks of its own job, however many others are pinned.
+What runs in every step costs no more than the blocks of its own job, however many others are pinned; only
+`nothing_in_use`, which resets ask for, looks at all of them.
 """
 
 from __future__ import annotations
