@@ -72,9 +72,8 @@ def json_lines() -> Iterator[None]:
     finally:
         sys.stderr.flush()
         os.dup2(stream.fileno(), sys.stderr.fileno())
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # Somebody else has standard error, and outlives the server.
+        # The filter goes on for as long as a process has the pipe, and one may outlive the server.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             filtered.wait(END_S)
 
 

@@ -107,10 +107,9 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
     if speculative is not None:
         extra |= _draft(speculative, vllm_config)
     extra |= {name: _short(_canonical(value)) for name, value in settings(vllm_config)}
-    if "vllm_config.additional_config" in extra:  # May have anything in it, and the pool shows namespaces to others.
-        extra["vllm_config.additional_config"] = hashlib.sha256(
-            extra["vllm_config.additional_config"].encode()
-        ).hexdigest()
+    if (private := "vllm_config.additional_config") in extra:
+        # It may have anything in it, and the pool shows namespaces to others.
+        extra[private] = hashlib.sha256(extra[private].encode()).hexdigest()
     return tuple(extra.items())
 
 
