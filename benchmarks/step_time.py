@@ -282,7 +282,8 @@ class Engine:
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
-            began, cpu_began = time.perf_counter(), time.thread_time()
+            cpu_began = time.thread_time()  # A system call, which is not to be in the other figure.
+            began = time.perf_counter()
             try:
                 return call(*args, **options)
             finally:

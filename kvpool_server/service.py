@@ -140,6 +140,11 @@ class PoolService(PoolServicer):
         return self._lookup(request)
 
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        if request.release:
+            self._check_count(len(request.release), "leases")
+            self._pool.release(request.release)
+            if not request.runs:
+                return pb.LookupResponse(boot_token=self._boot_token)
         fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         found = self._pool.lookup(fingerprint, runs, prefix_only=request.prefix_only, lease_ttl_ms=request.lease_ttl_ms)
         return wire.encode_lookup(found, runs, self._boot_token)
@@ -155,7 +160,7 @@ class PoolService(PoolServicer):
                 request = await anext(requests)
                 self._idle_streams.discard(task)
                 try:
-                    with self._observed("Lookup"):
+                    with self._observed("Lookup" if request.runs else "Release"):
                         reply = pb.LookupReply(found=self._lookup(request))
                 except KVPoolError as error:
                     reply = wire.encode_lookup_error(error)

@@ -67,7 +67,8 @@ def connect() -> Iterator[Connect]:
     with ExitStack() as stack:
 
         def make(server: ServerProcess, **config: object) -> Client:
-            defaults = {"timeout_ms": 10_000, "data_timeout_ms": 10_000}
+            # On a busy machine a process that is alive may say nothing for seconds.
+            defaults = {"timeout_ms": 10_000, "data_timeout_ms": 10_000, "stall_timeout_ms": 5_000}
             return stack.enter_context(Client(ClientConfig(endpoint=server.endpoint, **{**defaults, **config})))
 
         yield make

@@ -84,12 +84,15 @@ class Lookups:
         limit = (request.num_tokens - 1) // self._alignment * self._alignment
         if limit <= local or not self._sessions:
             return local
-        if not self._names.are_current(request):
+        if request.lora_request is not None and not self._names.are_current(request):
             self.forget(request.request_id)
             return self._wait(local) if self._names.are_coming(request) else local
         sought = self._sought.get(request.request_id)
         if sought is None or sought.local > local or (not sought.calls and time.monotonic() > sought.good_until):
-            if not self._budget.may_begin and all(session.namespace for session in self._sessions):
+            if None in [session.namespace for session in self._sessions]:
+                self.forget(request.request_id)
+                return local  # The pool is away.
+            if not self._budget.may_begin:
                 return self._wait(local)
             before = sought
             self.forget(request.request_id)

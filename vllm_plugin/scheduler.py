@@ -170,7 +170,6 @@ class KVPoolScheduler:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
         with self._budget:
             matched = self._matched_tokens(request, num_computed_tokens)
-            self._lookups.flush()
         self._unallocated = None if matched is None else request
         return matched, bool(matched)
 
@@ -201,7 +200,6 @@ class KVPoolScheduler:
         """The scheduler has taken the answer, or a part of it, or none of it."""
         with self._budget:
             self._after_alloc(request, blocks, num_external_tokens)
-            self._lookups.flush()
 
     def _after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._unallocated = None
@@ -257,6 +255,7 @@ class KVPoolScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
+        self._lookups.flush()
         self._end_reset()
         self._budget.new_step()
         self._adapters.new_step()
@@ -276,12 +275,14 @@ class KVPoolScheduler:
         return all(session.namespace for session in self._sessions)
 
     def _note_step(self, output: SchedulerOutput) -> None:
+        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         prefill = 0
-        for request_id, count in output.num_scheduled_tokens.items():
-            request = self._stores.request(request_id)
-            if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
-                prefill += count
-        self._loads.economy.step_began(prefill, output.total_num_scheduled_tokens - prefill)
+        if total > len(scheduled):  # Else every request computes one token, and none of them tells anything.
+            for request_id, count in scheduled.items():
+                request = self._stores.request(request_id)
+                if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
+                    prefill += count
+        self._loads.economy.step_began(prefill, total - prefill)
 
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""

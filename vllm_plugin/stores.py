@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MIN_STEP_BLOCKS = 512
+MAX_STEP_JOBS = 16
+MAX_STEP_TABLES = 8_192
+"""A step makes no more jobs than that, and asks for block tables of so many entries and one table more: vLLM copies a
+whole table to whoever asks for it. A request that has to wait has more to offer in its next job."""
+JOB_BLOCKS = 64
+"""What a job costs by itself, in terms of blocks."""
 RELIEF_STEPS = 2
 RELIEF_S = 0.05
 """A request that lacks blocks waits for dropped stores for so many steps, and for so long, before another one is
@@ -56,6 +62,8 @@ class Tracked:
         stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
         junction: see `Retention`.
         written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
+        due: while less is written, there is nothing to store.
+        own_tokens: that the engine had itself when it gave the request its blocks; None before its first step.
         first_step: number of its first step since it was given blocks; 0 before.
         ran_at: `time.time` when that step was known to have ended: by then ranks have loaded its adapter. 0 before.
         may_store: False where its KV is not known to be that of its tokens.
@@ -65,6 +73,8 @@ class Tracked:
     stored: list[int]
     junction: int = 0
     written: int = 0
+    due: int = 0
+    own_tokens: int | None = None
     first_step: int = 0
     ran_at: float = 0.0
     may_store: bool = True
@@ -117,6 +127,7 @@ class Stores:
         self._alignment = alignment
         self._names = names
         self._store_decoded = config.store_decoded
+        self._block_tokens = min(group.rule.block_tokens for group in groups)
         self._interval = -(-config.window_interval_tokens // alignment) * alignment
         self._recorder = recorder
         self._events = events
@@ -162,8 +173,8 @@ class Stores:
             junction: see `Retention`; None: as before.
         """
         tracked = self._tracked.setdefault(request.request_id, Tracked(request, [0] * len(self._groups)))
-        tracked.written = tracked.first_step = 0  # These may be other blocks than before.
-        tracked.ran_at = 0.0
+        tracked.written = tracked.first_step = tracked.due = 0  # These may be other blocks than before.
+        tracked.ran_at, tracked.own_tokens = 0.0, None
         if junction is not None:
             tracked.junction = junction
 
@@ -195,7 +206,7 @@ class Stores:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.stored = [0] * len(self._groups)
-            tracked.written = 0
+            tracked.written = tracked.due = 0
 
     def finish(self, request_id: str, tables: Sequence[Sequence[int]] | None) -> None:
         """A request has ended; its jobs hold references of their own.
@@ -206,6 +217,8 @@ class Stores:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
             return
+        if self._offers_own(tracked):
+            return  # The engine has these blocks still, and offers them with the next request that has them.
         while (job := self._job(tracked, tables, (), self._step_blocks)) is not None:
             self._unsent.append(job)
 
@@ -239,6 +252,7 @@ class Stores:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
+        tracked.due = 0
         for part in job.groups:
             tracked.stored[part.group_idx] = min(tracked.stored[part.group_idx], *part.firsts)
 
@@ -247,7 +261,7 @@ class Stores:
         for job in list(self._unsent):
             self._drop(self._storing[job.job_id])
 
-    def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
+    def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         """Blocks are not in the pool."""
         self._known.missing(group_idx, block_hashes)
 
@@ -256,7 +270,7 @@ class Stores:
         self._weights_epoch = weights_epoch
         self._known.forget_all()
         for tracked in self._tracked.values():
-            tracked.stored = [0] * len(self._groups)
+            tracked.stored, tracked.due = [0] * len(self._groups), 0
         self.drop_unsent()
 
     # A step
@@ -343,22 +357,34 @@ class Stores:
         state = output.kv_connector_block_state
         assert state is not None, "vLLM tells a connector where blocks are"
         jobs = []
-        for request_id in {**output.num_scheduled_tokens, **state.boundary_state_offloads}:
-            job = self._store_job(request_id, output.num_scheduled_tokens.get(request_id, 0), state, budget)
-            if job is not None:
-                jobs.append(job)
-                budget -= job.num_blocks
+        num_entries = 0
+        scheduled, offloads = output.num_scheduled_tokens, state.boundary_state_offloads
+        for request_id in {**scheduled, **offloads}:
+            tracked, num_tokens = self._tracked.get(request_id), scheduled.get(request_id, 0)
+            if tracked is None:
+                continue
+            if tracked.request.num_computed_tokens + num_tokens < tracked.due and request_id not in offloads:
+                continue  # Most steps of most requests.
+            job = self._store_job(tracked, num_tokens, state, budget)
+            if job is None:
+                continue
+            jobs.append(job)
+            budget -= job.num_blocks
+            num_entries += tracked.written // self._block_tokens
+            if len(jobs) >= MAX_STEP_JOBS or num_entries >= MAX_STEP_TABLES:
+                budget = 0
         return jobs
 
     def _store_job(
-        self, request_id: str, num_tokens: int, state: KVConnectorBlockState, budget: int
+        self, tracked: Tracked, num_tokens: int, state: KVConnectorBlockState, budget: int
     ) -> StoreJob | None:
-        tracked = self._tracked.get(request_id)
+        request, request_id = tracked.request, tracked.request.request_id
         # vLLM counts tokens of a streaming session as computed that are not, where an answer has ended among accepted
         # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
-        if tracked is None or tracked.request.resumable or not tracked.may_store:
+        if request.resumable or not tracked.may_store:
             return None
-        request = tracked.request
+        if tracked.own_tokens is None:
+            tracked.own_tokens = request.num_computed_tokens
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
         # a rejected draft token nor the last sampled one is ever stored.
         written = request.num_computed_tokens + num_tokens
@@ -369,7 +395,8 @@ class Stores:
             return None
         offers = state.boundary_state_offloads.get(request_id, ())
         if not offers and not self._has_more(tracked):
-            return None  # Most steps of most requests: looking at the block tables would cost more than all the rest.
+            tracked.due = self._due(tracked)
+            return None
         if min(budget, self._pins.room) <= 0:
             if self._pins.room <= 0:
                 self._recorder.add("store_deferred")
@@ -424,6 +451,26 @@ class Stores:
             tracked.written // group.rule.block_tokens > stored
             for group, stored in zip(self._groups, tracked.stored, strict=True)
             if group.rule.reach is not Reach.STATE
+        )
+
+    def _due(self, tracked: Tracked) -> int:
+        """How many tokens must be written for the next block of attention to be complete."""
+        return min(
+            (
+                (stored + 1) * group.rule.block_tokens
+                for group, stored in zip(self._groups, tracked.stored, strict=True)
+                if group.rule.reach is not Reach.STATE
+            ),
+            default=0,
+        )
+
+    def _offers_own(self, tracked: Tracked) -> bool:
+        """Whether blocks are still to be offered that the engine had itself when it gave the request its blocks."""
+        own_tokens = tracked.own_tokens or 0
+        return any(
+            stored < own_tokens // group.rule.block_tokens
+            for group, stored in zip(self._groups, tracked.stored, strict=True)
+            if group.rule.reach is Reach.ALL
         )
 
     def _blocks(self, tracked: Tracked, idx: int, tables: Sequence[Sequence[int]], room: int) -> GroupBlocks | None:
@@ -482,9 +529,9 @@ class Stores:
     # Reports
 
     def _unpin_reported(self) -> None:
-        """Takes reports of `step_blocks` blocks in one step; the next step takes the others."""
+        """Takes reports of about `step_blocks` blocks in one step; the next step takes the others."""
         while self._reported and self._unpin_budget > 0:
-            self._unpin_budget -= self._unpin(self._reported.popleft())
+            self._unpin_budget -= JOB_BLOCKS + self._unpin(self._reported.popleft())
 
     def _unpin(self, job_id: int) -> int:
         """A job has ended. Returns how many blocks are free of it."""

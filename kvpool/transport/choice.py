@@ -17,7 +17,7 @@ from kvpool.transport.shm import ShmTransport
 from kvpool.transport.stream import StreamTransport
 from kvpool.types import MooncakeInfo, Offer, SegmentInfo
 
-PROVE_S = 1.0
+PROVE_S = 3.0
 """How long a data port may take to greet, at least: whoever gives up on it streams through gRPC until the next boot."""
 
 

@@ -19,7 +19,7 @@ from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.pins import Pins
 from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores
+from vllm_plugin.stores import Stores, Tracked
 from vllm_plugin.transfer import ReceiveThread, SendThread, TransferThread
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -71,8 +71,8 @@ def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) ->
 def blocks_are_stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
     original = Stores._store_job
 
-    def store_job(self: Stores, request_id: str, num_tokens: int, *rest: Any) -> StoreJob | None:
-        return original(self, request_id, num_tokens + 16, *rest)
+    def store_job(self: Stores, tracked: Tracked, num_tokens: int, *rest: Any) -> StoreJob | None:
+        return original(self, tracked, num_tokens + 16, *rest)
 
     patch.setattr(Stores, "_store_job", store_job)
 

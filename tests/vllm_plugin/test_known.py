@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tests.support.values import block_hash, run_of
-from vllm_plugin.known import FORGET_S, Known
+from vllm_plugin.known import FORGET_S, MAX_BLOCKS, Known
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 
 
@@ -27,3 +27,13 @@ def test_what_is_found_missing_is_not_known_any_more() -> None:
     assert [known.has(block_hash(name), 0) for name in "abc"] == [True, False, True]
     known.forget_all()
     assert not known.has(block_hash("a"), 0)
+
+
+def test_of_very_many_the_oldest_are_forgotten() -> None:
+    known = Known(lambda: 1000.0)
+    for first in range(0, 2 * MAX_BLOCKS + 1, MAX_BLOCKS // 2):
+        known.stored(job_of(*range(first, first + MAX_BLOCKS // 2)))
+    assert not known.has(block_hash(0), 0)
+    assert known.has(block_hash(MAX_BLOCKS), 0) and known.has(block_hash(2 * MAX_BLOCKS), 0)
+    known.missing(0, [block_hash(MAX_BLOCKS), block_hash(2 * MAX_BLOCKS)])
+    assert not known.has(block_hash(MAX_BLOCKS), 0) and not known.has(block_hash(2 * MAX_BLOCKS), 0)

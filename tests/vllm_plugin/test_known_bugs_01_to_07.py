@@ -32,7 +32,7 @@ from vllm_plugin.copy.cpu import CpuCopier
 from vllm_plugin.metadata import WorkerMetadata
 from vllm_plugin.pins import Pins
 from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores
+from vllm_plugin.stores import Stores, Tracked
 from vllm_plugin.transfer import ReceiveThread, SendThread, TransferThread
 from vllm_plugin.worker import KVPoolWorker
 
@@ -216,9 +216,9 @@ def test_bug_06_readmission_while_old_transfers_live(fresh_fleet: FreshFleet) ->
     def by_request() -> Iterator[None]:
         store_job, update = Stores._store_job, Stores.update
 
-        def named_by_request(self: Stores, request_id: str, *args: Any) -> Any:
-            self._job_ids = itertools.repeat(hash(request_id))  # type: ignore[assignment]
-            return store_job(self, request_id, *args)
+        def named_by_request(self: Stores, tracked: Tracked, *args: Any) -> Any:
+            self._job_ids = itertools.repeat(hash(tracked.request.request_id))  # type: ignore[assignment]
+            return store_job(self, tracked, *args)
 
         def update_if_known(self: Stores, metadata: WorkerMetadata) -> None:
             update(self, WorkerMetadata({job_id: 1 for job_id in metadata.ended_stores if job_id in self._storing}))

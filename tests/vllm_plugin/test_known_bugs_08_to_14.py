@@ -39,7 +39,7 @@ from vllm_plugin.loads import Loads
 from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores
+from vllm_plugin.stores import Stores, Tracked
 from vllm_plugin.transfer import ReceiveThread, SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -62,7 +62,8 @@ def test_bug_08_mamba_state_by_position(shape: str, fresh_fleet: FreshFleet) -> 
 
     store_job = Stores._store_job
 
-    def by_position(self: Stores, request_id: str, num_tokens: int, state: KVConnectorBlockState, budget: int) -> Any:
+    def by_position(self: Stores, tracked: Tracked, num_tokens: int, state: KVConnectorBlockState, budget: int) -> Any:
+        request_id = tracked.request.request_id
         tables = state.get_block_ids(request_id)
         assert tables is not None
         offers = [
@@ -71,7 +72,7 @@ def test_bug_08_mamba_state_by_position(shape: str, fresh_fleet: FreshFleet) -> 
             for nth, block_id in enumerate(table)
         ]
         positional = KVConnectorBlockState({request_id}, state.get_block_ids, {request_id: offers})  # type: ignore
-        return store_job(self, request_id, num_tokens, positional, budget)
+        return store_job(self, tracked, num_tokens, positional, budget)
 
     assert_caught(scenario, replaced(Stores, "_store_job", by_position), WRONG_KV)
 

@@ -36,7 +36,7 @@ from vllm_plugin import identity, scheduler, worker
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import ConnectorMetadata, StoreJob
 from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores
+from vllm_plugin.stores import Stores, Tracked
 from vllm_plugin.transfer import ReceiveThread, SendThread
 from vllm_plugin.weights import Weights
 from vllm_plugin.worker import KVPoolWorker
@@ -251,8 +251,8 @@ def test_bug_19_block_is_stored_before_its_last_chunk_is_computed(fresh_fleet: F
 
     store_job = Stores._store_job
 
-    def whole_prompt(self: Stores, request_id: str, num_tokens: int, *rest: Any) -> Any:
-        return store_job(self, request_id, num_tokens + 1_000, *rest)
+    def whole_prompt(self: Stores, tracked: Tracked, num_tokens: int, *rest: Any) -> Any:
+        return store_job(self, tracked, num_tokens + 1_000, *rest)
 
     assert_caught(scenario, replaced(Stores, "_store_job", whole_prompt), WRONG_KV)
 

@@ -839,6 +839,7 @@ def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
     fill(staged, request.block_hashes, stage=0)
     assert staged.ask(request) == 0
     staged.allocate(request, 0)
+    staged.step()
     wait_for_leases(staged, 0)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
-from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
+from tests.vllm_plugin.core import Core, blocks, fill
 from tests.vllm_plugin.support import make_request, tokens
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin import step_budget
@@ -92,16 +92,15 @@ def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_its_looku
 
 
 @pytest.mark.usefixtures("one_waits")
-def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_room(core: MakeCore) -> None:
-    one = core(load_timeout_ms=30_000).connected()
+def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_room(alone: Core) -> None:
     large, second, third = (make_request(name, tokens(800, name)) for name in "abc")
     for request in (large, second, third):
-        fill(one, request.block_hashes)
-        assert one.ask(request) == blocks(49)
-    one.allocate(large, blocks(49))
-    one.step()
-    assert one.side.matched_tokens(second, 0) == (None, False)
-    assert one.side.matched_tokens(third, 0) == (0, False)
+        fill(alone, request.block_hashes)
+        assert alone.ask(request) == blocks(49)
+    alone.allocate(large, blocks(49))
+    alone.step()
+    assert alone.side.matched_tokens(second, 0) == (None, False)
+    assert alone.side.matched_tokens(third, 0) == (0, False)
 
 
 def test_what_comes_late_in_a_long_step_begins_with_the_next(alone: Core, clock: FakeClock) -> None:
