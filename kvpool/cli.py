@@ -100,27 +100,29 @@ def namespaces(
     if as_json:
         typer.echo(json.dumps([_row(info, bounds) for info in found], indent=2))
         return
-    whole, folded = Column("fingerprint", no_wrap=True, min_width=12), Column("model", overflow="fold")
-    headings = (whole, folded, "tenant", "blocks", "size", "quota", "hits", "opened by", "age", "idle", "state")
-    table = Table(*headings, title=f"namespaces at {endpoint}")
+    typer.echo(f"{len(found) or 'no'} namespaces at {endpoint}")
     for info in found:
-        mine = [quota for quota in bounds if _covers(quota, info)]
-        table.add_row(
-            info.fingerprint.hex()[:12],
-            info.spec.model,
-            info.spec.tenant,
-            f"{info.num_entries:,}",
-            size_text(info.nbytes),
-            ", ".join(size_text(quota.limit_bytes) for quota in mine),
-            "" if info.hit_ratio is None else f"{info.hit_ratio:.1%}",
-            info.opened_by,
-            duration_text(info.age_seconds),
-            duration_text(info.idle_seconds),
-            "retired" if info.retired else "",
-        )
-        for tier in info.tiers:
-            table.add_row("", f"  in {tier.tier}", "", f"{tier.num_entries:,}", size_text(tier.nbytes))
-    Console().print(table)
+        typer.echo(_text(info, [quota for quota in bounds if _covers(quota, info)]))
+
+
+def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
+    """Its fingerprint and model, and lines of what there is to say of it."""
+    limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
+    facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
+    if info.hit_ratio is not None:
+        facts.append(f"hits {info.hit_ratio:.1%}")
+    if info.spec.tenant:
+        facts.append(f"tenant {info.spec.tenant}")
+    if info.retired:
+        facts.append("retired")
+    return "\n    ".join(
+        [
+            f"{info.fingerprint.hex()[:12]}  {info.spec.model}",
+            "; ".join(facts),
+            f"{info.opened}; last used {duration_text(info.idle_seconds)} ago",
+            *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
+        ]
+    )
 
 
 def _row(info: NamespaceInfo, bounds: Sequence[Quota]) -> dict[str, Any]:
@@ -143,8 +145,11 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
     if as_json:
         typer.echo(json.dumps([{"field": field, "a": ours, "b": theirs} for field, ours, theirs in rows], indent=2))
         return
+    if not rows:
+        typer.echo(f"{a.hex()[:12]} and {b.hex()[:12]} at {endpoint} differ in no field")
+        return
     columns = [Column(f"{each.hex()[:12]}, {known[each].opened}", overflow="fold") for each in (a, b)]
-    table = Table("field", *columns, title=f"{len(rows)} differences of two namespaces at {endpoint}")
+    table = Table("field", *columns, title=f"what two namespaces at {endpoint} differ in")
     for field, ours, theirs in rows:
         # Escaped: Rich takes what is in brackets for markup.
         table.add_row(
@@ -252,10 +257,8 @@ def _resolve(client: Client, prefix: str) -> bytes:
 def _one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:
-        raise InvalidRequestError(
-            f"namespace {prefix!r} names {len(matching)} of {len(fingerprints)} namespaces, not 1; "
-            "`kvpool namespaces` lists them"
-        )
+        how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
+        raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
     return matching[0]
 
 

@@ -101,12 +101,21 @@ async def _run(settings: ServerConfig) -> None:
     await starting
     host = split_address(settings.listen)[0]
     if host in ("0.0.0.0", "::"):
-        log.warning("anybody who can reach this host can read and write the pool: there is no authentication yet")
+        log.warning(
+            "anybody who can reach this host can read and write the pool, which asks nobody who they are: "
+            "keep its ports closed to all but your engines, or give --listen an address that only they can reach"
+        )
         host = socket.gethostname()
     if server.engine is not None:
-        log.warning("the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool")
+        log.warning(
+            "the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool; "
+            "keep them closed to all but your engines"
+        )
     if server.data is not None and _is_local(settings.data_listen) and not _is_local(settings.listen):
-        log.warning("other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone")
+        log.warning(
+            "other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone; "
+            "give it an address that they can reach"
+        )
     endpoint = f"{host}:{server.port}"
     if settings.log_format == "json":
         log.info(

@@ -167,8 +167,10 @@ class ServerConfig(BaseModel):
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT as a pair. Raises ValueError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdigit():
         raise ValueError(f"{address!r} is not HOST:PORT")
+    if int(port) > 65535:
+        raise ValueError(f"port {port} is none; give one of 1 to 65535, or 0 for a free one")
     return host.strip("[]"), int(port)
 
 
@@ -207,8 +209,10 @@ def _from_file(config_file: Path | None) -> dict[str, Any]:
         return {}
     try:
         values = tomllib.loads(config_file.read_text())
-    except (OSError, ValueError) as error:  # Not there, not UTF-8, not TOML.
-        raise ConfigError(f"config file {config_file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"config file {config_file}: {error.strerror}; give --config a TOML file") from None
+    except ValueError as error:  # Not UTF-8, or not TOML.
+        raise ConfigError(f"config file {config_file} is not TOML: {error}") from None
     _refuse_unknown(values, f"config file {config_file}")
     return values
 

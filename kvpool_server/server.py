@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
 import re
 import secrets
@@ -135,9 +136,7 @@ class Server:
         try:
             return DataWorkers(host, port, told, count, self._segment.info())
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.data_listen} for the data port: {error.strerror}; see --data-listen"
-            ) from None
+            raise _cannot_listen(config.data_listen, " for the data port", "--data-listen", error) from None
 
     async def _abandon(self) -> None:
         if self._tiers is not None:
@@ -244,17 +243,14 @@ class Server:
         try:
             self.port = self._grpc.add_insecure_port(self.config.listen)
         except RuntimeError:
-            reason = _why_not_listening(*split_address(self.config.listen))
-            raise ConfigError(f"cannot listen on {self.config.listen}: {reason}; see --listen") from None
+            raise _cannot_listen(self.config.listen, "", "--listen", _why_not_listening(self.config.listen)) from None
         self._http: OperatorHttp | None = None
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
             try:
                 self._http = OperatorHttp(host, port, registry, lambda: not self._draining)
             except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {self.config.http_listen} for /metrics: {error.strerror}; see --http-listen"
-                ) from None
+                raise _cannot_listen(self.config.http_listen, " for /metrics", "--http-listen", error) from None
             self.http_port = self._http.port
         await self._grpc.start()
         await self._set_serving(True)
@@ -338,13 +334,22 @@ class Server:
         return self._prefaulted_bytes
 
 
-def _why_not_listening(host: str, port: int) -> str:
+def _why_not_listening(address: str) -> OSError:
     """What gRPC does not say."""
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server(split_address(address)).close()
     except OSError as error:
-        return str(error.strerror)
-    return "the port is in use, or the host is not this machine's"
+        return error
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # It was, a moment ago.
+
+
+def _cannot_listen(address: str, what_for: str, flag: str, error: OSError) -> ConfigError:
+    why = f"cannot listen on {address}{what_for}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{why}. Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
+        )
+    return ConfigError(f"{why}; give {flag} an address of this host")
 
 
 def _check_memory(wanted: ByteSize) -> None:

@@ -18,7 +18,7 @@ from kvpool_server.storage.eviction import POLICIES
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
 LIMIT = "clairvoyant"
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure without a server.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Replay a trace, without a server.")
 
 
 @app.callback()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from kvpool.errors import ConfigError
 
@@ -95,11 +96,40 @@ def parse(text: str) -> Spec:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise ConfigError(f"tier {text!r}: {name}= is missing; {_options(kind)}") from None
-        raise ConfigError(f"tier {text!r}: {name} = {first['input']!r}: {first['msg']}; {_options(kind)}") from None
+        match first["type"]:
+            case "missing":
+                wrong = f"{name}= is missing; {_options(kind)}"
+            case "extra_forbidden":
+                wrong = f"{name} is no option of a {kind} tier; {_options(kind)}"
+            case _:
+                wrong = f"{name}={first['input']}: {_wrong(first)}"
+        raise ConfigError(f"tier {text!r}: {wrong}") from None
 
 
 def _options(kind: str) -> str:
     fields = _KINDS[kind].model_fields
     return "options: " + "; ".join(f"{name}= {field.description}" for name, field in fields.items() if name != "path")
+
+
+def _wrong(error: ErrorDetails) -> str:
+    """What to give instead, where pydantic does not say it in the words of whoever gave it."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal" if error["loc"] == ("size",):
+            return f"give at least {ByteSize(context['ge']).human_readable()}"
+        case "greater_than_equal":
+            return f"give at least {context['ge']}"
+        case "less_than_equal":
+            return f"give at most {context['le']}"
+        case "byte_size":
+            return "give a number of bytes, as 200GiB"
+        case "literal_error":
+            return f"give {context['expected']}"
+        case "int_parsing":
+            return "give a number"
+        case "string_pattern_mismatch":
+            return f"it does not match {context['pattern']}"
+        case "bool_parsing":
+            return "give yes or no"
+        case _:
+            return error["msg"].removeprefix("Value error, ")

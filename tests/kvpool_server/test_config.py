@@ -202,7 +202,7 @@ def test_addresses(address: tuple[str, tuple[str, int]]) -> None:
 @pytest.mark.parametrize("name", ["listen", "http_listen", "data_listen"])
 @pytest.mark.parametrize("address", ["localhost", ":50051", "host:", "host:port", "host:65536", "host:-1"])
 def test_bad_addresses_are_named(name: str, address: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.*is not HOST:PORT") as caught:
+    with pytest.raises(ConfigError, match=f"{name}.*(is not HOST:PORT|give one of 1 to 65535)") as caught:
         load({name: address}, None, {})
     assert repr(address) in str(caught.value)
 
@@ -252,13 +252,13 @@ def test_a_bad_value_names_its_source(toml: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
-    with pytest.raises(ConfigError, match=f"config file {toml}: .*No such file"):
+    with pytest.raises(ConfigError, match=f"config file {toml}: No such file or directory; give --config a TOML file"):
         load({}, toml, {})
     toml.write_text("memory 1GiB")
-    with pytest.raises(ConfigError, match=f"config file {toml}: "):
+    with pytest.raises(ConfigError, match=f"config file {toml} is not TOML: "):
         load({}, toml, {})
     toml.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=f"config file {toml}: "):
+    with pytest.raises(ConfigError, match=f"config file {toml} is not TOML: "):
         load({}, toml, {})
 
 

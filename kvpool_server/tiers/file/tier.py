@@ -151,6 +151,7 @@ class FileTier(Tier):
             BlockingIOError: that server did not stop in time.
         """
         ends_at = time.monotonic() + self._handover_s
+        is_waiting = False
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
@@ -159,7 +160,14 @@ class FileTier(Tier):
                 if time.monotonic() >= ends_at:
                     raise
             left_s = round(ends_at - time.monotonic(), 1)
-            self._say("a tier waits for another server to let go of its directory", str(self._directory), left_s=left_s)
+            if not is_waiting:
+                is_waiting = True
+                log.warning(
+                    "a tier waits for another server to let go of its directory",
+                    tier=self.name,
+                    directory=str(self._directory),
+                    left_s=left_s,
+                )
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _take_directory(self) -> DirectoryLock:
@@ -444,10 +452,10 @@ class FileTier(Tier):
         except Exception as error:
             self._say("a tier's path cannot be read", str(error))
 
-    def _say(self, what: str, error: str, **more: float) -> None:
+    def _say(self, what: str, error: str) -> None:
         """Warns, once for each error in a row."""
         if error and error != self._said.get(what):
-            log.warning(what, tier=self.name, error=error, **more)
+            log.warning(what, tier=self.name, error=error)
         self._said[what] = error
 
 
