@@ -149,7 +149,7 @@ class KVPoolScheduler:
         self._recorder.set("namespaces_disagree", 1)
         logger.error(
             "kvpool is off for this engine: %s. Give every rank the same model files, environment and kvpool release, "
-            "and two kvpools under a MultiConnector the same num_shards; `kvpool namespaces --diff` shows the fields that differ",
+            "and two kvpools under a MultiConnector the same num_shards; `kvpool namespaces --diff` shows what differs",
             how,
         )
 
