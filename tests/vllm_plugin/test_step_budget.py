@@ -12,7 +12,7 @@ from tests.vllm_plugin.core import Core, blocks, fill
 from tests.vllm_plugin.support import make_request, tokens
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin import step_budget
-from vllm_plugin.step_budget import MAX_BEGIN_S, MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget
+from vllm_plugin.step_budget import MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_few_may_wait_whose_prefix_is_long_and_many_whose_is_not() -> None:
 def test_each_step_has_a_budget_of_its_own(clock: FakeClock) -> None:
     budget = StepBudget()
     with budget:
-        clock.advance(2 * MAX_BEGIN_S)
+        clock.advance(2 * step_budget.MAX_BEGIN_S)
     assert not budget.may_begin
     assert budget.may_wait(32_768) and not budget.may_wait(32_768)
     budget.waited(MAX_WAIT_S)
@@ -49,8 +49,8 @@ def test_each_step_has_a_budget_of_its_own(clock: FakeClock) -> None:
 def test_waiting_for_an_answer_is_no_work(clock: FakeClock) -> None:
     budget = StepBudget()
     with budget:
-        clock.advance(MAX_BEGIN_S)
-        budget.waited(MAX_BEGIN_S / 2)
+        clock.advance(step_budget.MAX_BEGIN_S)
+        budget.waited(step_budget.MAX_BEGIN_S / 2)
     assert budget.may_begin
 
 
@@ -107,7 +107,7 @@ def test_what_comes_late_in_a_long_step_begins_with_the_next(alone: Core, clock:
     request = make_request("r", tokens(100))
     fill(alone, request.block_hashes)
     with alone.side._budget:
-        clock.advance(2 * MAX_BEGIN_S)
+        clock.advance(2 * step_budget.MAX_BEGIN_S)
     assert alone.side.matched_tokens(request, 0) == (None, False)
     assert not alone.side._lookups._sought
     alone.step()
