@@ -23,6 +23,7 @@ from tests.e2e.conftest import (
     prompt,
     wait_until_nothing_is_held,
 )
+from tests.support.effort import some
 from tests.support.processes import ServerProcess, wait_for
 from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
 
@@ -124,7 +125,7 @@ def test_a_pool_that_comes_later_is_found(faulty: Engine, server: ServerProcess,
     wait_until_all_hit(faulty, prompts, expected)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("after_s", some(1, [0.02, 0.0, 0.2]))
 def test_a_pool_killed_in_the_middle_of_a_batch(
     after_s: float, faulty: Engine, server: ServerProcess, plain_engine: Engine, recomputed_in_s: float
 ) -> None:

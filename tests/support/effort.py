@@ -1,6 +1,12 @@
-"""How much random tests try: `make test` a little each time, `make test-all` several times that."""
+"""How much tests try: `make test` a little, `make test-all` all there is, and several times as many random cases."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 EFFORT = float(os.environ.get("KVPOOL_TEST_EFFORT", "1"))
 
@@ -8,3 +14,8 @@ EFFORT = float(os.environ.get("KVPOOL_TEST_EFFORT", "1"))
 def effort(count: int) -> int:
     """How many examples or schedules to try where `make test` tries `count`."""
     return max(1, round(count * EFFORT))
+
+
+def some(count: int, values: Iterable[Any]) -> list[Any]:
+    """Values to parametrize with: `make test` takes the first `count`, `make test-all` all of them."""
+    return [value if nth < count else pytest.param(value, marks=pytest.mark.more) for nth, value in enumerate(values)]

@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
+from tests.support.effort import some
 from tests.support.processes import ServerProcess, wait_for
 from tests.vllm_plugin.bugs import (
     abort,
@@ -30,7 +31,7 @@ from vllm_plugin.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
 """Shapes of model, and so many blocks that a few requests fill them."""
-ALL = pytest.mark.parametrize("shape", ROOM)
+ALL = pytest.mark.parametrize("shape", some(2, ROOM))
 SYNCHRONOUS: dict[str, Any] = {"steps_ahead": 0}
 ASYNCHRONOUS: dict[str, Any] = {"steps_ahead": 1, "late": True}
 MODES = pytest.mark.parametrize("mode", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
@@ -85,7 +86,7 @@ def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[...,
 
 @pytest.mark.usefixtures("keeps_stores")
 @MODES
-@pytest.mark.parametrize("shape", ["gemma3", "block sizes", "deepseek"])
+@pytest.mark.parametrize("shape", some(1, ["gemma3", "block sizes", "deepseek"]))
 def test_drafts_are_rejected_in_a_preemption_storm(
     shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:

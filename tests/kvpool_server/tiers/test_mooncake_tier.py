@@ -25,6 +25,7 @@ from kvpool_server.tiers.mooncake.worker import Order
 from kvpool_server.tiers.tier import Tier, TierError
 from tests.contracts.tier_contract import SHARDS, SLOT, Memory, TierContract, blocks_of, namespace_of, run
 from tests.support.clock import FakeClock
+from tests.support.effort import some
 from tests.support.mooncake import Cluster
 from tests.support.processes import run_command, server_command
 from tests.support.values import block_hash, group_spec, namespace_spec
@@ -212,7 +213,7 @@ def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("way", ["killed", pytest.param("stopped", marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", some(1, ["killed", "stopped"]))
 def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCluster, way: str) -> None:
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
@@ -282,7 +283,7 @@ def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster:
     run(test)
 
 
-@pytest.mark.parametrize("way", ["there", "killed", "stopped"])
+@pytest.mark.parametrize("way", some(2, ["there", "stopped", "killed"]))
 def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluster, way: str) -> None:
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
