@@ -100,7 +100,7 @@ def namespaces(
     if as_json:
         typer.echo(json.dumps([_row(info, bounds) for info in found], indent=2))
         return
-    typer.echo(f"{len(found) or 'no'} namespaces at {endpoint}")
+    typer.echo(f"at {endpoint}:" if found else f"no namespaces at {endpoint}")
     for info in found:
         typer.echo(_text(info, [quota for quota in bounds if _covers(quota, info)]))
 

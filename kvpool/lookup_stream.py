@@ -11,10 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from kvpool.v1 import pool_pb2 as pb
 
@@ -24,6 +24,8 @@ CLOSE_S = 1.0
 MAX_UNSENT = 1024
 """Lookups that wait for a server to take them; with more it has stopped, and they would only be kept in memory."""
 
+Make = Callable[[], pb.LookupRequest]
+"""Makes a request, on a thread of the stream. It must not raise."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -105,38 +107,27 @@ class LookupStream:
     """One client's. Thread-safe.
 
     Args:
-        streaming: the stub's `LookupStream`.
-        unary: the stub's `Lookup`, for a gRPC whose calls cannot be driven as `_Stream` does.
+        method: the stub's `LookupStream`.
     """
 
-    def __init__(self, streaming: Any, unary: Any):
-        self._streaming: Any | None = streaming
-        self._unary = unary
+    def __init__(self, method: Any):
+        self._method = method
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
 
-    def __call__(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
+    def __call__(self, make: Make, timeout: float) -> pb.LookupResponse:
         """One lookup, waited for. Raises as `StreamedLookup.result`."""
-        reply: pb.LookupResponse = self.future(request, timeout).result()
-        return reply
+        return self.future(make, timeout).result()
 
-    def future(self, request: pb.LookupRequest, timeout: float) -> Any:
+    def future(self, make: Make, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout)
-        packed = request.SerializeToString()
         with self._lock:
-            if self._stream is not None and self._stream.send(packed, lookup):
-                return lookup
-            if self._streaming is not None:
-                try:
-                    self._stream = _Stream(self._streaming)
-                except (ImportError, AttributeError, TypeError):
-                    self._streaming = None
-                else:
-                    if not self._stream.send(packed, lookup):
-                        lookup.settle(None, self._stream.error)  # The server is known not to be there.
-                    return lookup
-        return self._unary.future(request, timeout=timeout)
+            if self._stream is None or not self._stream.send(make, lookup):
+                self._stream = _Stream(self._method)
+                if not self._stream.send(make, lookup):
+                    lookup.settle(None, self._stream.error)  # The server is known not to be there.
+        return lookup
 
     def close(self) -> None:
         """Ends the stream; lookups under way fail. The next lookup opens another. Idempotent."""
@@ -147,123 +138,62 @@ class LookupStream:
 
 
 class _Stream:
-    """One call: whoever asks sends, and a thread of its own reads the replies.
-
-    gRPC's own streams have two more threads on the way, one that takes requests out of an iterator and one that hands
-    replies on; to wake them takes a good part of a short lookup. So this drives the call itself, on a queue of its own
-    ("segregated"), as gRPC's streams of one thread do. That is no public interface of gRPC: what differs in another
-    release raises AttributeError or TypeError here, when the call is opened.
-
-    A call has at most one message on its way out at a time, and one awaited.
+    """One call. gRPC's thread takes the requests, makes messages of them and sends them; a thread of its own reads the
+    replies. So who asks only puts a request into a queue: messages of thousands of blocks take milliseconds to make and
+    to send.
 
     Attributes:
         error: how it ended, once it has.
-
-    Source: grpc._channel._UnaryStreamMultiCallable and _SingleThreadedRendezvous.
     """
 
     def __init__(self, method: Any):
-        from grpc._cython import cygrpc  # type: ignore[attr-defined]
-
-        self._receive = (cygrpc.ReceiveMessageOperation(0),)
-        self._send = cygrpc.SendMessageOperation
-        self._cancelled = cygrpc.StatusCode.cancelled
         self._lock = threading.Lock()
         self._waiting: deque[StreamedLookup] = deque()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: SimpleQueue[Make | None] = SimpleQueue()
         self._ended = False
         self.error = StreamedError(grpc.StatusCode.UNAVAILABLE, "the server ended the stream of lookups")
-        opening = {
-            _OPENED: (cygrpc.SendInitialMetadataOperation(None, 0),),
-            _GREETED: (cygrpc.ReceiveInitialMetadataOperation(0),),
-            _ENDED: (cygrpc.ReceiveStatusOnClientOperation(0),),
-            _REPLIED: self._receive,
-        }
-        self._due = set(opening)  # What the call has yet to report: asking it for more than that would never return.
-        self._call = method._channel.segregated_call(
-            cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
-            method._method,
-            None,
-            None,
-            None,
-            None,
-            [(operations, tag) for tag, operations in opening.items()],
-            None,
-            None,
-        )
+        self._call = method(make() for make in iter(self._unsent.get, None))
         self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
         self._thread.start()
 
-    def send(self, request: bytes, lookup: StreamedLookup) -> bool:
+    def send(self, make: Make, lookup: StreamedLookup) -> bool:
         """False if the stream has ended."""
         with self._lock:  # What is sent and what is waited for, in the same order.
             if self._ended:
                 return False
-            if len(self._unsent) >= MAX_UNSENT:
+            if self._unsent.qsize() >= MAX_UNSENT:
                 lookup.settle(None, StreamedError(grpc.StatusCode.UNAVAILABLE, "the server takes no more lookups"))
                 return True
             self._waiting.append(lookup)
-            self._unsent.append(request)
-            if _SENT not in self._due:
-                self._send_next()
+            self._unsent.put(make)
             return True
 
-    def _send_next(self) -> None:
-        self._start((self._send(self._unsent.popleft(), 0),), _SENT)
-
-    def _start(self, operations: tuple[Any, ...], tag: str) -> None:
-        if self._call.operate(operations, tag):
-            self._due.add(tag)
-
     def close(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._call.cancel(self._cancelled, "the client is closed")
+        self._call.cancel()
         if threading.current_thread() is not self._thread:
             # A thread that ends with the interpreter instead may hold gRPC's locks, for which the exit waits for ever.
             self._thread.join(CLOSE_S)
 
     def _read(self) -> None:
-        while self._due:
-            event = self._call.next_event()
-            message: bytes | None = event.batch_operations[0].message() if event.tag == _REPLIED else None
-            if message is not None:
-                self._settle_next(message)
-            with self._lock:
-                self._due.discard(event.tag)
-                if message is not None:
-                    self._start(self._receive, _REPLIED)
-                elif event.tag == _SENT and self._unsent and not self._ended:
-                    self._send_next()
-                elif event.tag == _ENDED:
-                    self.error = _error_of(event.batch_operations[0]) or self.error
-                    self._ended = True
+        try:
+            for reply in self._call:
+                self._settle_next(reply)
+        except grpc.RpcError as error:
+            self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
+        except IndexError:  # Whatever answers what nobody asked is no kvpool-server.
+            self._call.cancel()
+        with self._lock:
+            self._ended = True
+        self._unsent.put(None)  # gRPC's thread ends.
         waiting, self._waiting = self._waiting, deque()  # Nobody adds to what has ended.
         for lookup in waiting:
             lookup.settle(None, self.error)
 
-    def _settle_next(self, message: bytes) -> None:
-        try:
-            reply = pb.LookupReply.FromString(message)
-            with self._lock:
-                lookup = self._waiting.popleft()
-        except (DecodeError, IndexError):
-            self.close()  # Whatever answers there is no kvpool-server.
-            return
+    def _settle_next(self, reply: pb.LookupReply) -> None:
+        with self._lock:
+            lookup = self._waiting.popleft()
         if reply.HasField("found"):
             lookup.settle(reply.found, None)
         else:
             code = _CODES.get(reply.error.code, grpc.StatusCode.UNKNOWN)
             lookup.settle(None, StreamedError(code, reply.error.message))
-
-
-_OPENED, _GREETED, _SENT, _REPLIED, _ENDED = "opened", "greeted", "sent", "replied", "ended"
-
-
-def _error_of(status: Any) -> StreamedError | None:
-    """How a call ended; None if it just did."""
-    code = _CODES.get(status.code(), grpc.StatusCode.UNKNOWN)
-    if code is grpc.StatusCode.OK:
-        return None
-    details = status.details() or ""
-    return StreamedError(code, details if isinstance(details, str) else details.decode(errors="replace"))

@@ -167,7 +167,7 @@ class ServerConfig(BaseModel):
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT as a pair. Raises ValueError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit()):
         raise ValueError(f"{address!r} is not HOST:PORT")
     if int(port) > 65535:
         raise ValueError(f"port {port} is none; give one of 1 to 65535, or 0 for a free one")

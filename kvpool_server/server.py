@@ -336,8 +336,9 @@ class Server:
 
 def _why_not_listening(address: str) -> OSError:
     """What gRPC does not say."""
+    host, port = split_address(address)
     try:
-        socket.create_server(split_address(address)).close()
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         return error
     return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # It was, a moment ago.
@@ -349,6 +350,8 @@ def _cannot_listen(address: str, what_for: str, flag: str, error: OSError) -> Co
         return ConfigError(
             f"{why}. Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
         )
+    if error.errno == errno.EACCES:
+        return ConfigError(f"{why}; give {flag} a port from 1024 on")
     return ConfigError(f"{why}; give {flag} an address of this host")
 
 

@@ -102,6 +102,8 @@ class Lookups:
             if before is not None:  # A hit is judged once, and waited for once.
                 sought.verdict, sought.patience = before.verdict, before.patience
         sought.asked = local
+        if sought.calls and not self._budget.may_begin:
+            return self._wait(local)  # Its answer is taken with a later step.
         if not self._is_final(sought):
             if not sought.is_waiting:
                 return self._wait(local)

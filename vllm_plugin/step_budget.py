@@ -11,9 +11,9 @@ import time
 
 MAX_WAIT_S = 0.5e-3
 """Lookups of one step wait for their answers this long altogether."""
-MAX_BEGIN_S = 0.25e-3
-"""Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads. What
-begins costs as much again afterwards: in the metadata, and when it ends."""
+MAX_BEGIN_S = 1e-3
+"""Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
+takes no more answers. What begins costs as much again afterwards: in the metadata, and when it ends."""
 WALK_S = 15e-6
 WALK_TOKEN_S = 55e-9
 """Measured: 1.75 ms for 32,768 tokens."""

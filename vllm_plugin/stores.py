@@ -42,12 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MIN_STEP_BLOCKS = 512
-MAX_STEP_JOBS = 16
-MAX_STEP_TABLES = 8_192
-"""A step makes no more jobs than that, and asks for block tables of so many entries and one table more: vLLM copies a
-whole table to whoever asks for it. A request that has to wait has more to offer in its next job."""
-JOB_BLOCKS = 64
-"""What a job costs by itself, in terms of blocks."""
 RELIEF_STEPS = 2
 RELIEF_S = 0.05
 """A request that lacks blocks waits for dropped stores for so many steps, and for so long, before another one is
@@ -63,7 +57,6 @@ class Tracked:
         junction: see `Retention`.
         written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
         due: while less is written, there is nothing to store.
-        own_tokens: that the engine had itself when it gave the request its blocks; None before its first step.
         first_step: number of its first step since it was given blocks; 0 before.
         ran_at: `time.time` when that step was known to have ended: by then ranks have loaded its adapter. 0 before.
         may_store: False where its KV is not known to be that of its tokens.
@@ -74,7 +67,6 @@ class Tracked:
     junction: int = 0
     written: int = 0
     due: int = 0
-    own_tokens: int | None = None
     first_step: int = 0
     ran_at: float = 0.0
     may_store: bool = True
@@ -127,7 +119,6 @@ class Stores:
         self._alignment = alignment
         self._names = names
         self._store_decoded = config.store_decoded
-        self._block_tokens = min(group.rule.block_tokens for group in groups)
         self._interval = -(-config.window_interval_tokens // alignment) * alignment
         self._recorder = recorder
         self._events = events
@@ -174,7 +165,7 @@ class Stores:
         """
         tracked = self._tracked.setdefault(request.request_id, Tracked(request, [0] * len(self._groups)))
         tracked.written = tracked.first_step = tracked.due = 0  # These may be other blocks than before.
-        tracked.ran_at, tracked.own_tokens = 0.0, None
+        tracked.ran_at = 0.0
         if junction is not None:
             tracked.junction = junction
 
@@ -217,8 +208,6 @@ class Stores:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
             return
-        if self._offers_own(tracked):
-            return  # The engine has these blocks still, and offers them with the next request that has them.
         while (job := self._job(tracked, tables, (), self._step_blocks)) is not None:
             self._unsent.append(job)
 
@@ -357,7 +346,6 @@ class Stores:
         state = output.kv_connector_block_state
         assert state is not None, "vLLM tells a connector where blocks are"
         jobs = []
-        num_entries = 0
         scheduled, offloads = output.num_scheduled_tokens, state.boundary_state_offloads
         for request_id in {**scheduled, **offloads}:
             tracked, num_tokens = self._tracked.get(request_id), scheduled.get(request_id, 0)
@@ -366,13 +354,9 @@ class Stores:
             if tracked.request.num_computed_tokens + num_tokens < tracked.due and request_id not in offloads:
                 continue  # Most steps of most requests.
             job = self._store_job(tracked, num_tokens, state, budget)
-            if job is None:
-                continue
-            jobs.append(job)
-            budget -= job.num_blocks
-            num_entries += tracked.written // self._block_tokens
-            if len(jobs) >= MAX_STEP_JOBS or num_entries >= MAX_STEP_TABLES:
-                budget = 0
+            if job is not None:
+                jobs.append(job)
+                budget -= job.num_blocks
         return jobs
 
     def _store_job(
@@ -383,8 +367,6 @@ class Stores:
         # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
         if request.resumable or not tracked.may_store:
             return None
-        if tracked.own_tokens is None:
-            tracked.own_tokens = request.num_computed_tokens
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
         # a rejected draft token nor the last sampled one is ever stored.
         written = request.num_computed_tokens + num_tokens
@@ -464,15 +446,6 @@ class Stores:
             default=0,
         )
 
-    def _offers_own(self, tracked: Tracked) -> bool:
-        """Whether blocks are still to be offered that the engine had itself when it gave the request its blocks."""
-        own_tokens = tracked.own_tokens or 0
-        return any(
-            stored < own_tokens // group.rule.block_tokens
-            for group, stored in zip(self._groups, tracked.stored, strict=True)
-            if group.rule.reach is Reach.ALL
-        )
-
     def _blocks(self, tracked: Tracked, idx: int, tables: Sequence[Sequence[int]], room: int) -> GroupBlocks | None:
         """Blocks of attention that this step completes, or that were found complete, and that are worth storing."""
         group, request, start = self._groups[idx], tracked.request, tracked.stored[idx]
@@ -529,9 +502,9 @@ class Stores:
     # Reports
 
     def _unpin_reported(self) -> None:
-        """Takes reports of about `step_blocks` blocks in one step; the next step takes the others."""
+        """Takes reports of `step_blocks` blocks in one step; the next step takes the others."""
         while self._reported and self._unpin_budget > 0:
-            self._unpin_budget -= JOB_BLOCKS + self._unpin(self._reported.popleft())
+            self._unpin_budget -= self._unpin(self._reported.popleft())
 
     def _unpin(self, job_id: int) -> int:
         """A job has ended. Returns how many blocks are free of it."""

@@ -126,7 +126,7 @@ def _wrong(error: ErrorDetails) -> str:
         case "literal_error":
             return f"give {context['expected']}"
         case "int_parsing":
-            return "give a number"
+            return "give a whole number"
         case "string_pattern_mismatch":
             return f"it does not match {context['pattern']}"
         case "bool_parsing":

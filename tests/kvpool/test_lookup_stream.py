@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,11 @@ from tests.support.processes import wait_for
 TIMEOUT_S = 10.0
 END, FAIL, SAY_MORE, WAIT, REFUSE = 1, 2, 3, 4, 5
 """What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
+
+
+def asking(ttl_ms: int) -> Callable[[], pb.LookupRequest]:
+    """What makes a lookup that asks for a lease of so many ms."""
+    return functools.partial(pb.LookupRequest, lease_ttl_ms=ttl_ms)
 
 
 class Whim(PoolServicer):
@@ -60,10 +66,10 @@ class Served:
         self.server.start()
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
         self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
-        self.lookups = LookupStream(self.stub.LookupStream, self.stub.Lookup)
+        self.lookups = LookupStream(self.stub.LookupStream)
 
     def ask(self, wish: int, timeout: float = TIMEOUT_S) -> int:
-        return int(self.lookups(pb.LookupRequest(lease_ttl_ms=wish), timeout).lease_ttl_ms)
+        return int(self.lookups(asking(wish), timeout).lease_ttl_ms)
 
     def code_of(self, wish: int, timeout: float = TIMEOUT_S) -> grpc.StatusCode:
         with pytest.raises(grpc.RpcError) as raised:
@@ -93,13 +99,13 @@ def test_many_threads_get_their_own_answers_over_one_call(served: Served) -> Non
 
 
 def test_what_is_sent_before_any_answer_is_answered_in_order(served: Served) -> None:
-    pending = [served.lookups.future(pb.LookupRequest(lease_ttl_ms=ttl), TIMEOUT_S) for ttl in range(100, 400)]
+    pending = [served.lookups.future(asking(ttl), TIMEOUT_S) for ttl in range(100, 400)]
     assert [each.result().lease_ttl_ms for each in pending] == list(range(100, 400))
 
 
 def test_large_requests_that_nobody_reads_wait_their_turn(served: Served) -> None:
     large = pb.LookupRequest(lease_ttl_ms=WAIT, namespace=bytes(2 << 20))
-    pending = [served.lookups.future(large, TIMEOUT_S) for _ in range(8)]
+    pending = [served.lookups.future(lambda: large, TIMEOUT_S) for _ in range(8)]
     assert not any(each.done() for each in pending)
     served.whim.go_on.set()
     assert [each.result().lease_ttl_ms for each in pending] == [WAIT] * 8
@@ -142,13 +148,13 @@ def test_a_callback_that_fails_ends_no_other_lookup(served: Served) -> None:
     def fail(_: Any) -> None:
         raise ZeroDivisionError
 
-    served.lookups.future(pb.LookupRequest(lease_ttl_ms=100), TIMEOUT_S).add_done_callback(fail)
+    served.lookups.future(asking(100), TIMEOUT_S).add_done_callback(fail)
     for ttl_ms in (101, 102):
-        assert served.lookups(pb.LookupRequest(lease_ttl_ms=ttl_ms), TIMEOUT_S).lease_ttl_ms == ttl_ms
+        assert served.lookups(asking(ttl_ms), TIMEOUT_S).lease_ttl_ms == ttl_ms
 
 
 def test_a_wait_of_less_than_nothing_is_none(served: Served) -> None:
-    lookup = served.lookups.future(pb.LookupRequest(lease_ttl_ms=WAIT), TIMEOUT_S)
+    lookup = served.lookups.future(asking(WAIT), TIMEOUT_S)
     for timeout_s in (-1, -0.5):
         with pytest.raises(grpc.FutureTimeoutError):
             lookup.result(timeout_s)
@@ -157,7 +163,7 @@ def test_a_wait_of_less_than_nothing_is_none(served: Served) -> None:
 
 
 def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:
-    pending = served.lookups.future(pb.LookupRequest(lease_ttl_ms=WAIT), TIMEOUT_S)
+    pending = served.lookups.future(asking(WAIT), TIMEOUT_S)
     served.lookups.close()
     with pytest.raises(grpc.RpcError) as raised:
         pending.result()
@@ -170,19 +176,8 @@ def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with grpc.insecure_channel("127.0.0.1:1") as channel:
         stub = PoolStub(channel)  # type: ignore[no-untyped-call]
-        lookups = LookupStream(stub.LookupStream, stub.Lookup)
+        lookups = LookupStream(stub.LookupStream)
         with pytest.raises(grpc.RpcError) as raised:
-            lookups(pb.LookupRequest(), TIMEOUT_S)
+            lookups(pb.LookupRequest, TIMEOUT_S)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "Failed to connect to remote host" in raised.value.details()
-
-
-def test_with_another_grpc_lookups_are_calls_of_their_own(served: Served) -> None:
-    class OtherStreams:
-        def __call__(self, *_: object) -> None:
-            raise AssertionError("not to be called")
-
-    lookups = LookupStream(OtherStreams(), served.stub.Lookup)
-    for _ in range(2):
-        assert lookups(pb.LookupRequest(lease_ttl_ms=100), TIMEOUT_S).lease_ttl_ms == 100
-    assert served.whim.num_streams == 0

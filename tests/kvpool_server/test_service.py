@@ -45,7 +45,7 @@ from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota,
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool.wire import decode_opened, encode_spec
+from kvpool.wire import decode_opened, encode_runs, encode_spec
 from tests.support.processes import ServerProcess, clean_environment, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.vanishing_writer import CHUNK_BYTES as VANISHING_CHUNK_BYTES
@@ -384,6 +384,28 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
             client.put(namespace, [run_of(name)], fill)
     wait_for(lambda: client.stats().num_tickets == 0, "the end of every ticket")
     assert client.stats().counters.get("tickets_expired", 0) == 0 == client.stats().counters.get("leases_expired", 0)
+
+
+def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--memory", "1MiB")
+    client = connect(server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    run = _store(client, namespace, "a")
+    leases = [client.lookup(namespace, [run]).lease_id for _ in range(4)]
+    runs = encode_runs([run])
+    with grpc.insecure_channel(server.endpoint) as channel:
+        lookup = PoolStub(channel).Lookup  # type: ignore[no-untyped-call]
+        assert not lookup(pb.LookupRequest(release=[leases[0], leases[0], 0, (1 << 64) - 1]), timeout=10).hits
+        assert client.stats().num_leases == 3
+        found = lookup(
+            pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=1_000),
+            timeout=10,
+        )
+        assert found.lease_id and client.stats().num_leases == 2
+        for bad in (pb.LookupRequest(), pb.LookupRequest(release=[1] * 100_000)):
+            with pytest.raises(grpc.RpcError) as refused:
+                lookup(bad, timeout=10)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, spec: NamespaceSpec) -> None:

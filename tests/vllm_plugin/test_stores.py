@@ -328,3 +328,15 @@ def test_a_core_in_the_callers_process_is_not_reset_while_blocks_are_stored(
             engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         go.set()
         engine.run()
+
+
+def test_reports_of_many_requests_are_taken_as_fast_as_their_jobs_are_made(core: MakeCore) -> None:
+    one = core().connected()
+    requests = [make_request(f"r{nth}", tokens(40, nth)) for nth in range(20)]
+    for request in requests:
+        one.allocate(request, 0)
+    for _ in range(2):
+        jobs = one.step(*((request, 16) for request in requests)).stores
+        assert len(jobs) == 20, "each completes a block"
+        one.report(*(job.job_id for job in jobs))
+    assert one.side.held()["jobs"] == 0

@@ -27,7 +27,7 @@ def test_other_names_are_taken(name: str) -> None:
         ("size=lots", "size=lots: give a number of bytes, as 200GiB"),
         ("size=1GiB,threads=0", "threads=0: give at least 1"),
         ("size=1GiB,threads=65", "threads=65: give at most 64"),
-        ("size=1GiB,threads=few", "threads=few: give a number"),
+        ("size=1GiB,threads=few", "threads=few: give a whole number"),
         ("size=1GiB,io=fast", "io=fast: give 'direct', 'buffered' or 'usrbio'"),
         ("size=1GiB,create=perhaps", "create=perhaps: give yes or no"),
         ("size=1GiB,name=a/b", "name=a/b: it does not match ^[A-Za-z0-9._-]*$"),
