@@ -331,7 +331,7 @@ def test_a_core_in_the_callers_process_is_not_reset_while_blocks_are_stored(
 
 
 def test_reports_of_many_requests_are_taken_as_fast_as_their_jobs_are_made(core: MakeCore) -> None:
-    one = core().connected()
+    one = core(max_pinned_fraction=1.0).connected()
     requests = [make_request(f"r{nth}", tokens(40, nth)) for nth in range(20)]
     for request in requests:
         one.allocate(request, 0)
