@@ -26,8 +26,8 @@ def main(
     blocks: Annotated[int, typer.Option(help="Blocks in a transfer.")] = 1250,
 ) -> None:
     """Time gathering and scattering in alternation with plain copies of as many bytes."""
-    from vllm_plugin.copy.cuda import REGISTER_STEP_BYTES, STAGING_BYTES, CudaCopier
-    from vllm_plugin.layout import make_layout
+    from vllm_plugin.worker.copy.cuda import REGISTER_STEP_BYTES, STAGING_BYTES, CudaCopier
+    from vllm_plugin.worker.layout import make_layout
 
     shape = (LAYERS, NUM_ENGINE_BLOCKS, HEADS, BLOCK_TOKENS, CONTENT_BYTES)
     memory = torch.zeros(shape, dtype=torch.int8, device="cuda")

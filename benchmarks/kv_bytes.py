@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_plugin.boundary import Reach, Rule
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.retention import Retention
+from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.scheduler.retention import Retention
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 32_768

@@ -40,7 +40,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
     """Measures and reports."""
-    from vllm_plugin.weights import MAX_THREADS, READ_BYTES, content_digest  # The table needs no vLLM.
+    from vllm_plugin.model.weights import MAX_THREADS, READ_BYTES, content_digest  # The table needs no vLLM.
 
     nbytes = mib << 20
     piece = np.random.default_rng(0).integers(0, 256, READ_BYTES, dtype=np.uint8)

@@ -22,9 +22,9 @@ from vllm.logger import init_logger
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
-from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.versions import warn_if_untested
-from vllm_plugin.worker import KVPoolWorker
+from vllm_plugin.worker.worker import KVPoolWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
-from vllm_plugin.adapters import NO_ADAPTER
+from vllm_plugin.model.adapters import NO_ADAPTER
 
 
 @dataclass(slots=True)

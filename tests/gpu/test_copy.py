@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvpool.hashing import checksum
-from vllm_plugin.copy.cpu import CpuCopier
-from vllm_plugin.layout import Layout, make_layout
+from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.layout import Layout, make_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def _checksums(layout: Layout, buffers) -> list[int]:
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_same_bytes_as_on_the_cpu(order: str, num_shards: int):
-    from vllm_plugin.copy.cuda import CudaCopier
+    from vllm_plugin.worker.copy.cuda import CudaCopier
 
     members = (NAMES[:3], NAMES[3:])  # Two of the engine's groups, with a block table each.
     on_cpu = _layout(_caches(order, torch.bfloat16, "cpu"), num_shards, members)
@@ -79,7 +79,7 @@ def test_same_bytes_as_on_the_cpu(order: str, num_shards: int):
 
 
 def test_groups_of_other_shapes_and_odd_sizes():
-    from vllm_plugin.copy.cuda import CudaCopier
+    from vllm_plugin.worker.copy.cuda import CudaCopier
 
     # Layers of other head counts in one group, and a state whose bytes are no whole words.
     generator = torch.Generator().manual_seed(1)
@@ -113,7 +113,7 @@ def test_groups_of_other_shapes_and_odd_sizes():
 
 
 def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
-    from vllm_plugin.copy.cuda import CudaCopier
+    from vllm_plugin.worker.copy.cuda import CudaCopier
 
     layout = _layout(_caches("LBNHC", torch.bfloat16, "cuda"), 2)
     nbytes = layout.region_bytes
@@ -148,7 +148,7 @@ def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
 
 
 def test_what_arrives_is_hashed_not_what_was_sent():
-    from vllm_plugin.copy.cuda import CudaCopier
+    from vllm_plugin.worker.copy.cuda import CudaCopier
 
     layout = _layout(_caches("LBNHC", torch.bfloat16, "cuda"), 4)
     copier = CudaCopier([layout])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_plugin.layout import make_layout
+from vllm_plugin.worker.layout import make_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def cache() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("marked", "seen"), [("after", 7), ("before", 0)])
 def test_bug_11_kv_is_read_when_it_has_been_computed(marked: str, seen: int, cache: dict[str, torch.Tensor]) -> None:
-    from vllm_plugin.copy.cuda import CudaCopier
+    from vllm_plugin.worker.copy.cuda import CudaCopier
 
     layout = make_layout(cache, [NAMES], BLOCKS, 2)
     copier = CudaCopier([layout])
@@ -50,7 +50,7 @@ def test_bug_11_kv_is_read_when_it_has_been_computed(marked: str, seen: int, cac
 
 @pytest.mark.parametrize(("marked", "left"), [("after", 9), ("before", 0)])
 def test_bug_10_loads_come_after_zeroing(marked: str, left: int, cache: dict[str, torch.Tensor]) -> None:
-    from vllm_plugin.copy.cuda import CudaCopier
+    from vllm_plugin.worker.copy.cuda import CudaCopier
 
     layout = make_layout(cache, [NAMES], BLOCKS, 2)
     copier = CudaCopier([layout])

@@ -14,13 +14,14 @@ import pytest
 from kvpool.client import Client
 from kvpool.types import BlockRun, ShardRange
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from vllm_plugin import lookups, scheduler, transfer, worker
-from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
-from vllm_plugin.pins import Pins
-from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores, Tracked
-from vllm_plugin.transfer import ReceiveThread, SendThread, TransferThread
+from vllm_plugin.scheduler import lookups, scheduler
+from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.pins import Pins
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.scheduler.stores import Stores, Tracked
+from vllm_plugin.worker import transfer, worker
+from vllm_plugin.worker.transfer import ReceiveThread, SendThread, TransferThread
 
 Break = Callable[[pytest.MonkeyPatch], None]
 BROKEN: list[Break] = []
@@ -301,9 +302,9 @@ def leases_of_late_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
 def leases_of_earlier_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
     original = Lookups._take_answers
 
-    def take_answers(self: Lookups, sought: Any, answers: Any) -> None:
-        sought.lease_ids = ()
-        original(self, sought, answers)
+    def take_answers(self: Lookups, lookup: Any, answers: Any) -> None:
+        lookup.lease_ids = ()
+        original(self, lookup, answers)
 
     patch.setattr(Lookups, "_take_answers", take_answers)
 

@@ -47,8 +47,11 @@ from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from tests.vllm_plugin.support import full_attention, make_request
 from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
 from tests.vllm_plugin.toy_device import Device, DeviceCopier
-from vllm_plugin import breaker, economy, loads, lookups, scheduler, session, step_budget, stores, transfer
+from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.scheduler import load_policy as load_policy
+from vllm_plugin.scheduler import loads, lookups, scheduler, step_budget, stores
+from vllm_plugin.worker import transfer
 
 FULL = full_attention(head_size=2)
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=40)
@@ -434,7 +437,7 @@ def take_over(patch: pytest.MonkeyPatch, turns: Turns, server: SimServer) -> Non
     patch.setattr(session, "threading", threading)
     patch.setattr(session, "Client", functools.partial(SimClient, server))
     patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, turns.clock))
-    patch.setattr(loads, "Economy", functools.partial(economy.Economy, clock=turns.clock))
+    patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=turns.clock))
     ids = itertools.count(1)
     patch.setattr(scheduler, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
     patch.setattr(transfer, "queue", turns.queue())

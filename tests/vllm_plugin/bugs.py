@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.vllm_plugin.toy import ToyEngine
-from vllm_plugin.transfer import TransferThread
+from vllm_plugin.worker.transfer import TransferThread
 
 Scenario = Callable[[float], None]
 """Runs engines to their end, each within so many seconds."""

@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a busy machine takes does not end a step's budget: what is asked for begins in the step that asks."""
-    from vllm_plugin import step_budget
+    from vllm_plugin.scheduler import step_budget
 
     monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1.0)
 
@@ -97,7 +97,7 @@ def toy_engine() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def keeps_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are not dropped where the engine lacks blocks."""
-    from vllm_plugin.stores import Stores
+    from vllm_plugin.scheduler.stores import Stores
 
     monkeypatch.setattr(Stores, "_drop_orphans", lambda _: False)
 

@@ -18,9 +18,9 @@ from kvpool.types import BlockRun
 from tests.support.processes import wait_for
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.identity import namespace_spec
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from vllm_plugin.scheduler import KVPoolScheduler
+from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 
 NUM_BLOCKS = 64
 

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.vllm_plugin.toy import ToyEngine
-from vllm_plugin.copy.cpu import CpuCopier
+from vllm_plugin.worker.copy.cpu import CpuCopier
 
 
 class SlowDevice:

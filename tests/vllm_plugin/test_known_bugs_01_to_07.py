@@ -28,13 +28,13 @@ from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.toy import answer
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.copy.cpu import CpuCopier
 from vllm_plugin.metadata import WorkerMetadata
-from vllm_plugin.pins import Pins
-from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores, Tracked
-from vllm_plugin.transfer import ReceiveThread, SendThread, TransferThread
-from vllm_plugin.worker import KVPoolWorker
+from vllm_plugin.scheduler.pins import Pins
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.scheduler.stores import Stores, Tracked
+from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.transfer import ReceiveThread, SendThread, TransferThread
+from vllm_plugin.worker.worker import KVPoolWorker
 
 FreshFleet = Callable[[], Fleet]
 

@@ -32,15 +32,15 @@ from tests.vllm_plugin.slow_device import SlowDevice, unmarked
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.toy import ToyEngine, answer
-from vllm_plugin import lookups, stores
-from vllm_plugin.boundary import Found, Reach, Rule
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.loads import Loads
-from vllm_plugin.lookups import Lookups
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
-from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores, Tracked
-from vllm_plugin.transfer import ReceiveThread, SendThread
+from vllm_plugin.model.hit_rules import Found, Reach, Rule
+from vllm_plugin.scheduler import lookups, stores
+from vllm_plugin.scheduler.loads import Loads
+from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.scheduler.stores import Stores, Tracked
+from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 FreshFleet = Callable[[], Fleet]
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
@@ -107,9 +107,9 @@ def test_bug_09_hit_of_full_attention_alone_on_a_hybrid_model(shape: str, right:
             full = [pair for pair in zip(rules, found, strict=True) if pair[0].reach is Reach.ALL]
             return longest([rule for rule, _ in full], [blocks for _, blocks in full], *bounds)
 
-        def parts_of_attention(self: Stores, request: Any, sought: Any, *args: Any) -> list[GroupBlocks]:
-            sought.found = [Everything() for _ in sought.found]
-            parts = load_parts(self, request, sought, *args) or []
+        def parts_of_attention(self: Stores, request: Any, lookup: Any, *args: Any) -> list[GroupBlocks]:
+            lookup.found = [Everything() for _ in lookup.found]
+            parts = load_parts(self, request, lookup, *args) or []
             return [part for part in parts if self._groups[part.group_idx].rule.reach is Reach.ALL]
 
         with (
@@ -267,8 +267,8 @@ def test_bug_12_null_block_is_moved(fresh_fleet: FreshFleet) -> None:
 
     load_parts = KVPoolScheduler._load_parts
 
-    def with_null_blocks(self: Any, request: Any, sought: Any, tables: Any, stop_tokens: int) -> list[GroupBlocks]:
-        parts: list[GroupBlocks] = load_parts(self, request, sought, tables, stop_tokens) or []
+    def with_null_blocks(self: Any, request: Any, lookup: Any, tables: Any, stop_tokens: int) -> list[GroupBlocks]:
+        parts: list[GroupBlocks] = load_parts(self, request, lookup, tables, stop_tokens) or []
         for part in parts:
             group, first = self._groups[part.group_idx], max(0, part.firsts[0] - 1)
             stop = stop_tokens // group.rule.block_tokens
@@ -305,9 +305,9 @@ def test_bug_12_window_is_too_short(shape: str, fresh_fleet: FreshFleet) -> None
         def too_late(self: Rule, boundary: int) -> int:
             return first(self, boundary) + (self.reach is Reach.WINDOW)
 
-        def from_the_rule(self: Any, request: Any, sought: Any, tables: Any, stop_tokens: int) -> list[GroupBlocks]:
-            sought.found = [Everything() for _ in sought.found]
-            parts: list[GroupBlocks] = load_parts(self, request, sought, tables, stop_tokens) or []
+        def from_the_rule(self: Any, request: Any, lookup: Any, tables: Any, stop_tokens: int) -> list[GroupBlocks]:
+            lookup.found = [Everything() for _ in lookup.found]
+            parts: list[GroupBlocks] = load_parts(self, request, lookup, tables, stop_tokens) or []
             for part in parts:
                 skip = max(0, self._groups[part.group_idx].rule.first(stop_tokens) - part.firsts[0])
                 (run,) = part.runs

@@ -32,14 +32,16 @@ from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.toy import ToyEngine, answer
-from vllm_plugin import identity, scheduler, worker
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import ConnectorMetadata, StoreJob
-from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.stores import Stores, Tracked
-from vllm_plugin.transfer import ReceiveThread, SendThread
-from vllm_plugin.weights import Weights
-from vllm_plugin.worker import KVPoolWorker
+from vllm_plugin.model import identity
+from vllm_plugin.model.weights import Weights
+from vllm_plugin.scheduler import scheduler
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.scheduler.stores import Stores, Tracked
+from vllm_plugin.worker import worker
+from vllm_plugin.worker.transfer import ReceiveThread, SendThread
+from vllm_plugin.worker.worker import KVPoolWorker
 
 FreshFleet = Callable[[], Fleet]
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
@@ -156,8 +158,8 @@ def test_bug_16_unchosen_connector_loads_anyway(vllm_config: MakeConfig, shared_
     after_alloc = KVPoolScheduler.after_alloc
 
     def load_what_was_found(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        sought = self._lookups._sought.get(request.request_id)
-        found = sought.boundary - sought.asked if sought is not None else 0
+        lookup = self._lookups._by_request.get(request.request_id)
+        found = lookup.boundary - lookup.asked if lookup is not None else 0
         after_alloc(self, request, blocks, found)
 
     assert_caught(scenario, replaced(KVPoolScheduler, "after_alloc", load_what_was_found), "6 loads of 3 requests")
@@ -185,8 +187,8 @@ def test_bug_17_core_takes_less_than_was_found(cut: int, fresh_fleet: FreshFleet
     after_alloc = KVPoolScheduler.after_alloc
 
     def all_or_nothing(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        sought = self._lookups._sought.get(request.request_id)
-        found = sought.boundary - sought.asked if sought is not None else 0
+        lookup = self._lookups._by_request.get(request.request_id)
+        found = lookup.boundary - lookup.asked if lookup is not None else 0
         assert num_external_tokens in (0, found), f"{num_external_tokens} of {found} tokens are taken"
         after_alloc(self, request, blocks, num_external_tokens)
 

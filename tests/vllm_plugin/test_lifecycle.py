@@ -20,8 +20,8 @@ from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
 from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.toy import ToyEngine, answer
-from vllm_plugin import worker
-from vllm_plugin.identity import namespace_spec
+from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.worker import worker
 
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.support.effort import effort
 from tests.support.values import group_spec
-from vllm_plugin.copy.cpu import CpuCopier
-from vllm_plugin.groups import rank_shards
-from vllm_plugin.layout import Layout, make_layout
+from vllm_plugin.model.groups import rank_shards
+from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.layout import Layout, make_layout
 
 NUM_BLOCKS = 6
 Bytes = npt.NDArray[np.uint8]

@@ -27,7 +27,7 @@ from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.vllm_plugin.support import tokens
 from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.toy import ToyEngine, answer
-from vllm_plugin.transfer import ReceiveThread, SendThread
+from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
 """Shapes of model, and so many blocks that a few requests fill them."""

@@ -46,9 +46,9 @@ from tests.vllm_plugin.toy_cache import Tables, ToyCache, Wrong, config_of_rank
 from tests.vllm_plugin.toy_device import Device, DeviceCopier
 from vllm_plugin import register
 from vllm_plugin.metrics import KVPoolStats
-from vllm_plugin.scheduler import KVPoolScheduler
-from vllm_plugin.transfer import TransferThread
-from vllm_plugin.worker import KVPoolWorker
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.worker.transfer import TransferThread
+from vllm_plugin.worker.worker import KVPoolWorker
 
 MakeConnector = Callable[[VllmConfig, KVConnectorRole, KVCacheConfig], KVConnectorBase_V1]
 create_connector: MakeConnector = KVConnectorFactory.create_connector  # Engines patch it while they start.

@@ -1,0 +1,239 @@
+"""An adapter is shared by its content, and only where the engine must have loaded what was read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from tests.support.processes import wait_for
+from tests.support.values import block_hash
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.core import MakeCore, fill
+from tests.vllm_plugin.support import make_request, tokens
+from vllm_plugin.metadata import StoreJob
+from vllm_plugin.model.adapters import CLOCK_STEP_S, NO_ADAPTER, Adapters, named
+
+Make = Callable[..., Adapters]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def make(vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """`make(share="unchanged", age_s=3600, nnodes=1)`: adapters of an engine that started after the files' times."""
+    made: list[Adapters] = []
+
+    def start(share: str = "unchanged", ahead_s: float = 60.0, nnodes: int = 1) -> Adapters:
+        config = vllm_config()
+        config.parallel_config.nnodes = nnodes
+        now = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm_plugin.model.adapters.time.time", lambda: now() + ahead_s)
+            adapters = Adapters(config, share)
+        made.append(adapters)
+        return adapters
+
+    yield start
+    for adapters in made:
+        adapters.close()
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRARequest:
+    place = tmp_path / "adapter"
+    place.mkdir()
+    (place / "adapter_config.json").write_text("{}")
+    (place / "adapter_model.safetensors").write_bytes(b"weights")
+    return LoRARequest("name", 1, str(place))
+
+
+def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
+    """What is known once the files have been read."""
+
+    def has_ended() -> bool:
+        is_known = adapters.digest(lora) is not None
+        adapters.new_step()
+        return is_known or not adapters.is_busy(lora)
+
+    wait_for(has_ended, "the adapter to be read")
+    return adapters.digest(lora)
+
+
+def test_without_an_adapter_names_are_the_engines_hashes(make: Make) -> None:
+    adapters = make()
+    assert adapters.digest(None) == NO_ADAPTER
+    hashes = [block_hash(n) for n in range(3)]
+    assert named(hashes, NO_ADAPTER) == hashes
+
+
+def test_names_are_told_apart_by_the_digest_and_back(make: Make, lora: LoRARequest) -> None:
+    digest = read(make(), lora)
+    assert digest is not None and len(digest) == 32
+    hashes = [block_hash(n) for n in range(3)]
+    assert set(named(hashes, digest)).isdisjoint(hashes)
+    assert named(named(hashes, digest), digest) == hashes
+    assert named([], digest) == []
+
+
+def test_one_content_at_two_places_is_one_adapter(make: Make, lora: LoRARequest, tmp_path: Path) -> None:
+    shutil.copytree(lora.lora_path, tmp_path / "copy")
+    adapters = make()
+    assert read(adapters, LoRARequest("other name", 2, str(tmp_path / "copy"))) == read(adapters, lora)
+    (tmp_path / "copy" / "adapter_model.safetensors").write_bytes(b"Weights")
+    assert read(make(), LoRARequest("other name", 2, str(tmp_path / "copy"))) != read(adapters, lora)
+
+
+def test_files_that_are_newer_than_the_engine_are_not_shared(
+    make: Make, lora: LoRARequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.utime(Path(lora.lora_path) / "adapter_model.safetensors", (0, 0))  # Its ctime tells all the same.
+    assert read(make(ahead_s=-5.0), lora) is None
+    assert "newer than the engine" in caplog.text
+    assert read(make("always", ahead_s=-5.0), lora) is not None
+
+
+def test_a_change_is_noticed_before_a_request_that_came_after_it(make: Make, lora: LoRARequest) -> None:
+    adapters = make()
+    assert read(adapters, lora) is not None
+    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+    arrived_at = time.time()
+
+    def is_checked() -> bool:
+        adapters.new_step()
+        return adapters.is_checked(lora, arrived_at)
+
+    assert not adapters.is_checked(lora, arrived_at)
+    wait_for(is_checked, "a look at the files")
+    assert adapters.digest(lora) is None
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "added", "removed"])
+def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoRARequest, tmp_path: Path) -> None:
+    adapters = make()
+    assert read(adapters, lora) is not None
+    weights = Path(lora.lora_path) / "adapter_model.safetensors"
+    if how == "written":
+        weights.write_bytes(b"WEIGHTS")
+    elif how == "replaced":
+        (tmp_path / "new").write_bytes(b"weights")
+        (tmp_path / "new").rename(weights)
+    elif how == "added":
+        (weights.parent / "more.safetensors").write_bytes(b"")
+    else:
+        shutil.rmtree(weights.parent)
+
+    def is_noticed() -> bool:
+        adapters.new_step()
+        return adapters.digest(lora) is None
+
+    wait_for(is_noticed, "the change to be noticed")
+
+
+def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, lora: LoRARequest) -> None:
+    adapters = make()
+    assert read(adapters, lora) is not None
+    assert adapters.digest(LoRARequest("name", 1, lora.lora_path, load_inplace=True)) is None
+    assert adapters.digest(lora) is None
+
+
+@pytest.mark.parametrize("load_inplace", [False, True])
+def test_two_adapters_of_one_number_are_not_told_apart_by_the_ranks(
+    load_inplace: bool, make: Make, lora: LoRARequest, tmp_path: Path
+) -> None:
+    shutil.copytree(lora.lora_path, tmp_path / "copy")
+    adapters = make()
+    assert read(adapters, lora) is not None
+    other = LoRARequest("other", lora.lora_int_id, str(tmp_path / "copy"), load_inplace=load_inplace)
+    assert adapters.digest(other) is None and adapters.digest(lora) is None
+
+
+def test_an_adapter_that_is_not_here_is_not_shared(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    assert read(make(), LoRARequest("name", 1, "nobody/has-this-adapter")) is None
+    assert "nobody/has-this-adapter is no directory on this disk" in caplog.text
+
+
+def test_ranks_that_read_files_of_their_own_do_not_share(
+    make: Make, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make(nnodes=2).digest(lora) is None
+    assert make("never").digest(lora) is None
+    assert read(make("always", nnodes=2), lora) is not None
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    assert make().digest(lora) is None
+
+
+# Requests
+
+
+def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore, lora: LoRARequest) -> None:
+    os.utime(lora.lora_path)
+    time.sleep(CLOCK_STEP_S)  # The engine starts later than the files were written.
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    request.lora_request = lora
+    wait_for(lambda: one.ask(request) is not None, "the adapter to be read")
+    digest = one.side._names.adapter(request)
+    assert one.ask(request) == 0
+    fill(one, request.block_hashes)  # As requests without an adapter name them.
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    # Not before the ranks must have loaded the adapter, and its files were looked at after that.
+    assert one.step((request, 100)).stores == []
+    assert one.step((request, 0)).stores == []
+
+    def stored() -> list[StoreJob]:
+        one.side.stats()  # A step has ended.
+        return one.step((request, 0)).stores
+
+    jobs = wait_for(stored, "a look at the files")
+    assert jobs[0].groups[0].runs[0].block_hashes == named(request.block_hashes[:6], digest)
+    other = make_request("s", tokens(100))
+    other.lora_request = lora
+    fill(one, named(request.block_hashes, digest))
+    assert one.ask(other) == 96
+
+
+def test_what_an_adapter_computed_whose_files_have_changed_is_not_stored(core: MakeCore, lora: LoRARequest) -> None:
+    """Nobody was asked whether it is current: such a request is computed without a lookup."""
+    time.sleep(CLOCK_STEP_S)
+    one = core().connected()
+    first = make_request("r", tokens(100))
+    first.lora_request = lora
+    wait_for(lambda: one.ask(first) is not None, "the adapter to be read")
+    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+    second = make_request("s", tokens(100), prompt_logprobs=0)
+    second.lora_request = lora
+    assert one.ask(second) == 0
+    one.allocate(second, 0)
+    assert one.step((second, 100)).stores == []
+    one.side.stats()
+
+    def is_refused() -> bool:
+        one.side.stats()
+        assert one.step((second, 0)).stores == []
+        return not one.side._names.are_known(second)
+
+    wait_for(is_refused, "the change to be noticed")
+    one.finish(second)
+    assert one.step().stores == []
+
+
+def test_a_request_whose_adapter_is_not_shared_is_computed_and_not_stored(core: MakeCore, lora: LoRARequest) -> None:
+    one = core(share_adapters="never").connected()
+    request = make_request("r", tokens(100))
+    request.lora_request = lora
+    fill(one, request.block_hashes)
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    one.finish(request)
+    assert one.step().stores == []

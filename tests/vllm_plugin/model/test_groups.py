@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowMLASpec
+
+from kvpool.errors import ConfigError
+from kvpool.namespace import GroupSpec
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.kinds import chunked, kv_cache, mla, state, uniform, window
+from tests.vllm_plugin.support import LAYERS, cache_config, full_attention, of_rank
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.model.groups import (
+    alignment_tokens,
+    check_supported,
+    group_spec,
+    hash_tokens,
+    make_groups,
+    member_layers,
+    rank_shards,
+    scheduler_knows,
+)
+from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.model.identity import namespace_spec
+
+SIZES = (1, 2, 4, 8)
+
+
+def engine(heads: int = 4, tp_size: int = 1, pp_size: int = 1, drafts: bool = False, **parallel: Any) -> Any:
+    """What groups depend on of a configuration."""
+    defaults = {"distributed_executor_backend": "mp"}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="some/model", get_total_num_kv_heads=lambda: heads),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size, **{**defaults, **parallel}
+        ),
+        cache_config=SimpleNamespace(calculate_kv_scales=False, enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True) if drafts else None,
+    )
+
+
+def specs_of(config: Any, cache: KVCacheConfig, num_shards: int = 0) -> list[GroupSpec]:
+    return [group_spec(group, config, cache, num_shards) for group in make_groups(config, cache)]
+
+
+def group_of(total_kv_heads: int, tp_size: int, num_shards: int = 0, **fields: Any) -> GroupSpec:
+    """One group of full attention."""
+    cache = cache_config(full_attention(max(1, total_kv_heads // tp_size), **fields))
+    (spec,) = specs_of(engine(total_kv_heads, tp_size), cache, num_shards)
+    return spec
+
+
+def written(group: GroupSpec, tp_size: int) -> Counter[int]:
+    """How often each shard is written."""
+    mine = [rank_shards(group, rank, tp_size) for rank in range(tp_size)]
+    return Counter(
+        shard for one in mine if one.writes for shard in range(one.shards.start, one.shards.start + one.shards.count)
+    )
+
+
+# What is served
+
+
+def test_one_full_attention_group_is_served(vllm_config: MakeConfig) -> None:
+    check_supported(vllm_config(), cache_config())
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "rule", "window_tokens"),
+    [
+        (full_attention(), "full_attention", Rule(Reach.ALL, 16), 0),
+        (full_attention(sliding_window=64), "full_attention", Rule(Reach.ALL, 16), 0),  # Without a hybrid allocator.
+        (full_attention(block_size=32), "full_attention", Rule(Reach.ALL, 32), 0),
+        (mla(), "mla_attention", Rule(Reach.ALL, 16), 0),
+        (window(64), "sliding_window", Rule(Reach.WINDOW, 16, 63), 64),
+        (window(64, extra_retained_tokens=3), "sliding_window", Rule(Reach.WINDOW, 16, 66), 64),
+        (chunked(96), "chunked_local_attention", Rule(Reach.CHUNK, 16, 96), 0),
+        (state(), "mamba", Rule(Reach.STATE, 16), 0),
+    ],
+)
+def test_each_kind_has_its_rule(spec: KVCacheSpec, kind: str, rule: Rule, window_tokens: int) -> None:
+    (group,) = make_groups(engine(), kv_cache(spec))
+    assert (group.kind, group.rule, group.members, group.window_tokens) == (kind, rule, (0,), window_tokens)
+
+
+def test_groups_that_follow_one_rule_are_one() -> None:
+    cache = kv_cache(window(64), full_attention(), window(64, num_kv_heads=8), window(32), state(), window(64), state())
+    groups = make_groups(engine(), cache)
+    assert [(group.kind, group.members) for group in groups] == [
+        ("sliding_window", (0, 2, 5)),
+        ("full_attention", (1,)),
+        ("sliding_window", (3,)),
+        ("mamba", (4, 6)),
+    ]
+    assert member_layers(groups[0], cache) == [["0.0", "0.1"], ["2.0", "2.1"], ["5.0", "5.1"]]
+    spec = specs_of(engine(), cache)[0]
+    assert spec.layer_names == ("0.0", "0.1", "2.0", "2.1", "5.0", "5.1")
+    assert spec.slot_bytes == sum(2 * cache.kv_cache_groups[idx].kv_cache_spec.page_size_bytes for idx in (0, 2, 5))
+
+
+@pytest.mark.parametrize("other", [window(64, block_size=32), window(63), window(64, max_tp_shards=1), chunked(64)])
+def test_groups_of_other_rules_are_apart(other: KVCacheSpec) -> None:
+    assert [group.members for group in make_groups(engine(), kv_cache(window(64), other))] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "flagged", "proving"),
+    [(False, {0}, set()), (True, {0}, {0}), (True, {2}, {1, 2}), (True, set(), {0, 1, 2})],
+)
+def test_a_draft_models_groups_prove_one_block_more(drafts: bool, flagged: set[int], proving: set[int]) -> None:
+    cache = kv_cache(full_attention(), window(64), window(64), state(), eagle=flagged)
+    groups = make_groups(engine(drafts=drafts), cache)
+    assert {member for group in groups if group.rule.proves for member in group.members} == proving
+
+
+def test_boundaries_are_whole_blocks_and_hashes_are_their_common_part(vllm_config: MakeConfig) -> None:
+    cache = kv_cache(full_attention(block_size=32), window(block_size=48))
+    assert (alignment_tokens(cache), hash_tokens(vllm_config(), cache)) == (96, 16)
+    assert hash_tokens(vllm_config(), replace(cache, hash_block_size=8)) == 8, "what the engine core has settled counts"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (state(mode="none"), r"\(MambaSpec, 2 layers\) .*'none'; start vLLM with .*--mamba-cache-mode align"),
+        (state(mode="all"), r"\(MambaSpec, 2 layers\) .*'all'; start vLLM with .*--mamba-cache-mode align"),
+        (full_attention(non_causal=True), r"\(FullAttentionSpec, 2 layers\) looks ahead .*serve it without kvpool"),
+        (
+            SlidingWindowMLASpec(**vars(window(64)) | {"head_size_v": 0, "bounded_replay": True}),
+            r"\(SlidingWindowMLASpec, 2 layers\) is scratch memory",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_shared_is_refused_by_number_kind_and_fix(spec: KVCacheSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not serve some/model: its KV-cache group 1 {message}"):
+        check_supported(engine(), kv_cache(full_attention(), spec))
+
+
+def test_a_kind_that_nobody_knows_is_refused() -> None:
+    class NewSpec(type(full_attention())):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ConfigError, match=r"group 0 \(NewSpec, 2 layers\) is of a kind that it does not know"):
+        check_supported(engine(), kv_cache(NewSpec(**vars(full_attention()))))
+
+
+def test_one_layer_of_a_mixed_group_is_enough_to_refuse_it() -> None:
+    mixed = uniform(a=full_attention(), b=full_attention(8, non_causal=True))
+    with pytest.raises(ConfigError, match=r"group 0 \(FullAttentionSpec, 2 layers\) looks ahead"):
+        check_supported(engine(), kv_cache(mixed))
+
+
+def test_a_model_without_kv_cache_is_refused(vllm_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="has no KV cache, so there is nothing to share"):
+        check_supported(vllm_config(), replace(cache_config(), kv_cache_groups=[]))
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_a_parallelism_that_is_not_served_is_refused_by_name(name: str, vllm_config: MakeConfig) -> None:
+    config = vllm_config()
+    setattr(config.parallel_config, name, 2)
+    with pytest.raises(ConfigError, match=f"{name} = 2; set it to 1"):
+        check_supported(config, cache_config())
+
+
+def test_a_scheduler_for_each_rank_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'external_launcher' has one for each: use 'mp' or 'ray'"):
+        check_supported(engine(distributed_executor_backend="external_launcher"), cache_config())
+
+
+def test_scales_that_depend_on_the_first_request_are_refused(vllm_config: MakeConfig) -> None:
+    config = vllm_config()
+    config.cache_config.calculate_kv_scales = True
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        check_supported(config, cache_config())
+
+
+# Shards
+
+
+@pytest.mark.parametrize("total_kv_heads", SIZES)
+@pytest.mark.parametrize("tp_size", SIZES)
+def test_writers_cover_every_shard_once_and_every_rank_reads_its_heads(tp_size: int, total_kv_heads: int) -> None:
+    group = group_of(total_kv_heads, tp_size)
+    mine = [rank_shards(group, rank, tp_size) for rank in range(tp_size)]
+    assert written(group, tp_size) == Counter(range(group.num_shards))
+    heads_per_shard = total_kv_heads // group.num_shards
+    for rank, one in enumerate(mine):
+        one.shards.check(group.num_shards)
+        # As vLLM deals them out: rank r of more ranks than heads holds head r // replicas.
+        first_head = rank * total_kv_heads // tp_size
+        assert one.shards.start * heads_per_shard == first_head
+        assert one.shards.count * heads_per_shard == max(1, total_kv_heads // tp_size)
+    assert sum(one.writes for one in mine) == min(tp_size, total_kv_heads)
+
+
+@pytest.mark.parametrize("total_kv_heads", SIZES)
+def test_every_parallel_size_names_the_same_group(total_kv_heads: int) -> None:
+    assert len({group_of(total_kv_heads, tp_size) for tp_size in SIZES}) == 1
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("total_kv_heads", SIZES)
+def test_a_ranks_part_of_a_chunk_is_what_its_kv_cache_holds(total_kv_heads: int, tp_size: int) -> None:
+    group = group_of(total_kv_heads, tp_size)
+    spec = of_rank(cache_config(full_attention(total_kv_heads)), tp_size).kv_cache_groups[0].kv_cache_spec
+    count = rank_shards(group, 0, tp_size).shards.count
+    assert count * group.chunk_bytes == len(LAYERS) * spec.page_size_bytes
+
+
+@pytest.mark.parametrize(("total_kv_heads", "expected"), [(1, 1), (6, 2), (8, 8), (16, 16), (32, 16), (24, 8)])
+def test_by_default_a_shard_is_a_head_up_to_sixteen_shards(total_kv_heads: int, expected: int) -> None:
+    assert group_of(total_kv_heads, 1).num_shards == expected
+
+
+def test_a_shard_may_hold_several_heads() -> None:
+    group = group_of(8, 2, num_shards=2)
+    assert group.chunk_bytes == 4 * group_of(8, 2).chunk_bytes
+    assert [rank_shards(group, rank, 2).shards.start for rank in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("total_kv_heads", "tp_size", "num_shards", "message"),
+    [
+        (8, 1, 3, "num_shards = 3 does not divide the 8 KV heads of a KV-cache group"),
+        (8, 8, 4, "set kv_connector_extra_config num_shards to 8 on every engine"),
+        (6, 3, 2, "set kv_connector_extra_config num_shards to 6 on every engine"),
+        (32, 32, 0, "set kv_connector_extra_config num_shards to 32 on every engine"),
+    ],
+)
+def test_shards_that_cannot_be_dealt_out_are_refused_with_a_number_that_can(
+    total_kv_heads: int, tp_size: int, num_shards: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        group_of(total_kv_heads, tp_size, num_shards)
+
+
+def test_the_number_that_a_refusal_names_works() -> None:
+    group = group_of(6, 3, num_shards=6)
+    assert [rank_shards(group, rank, 3).shards.start for rank in range(3)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("spec", [mla(), window(64, 1, max_tp_shards=1), state(24, tp_replicated=True)])
+def test_what_every_rank_has_is_one_shard_that_one_rank_writes(spec: KVCacheSpec, tp_size: int) -> None:
+    (group,) = specs_of(engine(8, tp_size), kv_cache(spec))
+    assert (group.num_kv_heads, group.num_shards) == (1, 1)
+    assert group.chunk_bytes == 2 * spec.page_size_bytes
+    mine = [rank_shards(group, rank, tp_size) for rank in range(tp_size)]
+    assert {(one.shards.start, one.shards.count) for one in mine} == {(0, 1)}
+    assert [one.writes for one in mine] == [rank == 0 for rank in range(tp_size)]
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("spec", [state(24), state(24, page_size_padded=128), full_attention(4, num_head_slots=2)])
+def test_what_cannot_be_cut_by_heads_is_an_opaque_shard_a_rank(spec: Any, tp_size: int) -> None:
+    (group,) = specs_of(engine(4 * tp_size, tp_size), kv_cache(spec))
+    assert (group.num_kv_heads, group.num_shards) == (0, tp_size)
+    content = 96 if hasattr(spec, "shapes") else spec.page_size_bytes
+    assert group.chunk_bytes == 2 * content, "padding is nobody's"
+    assert [rank_shards(group, rank, tp_size).shards.start for rank in range(tp_size)] == list(range(tp_size))
+    assert written(group, tp_size) == Counter(range(tp_size))
+
+
+def mixed_heads(tp_size: int, *heads: int) -> KVCacheConfig:
+    """Layers with several head counts in one group, as a rank has them."""
+    layers = {f"layer.{nth}": full_attention(max(1, count // tp_size)) for nth, count in enumerate(heads)}
+    return kv_cache(uniform(**layers))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_layers_with_other_heads_share_shards_as_far_as_their_heads_do(tp_size: int) -> None:
+    (group,) = specs_of(engine(8, tp_size), mixed_heads(tp_size, 8, 4, 12))
+    assert (group.num_kv_heads, group.num_shards) == (4, 4)
+    head_bytes = full_attention(1).page_size_bytes
+    assert group.chunk_bytes == (2 + 1 + 3) * head_bytes
+    assert group == specs_of(engine(8, 1), mixed_heads(1, 8, 4, 12))[0]
+    count = rank_shards(group, 0, tp_size).shards.count
+    spec = mixed_heads(tp_size, 8, 4, 12).kv_cache_groups[0].kv_cache_spec
+    assert count * group.chunk_bytes == spec.page_size_bytes
+
+
+def test_more_ranks_than_common_heads_make_it_opaque() -> None:
+    cache = mixed_heads(4, 8, 12)  # Two and three heads a rank; the greatest common part are four.
+    assert specs_of(engine(8, 4), cache)[0].num_shards == 4
+    cache = mixed_heads(8, 8, 24)
+    (group,) = specs_of(engine(8, 8), cache)
+    assert (group.num_kv_heads, group.num_shards) == (8, 8)
+    # A layer that every rank has whole cannot be cut along the others' heads.
+    cache = kv_cache(uniform(a=full_attention(1), b=full_attention(4), c=mla()))
+    (group,) = specs_of(engine(8, 8), cache)
+    assert (group.num_kv_heads, group.num_shards) == (0, 8)
+    assert group.chunk_bytes == (1 + 4) * full_attention(1).page_size_bytes + mla().page_size_bytes
+    assert written(group, 8) == Counter(range(8))
+
+
+def test_heads_that_may_or_may_not_be_replicas_are_refused() -> None:
+    cache = kv_cache(window(64, num_kv_heads=1))  # One head a rank, in a model that has two a rank.
+    with pytest.raises(ConfigError, match="which of the 4 tensor-parallel ranks hold the same KV head"):
+        specs_of(engine(8, 4), cache)
+
+
+# What each side knows
+
+
+def test_a_mixed_group_is_known_to_workers_alone() -> None:
+    config = engine(8)
+    worker = mixed_heads(1, 8, 4)
+    scheduler = generate_scheduler_kv_cache_config([worker])
+    assert make_groups(config, worker) == make_groups(config, scheduler)
+    assert specs_of(config, worker) != specs_of(config, scheduler)
+    assert not scheduler_knows(config, worker)
+
+
+def test_otherwise_both_sides_work_out_the_same(vllm_config: MakeConfig) -> None:
+    config = vllm_config()
+    worker = kv_cache(full_attention(), window(64), window(64), mla(), state())
+    scheduler = generate_scheduler_kv_cache_config([worker, worker])
+    assert scheduler_knows(config, worker)
+    sides = [namespace_spec(config, cache, ConnectorConfig()) for cache in (worker, scheduler)]
+    assert sides[0] == sides[1]
+    sides[0].check()
+
+
+def test_stages_have_their_own_layers_and_names(vllm_config: MakeConfig) -> None:
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    assert not scheduler_knows(config, cache_config())
+    caches = [cache_config(layer_names=[name]) for name in LAYERS]
+    specs = [namespace_spec(config, cache, ConnectorConfig(), stage) for stage, cache in enumerate(caches)]
+    assert [spec.groups[0].layer_names for spec in specs] == [(LAYERS[0],), (LAYERS[1],)]
+    assert [(spec.pipeline_stage, spec.num_pipeline_stages) for spec in specs] == [(0, 2), (1, 2)]
+    assert specs[0].fingerprint() != specs[1].fingerprint()
+
+
+def test_a_stage_without_a_layer_of_a_group_is_refused() -> None:
+    cache = kv_cache(full_attention(), window(64))
+    cache.kv_cache_groups[1].layer_names.clear()
+    with pytest.raises(
+        ConfigError, match=r"no layer of KV-cache group \(1,\) \(sliding_window\).*VLLM_PP_LAYER_PARTITION"
+    ):
+        specs_of(engine(pp_size=2), cache)
+
+
+def test_a_member_that_lives_in_other_stages_is_no_loss() -> None:
+    cache = kv_cache(full_attention(), window(64), window(64))
+    cache.kv_cache_groups[2].layer_names.clear()
+    assert specs_of(engine(pp_size=2), cache)[1].layer_names == ("1.0", "1.1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (window(64), window(64, dtype=torch.float16)),
+        (window(64), window(64, head_size=16, head_size_v=0)),
+        (window(64), window(80)),
+        (state(4, 6), state(6, 4)),
+        (mla(), mla(cache_dtype_str="fp8_ds_mla", state_content_bytes=mla().state_content_size_bytes)),
+    ],
+)
+def test_bytes_of_another_meaning_have_another_name(one: KVCacheSpec, other: KVCacheSpec) -> None:
+    assert specs_of(engine(), kv_cache(one)) != specs_of(engine(), kv_cache(other))
+
+
+def test_pages_that_a_backend_packs_its_own_way_are_opaque_whatever_their_counts() -> None:
+    """Two slots that are planes of K and V look like two heads."""
+    heads = full_attention(2)
+    planes = replace(heads, num_head_slots=2, state_content_bytes=heads.state_content_size_bytes)
+    (plain,), (packed,) = (specs_of(engine(2), kv_cache(spec)) for spec in (heads, planes))
+    assert (plain.num_kv_heads, plain.num_shards) == (2, 2)
+    assert (packed.num_kv_heads, packed.num_shards) == (0, 1)
+    assert plain.layer_formats != packed.layer_formats

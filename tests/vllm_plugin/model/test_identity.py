@@ -1,0 +1,199 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.tiny_models import write as write_shape
+from kvpool.errors import ConfigError
+from kvpool.namespace import NamespaceSpec, differences
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.support import cache_config, full_attention, of_rank
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.model.identity import namespace_spec
+
+Identify = Callable[..., NamespaceSpec]
+
+
+@pytest.fixture(scope="module")
+def identify(vllm_config: MakeConfig) -> Identify:
+    def make(kv_spec: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> NamespaceSpec:
+        kv_spec = kv_spec or full_attention(block_size=options.get("block_size", 16))
+        return namespace_spec(vllm_config(**options), cache_config(kv_spec), ConnectorConfig.parse(extra or {}))
+
+    return make
+
+
+@pytest.fixture
+def copied_model(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / tiny_model.name))
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def fields_that_differ(ours: NamespaceSpec, theirs: NamespaceSpec) -> set[str]:
+    assert ours.fingerprint() != theirs.fingerprint()
+    return {difference.field for difference in differences(ours, theirs)}
+
+
+def test_the_same_configuration_gives_the_same_name(identify: Identify) -> None:
+    spec = identify()
+    spec.check()
+    assert identify().fingerprint() == spec.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"dtype": "float16"}, {"model_dtype"}),
+        ({"kv_spec": full_attention(dtype=torch.float16)}, {"groups[0].layer_formats", "groups[0].chunk_bytes"}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype"}),
+        (
+            {"block_size": 32},
+            {"groups[0].block_tokens", "groups[0].chunk_bytes", "groups[0].layer_formats"},
+        ),
+        ({"extra": {"weights_epoch": "2"}}, {"weights_epoch"}),
+        ({"extra": {"tenant": "another"}}, {"tenant"}),
+        ({"extra": {"salt": "another"}}, {"salt"}),
+        ({"extra": {"num_shards": 2}}, {"groups[0].num_shards", "groups[0].chunk_bytes"}),
+        ({"load_format": "dummy"}, {"extra['load_format']"}),
+        ({"hf_overrides": {"rope_theta": 5e5}}, {"extra['hf_config']", "extra['model_config.hf_overrides']"}),
+        (
+            {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+            {"extra['model_config.hf_overrides']"},
+        ),
+        ({"disable_sliding_window": True}, {"extra['model_config.disable_sliding_window']"}),
+        ({"additional_config": {"secret": 1}}, {"extra['vllm_config.additional_config']"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_changes_kv_values_changes_the_name(
+    change: dict[str, Any], expected: set[str], identify: Identify
+) -> None:
+    assert fields_that_differ(identify(), identify(**change)) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"endpoint": "10.0.0.1:1"},
+        {"role": "kv_consumer"},
+        {"max_model_len": 256},
+        {"override_generation_config": {"attn_temperature_tuning": True}},
+        {"max_num_seqs": 3},
+        {"seed": 9},
+        {"extra": {"store_decoded": False, "lookup_timeout_ms": 7, "transport": "stream"}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_does_not_change_kv_values_does_not_change_the_name(change: dict[str, Any], identify: Identify) -> None:
+    assert differences(identify(), identify(**change)) == []
+
+
+def test_where_the_length_limit_chooses_the_rope_factors_it_is_part_of_the_name(identify: Identify) -> None:
+    # vLLM takes LongRoPE's short or long factors for every position, by max_model_len.
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+               "original_max_position_embeddings": 256}  # fmt: skip
+    overrides = {"rope_parameters": factors, "original_max_position_embeddings": 256}
+    short, long = (identify(hf_overrides=overrides, max_model_len=length) for length in (256, 512))
+    assert fields_that_differ(short, long) == {"extra['model_config.max_model_len']"}
+
+
+@pytest.fixture(scope="module")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An architecture that reads more than its checkpoint: `attn_temperature_tuning` from elsewhere."""
+    return write_shape("llama4", tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"max_model_len": 40_000}, "max_model_len"),
+        ({"override_generation_config": {"attn_temperature_tuning": True}}, "override_generation_config"),
+        ({"generation_config": "elsewhere"}, "generation_config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_architecture_that_may_depend_on_a_setting_has_it_in_its_name(
+    change: dict[str, Any], expected: str, identify: Identify, llama4: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir(exist_ok=True)
+    (tmp_path / "elsewhere" / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    if "generation_config" in change:
+        change = {"generation_config": str(tmp_path / "elsewhere")}
+    common = {"model": llama4, "hf_overrides": {"max_position_embeddings": 65_536}, "max_model_len": 512}
+    assert fields_that_differ(identify(**common), identify(**{**common, **change})) == {
+        f"extra['model_config.{expected}']"
+    }
+
+
+def test_both_sides_agree_whatever_a_models_constructor_does_to_its_configuration(
+    vllm_config: MakeConfig, llama4: Path
+) -> None:
+    """vLLM's constructors write into the configuration, and only the workers build a model."""
+    scheduler, worker = vllm_config(model=llama4), vllm_config(model=llama4)
+    worker.model_config.hf_config.attn_temperature_tuning = True  # llama4.py, Llama4ForCausalLM.__init__
+    worker.model_config.hf_text_config.max_model_len = 512  # minimax_m2.py, MiniMaxM2ForCausalLM.__init__
+    specs = [namespace_spec(config, cache_config(), ConnectorConfig()) for config in (scheduler, worker)]
+    assert differences(*specs) == []
+
+
+@pytest.mark.parametrize("tp_size", [2, 4, 8])
+def test_every_tensor_parallel_size_has_the_same_name(vllm_config: MakeConfig, tp_size: int) -> None:
+    config = vllm_config()
+    alone = namespace_spec(config, cache_config(), ConnectorConfig())
+    config.parallel_config.tensor_parallel_size = tp_size
+    assert namespace_spec(config, of_rank(cache_config(), tp_size), ConnectorConfig()) == alone
+
+
+def test_the_order_of_hash_seeds_is_part_of_the_name(identify: Identify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    unset = identify()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert fields_that_differ(unset, identify()) == {"hash_seed"}
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash_cbor"])
+def test_an_algorithm_that_differs_between_processes_is_refused_with_the_fix(
+    algorithm: str, identify: Identify
+) -> None:
+    with pytest.raises(ConfigError, match=f"{algorithm}.*start vLLM with --prefix-caching-hash-algo sha256_cbor"):
+        identify(prefix_caching_hash_algo=algorithm)
+
+
+# Weights
+
+
+def test_where_a_local_model_lies_does_not_matter(identify: Identify, copied_model: Path) -> None:
+    moved = copied_model.rename(copied_model.parent / "by-another-name")
+    for place in (moved, f"{moved}/"):
+        spec = identify(model=place)
+        assert spec.model == "by-another-name"
+        assert differences(identify(), spec) == []
+        assert identify().fingerprint() == spec.fingerprint()
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end"])
+def test_other_weights_are_another_namespace(place: str, identify: Identify, copied_model: Path) -> None:
+    weights = copied_model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    at = {"start": 1 << 10, "middle": len(data) // 2, "end": len(data) - 1}[place]
+    data[at] ^= 0xFF
+    weights.write_bytes(data)
+    assert fields_that_differ(identify(), identify(model=copied_model)) == {"weights_digest"}
+
+
+def test_a_changed_configuration_file_is_another_namespace(identify: Identify, copied_model: Path) -> None:
+    edit_config(copied_model, rms_norm_eps=1e-6)
+    assert fields_that_differ(identify(), identify(model=copied_model)) == {"extra['hf_config']"}
+
+
+def test_a_version_stamp_in_the_configuration_file_does_not_matter(identify: Identify, copied_model: Path) -> None:
+    edit_config(copied_model, transformers_version="0.0.1")
+    assert differences(identify(), identify(model=copied_model)) == []

@@ -1,0 +1,248 @@
+"""Other weights are another namespace, down to the last byte; equal weights are the same one, wherever they lie."""
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import LoadConfig
+
+from tests.vllm_plugin.conftest import MakeConfig
+from vllm_plugin.model.weights import Weights, describe_weights
+
+SIZE = 3 << 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvpool" / "weights.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(os.urandom(SIZE))
+    return directory
+
+
+@pytest.fixture
+def describe(vllm_config: MakeConfig) -> Callable[..., Weights]:
+    """`describe(path or name, revision=None, **LoadConfig's fields)`."""
+    config = copy.copy(vllm_config().model_config)
+
+    def make(model: Any, revision: str | None = None, uri: str = "", **load: Any) -> Weights:
+        config.model, config.revision, config.model_weights = str(model), revision, uri
+        return describe_weights(config, LoadConfig(**load))
+
+    return make
+
+
+@pytest.fixture
+def digest(describe: Callable[..., Weights]) -> Callable[..., str]:
+    return lambda *args, **options: describe(*args, **options).digest
+
+
+@pytest.mark.parametrize("offset", [0, 1, SIZE // 3, SIZE - 1])
+def test_any_byte_counts(model: Path, offset: int, digest: Callable[..., str]) -> None:
+    before = digest(model)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+    assert digest(model) != before
+
+
+def test_code_and_single_files_count_too(model: Path, tmp_path: Path, digest: Callable[..., str]) -> None:
+    before = digest(model)
+    (model / "modeling.py").write_text("x = 1")
+    assert digest(model) != before
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"one")
+    first = digest(gguf)
+    gguf.write_bytes(b"two")
+    assert first and digest(gguf) != first
+
+
+def test_it_does_not_matter_where_they_lie(model: Path, tmp_path: Path, digest: Callable[..., str]) -> None:
+    shutil.copytree(model, tmp_path / "elsewhere")
+    assert digest(tmp_path / "elsewhere") == digest(model)
+
+
+def test_a_file_is_read_once(model: Path, cache: Path, digest: Callable[..., str]) -> None:
+    before = digest(model)
+    known = json.loads(cache.read_text())
+    assert len(known) == 1
+    cache.write_text(json.dumps(dict.fromkeys(known, "remembered")))
+    assert digest(model) != before
+
+
+def test_a_file_that_was_written_again_with_its_old_time_is_read_again(model: Path, digest: Callable[..., str]) -> None:
+    before = digest(model)
+    file = model / "model.safetensors"
+    times = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(b"other weights")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digest(model) != before
+
+
+def test_a_broken_or_unwritable_cache_costs_time_only(
+    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: Callable[..., str]
+) -> None:
+    before = digest(model)
+    cache.write_text("{")
+    assert digest(model) == before
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert digest(model) == before
+
+
+def test_files_below_subdirectories_count(model: Path, digest: Callable[..., str]) -> None:
+    before = digest(model)
+    (model / "encoder").mkdir()
+    (model / "encoder" / "model.safetensors").write_bytes(b"more")
+    first = digest(model)
+    (model / "encoder").rename(model / "decoder")
+    assert len({before, first, digest(model)}) == 3
+
+
+def test_what_vllm_does_not_read_beside_safetensors_does_not_count(model: Path, digest: Callable[..., str]) -> None:
+    before = digest(model)
+    (model / "original").mkdir()
+    for name in (
+        "pytorch_model-00001-of-00002.bin",
+        "optimizer.pt",
+        "training_args.bin",
+        "original/consolidated.00.pth",
+    ):
+        (model / name).write_bytes(b"not read")
+    assert digest(model) == before
+
+
+def test_where_files_of_two_formats_lie_the_loader_that_chooses_counts(
+    model: Path, describe: Callable[..., Weights]
+) -> None:
+    assert (
+        describe(model) == describe(model, load_format="safetensors") == describe(model, load_format="runai_streamer")
+    )
+    (model / "consolidated.safetensors").write_bytes(b"another copy")
+    assert describe(model).settings != describe(model, load_format="safetensors").settings
+    assert describe(model, load_format="dummy").settings == (("load_format", "dummy"),)
+
+
+def test_all_parts_of_a_split_model_count(tmp_path: Path, digest: Callable[..., str]) -> None:
+    parts = [tmp_path / f"m-0000{idx}-of-00002.gguf" for idx in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"part")
+    before = digest(parts[0], load_format="gguf")
+    parts[1].write_bytes(b"trap")
+    assert digest(parts[0], load_format="gguf") != before
+
+
+# The hub's cache
+
+
+def snapshot(root: Path, content: bytes, commit: str = "c" * 40) -> None:
+    """The cache of one model, `org/model`, at one commit of its branch `main`."""
+    repo = root / "models--org--model"
+    for folder in ("blobs", "refs", f"snapshots/{commit}"):
+        (repo / folder).mkdir(parents=True, exist_ok=True)
+    blob = repo / "blobs" / hashlib.sha256(content).hexdigest()
+    blob.write_bytes(content)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit / "model.safetensors").symlink_to(blob)
+
+
+def test_the_hubs_cache_is_found_where_download_dir_says(
+    tmp_path: Path, describe: Callable[..., Weights], cache: Path
+) -> None:
+    snapshot(tmp_path / "downloads", b"weights")
+    assert describe("org/model").digest == ""
+    found = describe("org/model", download_dir=str(tmp_path / "downloads"))
+    assert found.digest and found.model == "org/model"
+    assert not cache.exists(), "the hub names files by their content: none was read"
+
+
+def test_a_copy_of_the_hubs_files_is_the_same_model(tmp_path: Path, digest: Callable[..., str]) -> None:
+    snapshot(tmp_path / "downloads", b"weights")
+    copied = tmp_path / "copy"
+    copied.mkdir()
+    (copied / "model.safetensors").write_bytes(b"weights")
+    assert digest("org/model", download_dir=str(tmp_path / "downloads")) == digest(copied)
+
+
+def test_a_branch_that_moved_is_another_model(tmp_path: Path, digest: Callable[..., str]) -> None:
+    snapshot(tmp_path, b"weights")
+    before = digest("org/model", download_dir=str(tmp_path))
+    snapshot(tmp_path, b"newer weights", commit="d" * 40)
+    assert digest("org/model", download_dir=str(tmp_path)) != before
+
+
+# Weights that are elsewhere
+
+
+def test_without_files_the_name_the_commit_and_the_loader_are_the_identity_and_the_log_says_so(
+    describe: Callable[..., Weights], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = describe("nobody/has-this-model", "a" * 40)
+    assert found == Weights("nobody/has-this-model", "a" * 40, "", (("load_format", "auto"),))
+    assert "nobody/has-this-model" in caplog.text and "set weights_epoch" in caplog.text
+
+
+def test_two_models_of_one_last_name_in_a_bucket_are_two(model: Path, describe: Callable[..., Weights]) -> None:
+    """vLLM pulls the configuration and the code of such a model, and leaves the weights where they are."""
+    (model / "model.safetensors").unlink()
+    (model / "modeling.py").write_text("x = 1")
+    ours, theirs = (
+        describe(model, uri=f"s3://bucket/{team}/model", load_format="runai_streamer") for team in ("ours", "theirs")
+    )
+    assert (ours.model, ours.digest) == ("s3://bucket/ours/model", "")
+    assert ours != theirs
+    (model / "modeling.py").write_text("x = 2")
+    assert describe(model, uri="s3://bucket/ours/model", load_format="runai_streamer") != ours
+
+
+def test_tensorized_weights_are_read_where_they_lie(
+    model: Path, tmp_path: Path, describe: Callable[..., Weights]
+) -> None:
+    def options(uri: object) -> dict[str, Any]:
+        return {
+            "load_format": "tensorizer",
+            "model_loader_extra_config": {"tensorizer_config": {"tensorizer_uri": uri}},
+        }
+
+    for rank in range(2):
+        (tmp_path / f"model-{rank:03d}.tensors").write_bytes(b"rank")
+    pattern = str(tmp_path / "model-%03d.tensors")
+    before = describe(model, **options(pattern))
+    assert before.digest and "tensorizer_uri" not in str(before.settings)
+    (tmp_path / "model-001.tensors").write_bytes(b"new!")
+    assert describe(model, **options(pattern)).digest != before.digest
+    far = describe(model, **options("s3://bucket/one.tensors"))
+    assert far.digest == "" and far != describe(model, **options("s3://bucket/two.tensors"))
+
+
+def test_credentials_are_no_part_of_the_identity(model: Path, describe: Callable[..., Weights]) -> None:
+    config = {"tensorizer_uri": "s3://bucket/one.tensors", "s3_secret_access_key": "hush", "num_readers": 3}
+    found = describe(model, load_format="tensorizer", model_loader_extra_config={"tensorizer_config": config})
+    assert "hush" not in str(found) and "num_readers" not in str(found)
+
+
+def test_a_loader_that_is_not_known_does_not_vouch_for_the_files_here(
+    model: Path, describe: Callable[..., Weights]
+) -> None:
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    register_model_loader("from-somewhere")(DummyModelLoader)
+    found = describe(model, load_format="from-somewhere", model_loader_extra_config={"place": "x"})
+    assert (found.model, found.digest) == (str(model), "")
+    assert dict(found.settings) == {"load_format": "from-somewhere", "model_loader_extra_config": '{"place": "x"}'}

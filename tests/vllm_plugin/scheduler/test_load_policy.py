@@ -1,0 +1,353 @@
+"""What the connector loses to a pool that is slower than computing, on a simulated clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.clock import FakeClock
+from tests.support.effort import effort
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.scheduler.load_policy import (
+    LEARN_EVERY,
+    MARGIN,
+    MIN_LOADS,
+    MIN_PREFILL_TOKENS,
+    MIN_STEPS,
+    NUM_STEPS,
+    PROBE_PATIENCE_S,
+    PROBE_SHARE,
+    LoadPolicy,
+    Verdict,
+)
+
+TOKEN_BYTES = 1_000
+STEP_S = 0.005
+CHUNK_TOKENS = 2_048
+HIT_TOKENS = (64, 8_192)
+LOADS_TO_NOTICE = 16
+
+EXAMPLES = effort(15)
+
+Noise = Callable[[random.Random], float]
+
+
+def quiet(_: random.Random) -> float:
+    return 1.0
+
+
+def half(picks: random.Random) -> float:
+    return picks.uniform(0.5, 1.5)
+
+
+@dataclass
+class World:
+    """An engine that serves one request after another, and a pool.
+
+    Args:
+        token_s: true seconds a prefilled token.
+        latency_s, byte_s: true cost of a load.
+        noise, load_noise: factor on each step, and on each load if it is another.
+        lost_s: true seconds lost by loads that were taken, each against computing it.
+        gain_s: the opposite.
+        declinable_s: true compute time of the hits that were not taken on their merits: declined ones and probes.
+    """
+
+    token_s: float = 1e-4
+    latency_s: float = 0.0
+    byte_s: float = 1e-8
+    noise: Noise = quiet
+    load_noise: Noise | None = None
+    seed: int = 0
+    clock: FakeClock = field(default_factory=FakeClock)
+    lost_s: float = 0.0
+    gain_s: float = 0.0
+    probes_lost_s: float = 0.0
+    declinable_s: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.picks = random.Random(self.seed)
+        self.recorder = Recorder()
+        self.load_policy = LoadPolicy(self.recorder, self.clock)
+        self.counted: dict[str, float] = {}
+
+    def compute(self, num_tokens: int, num_decodes: int = 0) -> None:
+        while num_tokens > 0:
+            chunk = min(num_tokens, CHUNK_TOKENS)
+            self.load_policy.step_began(chunk, num_decodes)
+            self.clock.advance((STEP_S + (chunk + num_decodes) * self.token_s) * self.noise(self.picks))
+            self.load_policy.step_ended()
+            num_tokens -= chunk
+
+    def warm_up(self) -> World:
+        for _ in range(NUM_STEPS):
+            self.compute(self.picks.randint(512, CHUNK_TOKENS))
+        return self
+
+    def load_s(self, num_tokens: int) -> float:
+        return self.latency_s + num_tokens * TOKEN_BYTES * self.byte_s
+
+    def hit(self, num_tokens: int = 0, succeeds: bool = True) -> Verdict:
+        """A request whose prompt is in the pool: loads or computes it."""
+        num_tokens = num_tokens or self.picks.randint(*HIT_TOKENS)
+        nbytes = num_tokens * TOKEN_BYTES
+        verdict = self.load_policy.verdict(num_tokens, nbytes)
+        self.verdicts.append(verdict)
+        true_compute_s = num_tokens * self.token_s
+        if verdict.is_probe or not verdict.take:
+            self.declinable_s += true_compute_s
+        if verdict.take:
+            seconds = self.load_s(num_tokens) * (self.load_noise or self.noise)(self.picks)
+            self.clock.advance(seconds)
+            self.load_policy.load_ended(num_tokens, nbytes, seconds, succeeds, verdict.is_probe)
+            lost_s = seconds - (true_compute_s if succeeds else 0.0)
+            self.lost_s += max(0.0, lost_s)
+            self.gain_s += max(0.0, -lost_s)
+            if verdict.is_probe:
+                self.probes_lost_s += max(0.0, lost_s)
+        if not verdict.take or not succeeds:
+            self.compute(num_tokens)
+        return verdict
+
+    def hits(self, count: int) -> list[Verdict]:
+        return [self.hit() for _ in range(count)]
+
+    def count(self, name: str) -> float:
+        if (taken := self.recorder.take()) is not None:
+            for key, value in taken.data.items():
+                self.counted[key] = self.counted.get(key, 0) + value
+        return self.counted.get(name, 0)
+
+
+def ratio(world: World, slower: float) -> World:
+    """Sets the pool's bandwidth so that loads take `slower` times as long as computing."""
+    world.latency_s = 0.0
+    world.byte_s = slower * world.token_s / TOKEN_BYTES
+    return world
+
+
+SEEDS = st.integers(0, 10_000)
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(0.001, 0.5), token_s=st.sampled_from([1e-5, 1e-4, 1e-3]), seed=SEEDS)
+def test_a_pool_that_is_faster_is_never_declined(slower: float, token_s: float, seed: int) -> None:
+    world = ratio(World(token_s=token_s, seed=seed), slower).warm_up()
+    assert all(verdict.take and not verdict.is_probe for verdict in world.hits(200))
+    assert world.count("loads_declined") == 0
+    assert world.count("lost_seconds") == world.lost_s == 0
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(0.001, 0.2), token_s=st.sampled_from([1e-5, 1e-4, 1e-3]), seed=SEEDS)
+def test_noise_hides_a_fast_pool_from_the_smallest_hits_at_most(slower: float, token_s: float, seed: int) -> None:
+    """Whose latency drowns in the noise of the large ones: a hundredth of what there is to gain."""
+    world = ratio(World(token_s=token_s, noise=half, seed=seed), slower).warm_up()
+    everything_s = sum(verdict.compute_s for verdict in world.hits(200))
+    assert world.declinable_s <= 0.01 * everything_s
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(1.6, 200), token_s=st.sampled_from([1e-5, 1e-4, 1e-3]), seed=SEEDS)
+def test_a_pool_that_is_much_slower_costs_its_first_loads_and_a_twentieth(
+    slower: float, token_s: float, seed: int
+) -> None:
+    """Against never using it: `MIN_LOADS` hits, 5 % of the compute time of the others, and one probe in advance."""
+    world = ratio(World(token_s=token_s, seed=seed), slower).warm_up()
+    first = world.hits(MIN_LOADS)
+    assert all(verdict.take for verdict in first)
+    world.lost_s = 0.0
+    rest = world.hits(300)
+    taken = [verdict for verdict in rest if verdict.take]
+    assert all(verdict.is_probe for verdict in taken)
+    largest_loss_s = (slower - 1) * HIT_TOKENS[1] * token_s
+    assert world.lost_s <= 1.05 * PROBE_SHARE * world.declinable_s + largest_loss_s
+    assert world.count("loads_declined") == 300 - len(taken)
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(1.6, 20), seed=SEEDS)
+def test_probing_a_slow_pool_is_as_cheap_with_noise(slower: float, seed: int) -> None:
+    """Beyond its share, it may lose what one probe loses more than was expected of it."""
+    world = ratio(World(noise=half, seed=seed), slower).warm_up()
+    world.hits(MIN_LOADS)
+    world.hits(300)
+    overshoot_s = 1.5 * slower * HIT_TOKENS[1] * world.token_s
+    assert world.probes_lost_s <= 1.5 * PROBE_SHARE * world.declinable_s + overshoot_s
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(1.6, 50), faster=st.floats(0.01, 0.5), seed=SEEDS)
+def test_a_pool_that_turns_slow_is_noticed_and_one_that_turns_fast_is_found_again(
+    slower: float, faster: float, seed: int
+) -> None:
+    """Found again: with a probe after 20 * (r - 1) hits of one size, three times that for mixed ones, and two more."""
+    world = ratio(World(seed=seed), faster).warm_up()
+    world.hits(20)
+    ratio(world, slower)
+    assert sum(verdict.take and not verdict.is_probe for verdict in world.hits(50)) <= LOADS_TO_NOTICE
+    ratio(world, faster)
+    bound = math.ceil(3 * (slower - 1) / PROBE_SHARE) + 20
+    verdicts = world.hits(bound)
+    assert verdicts[-1].take and not verdicts[-1].is_probe
+    assert all(verdict.take and not verdict.is_probe for verdict in world.hits(50)), "and it stays found"
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(0.8, 1.2), seed=SEEDS)
+def test_noise_around_equality_loses_little(slower: float, seed: int) -> None:
+    """Loads ±50 % around computing: what is lost in the mean is less than the margin, and nothing is gained by luck."""
+    world = ratio(World(noise=half, seed=seed), slower).warm_up()
+    world.hits(400)
+    everything_s = sum(verdict.compute_s for verdict in world.verdicts)
+    assert world.lost_s - world.gain_s <= (MARGIN - 1) * everything_s
+
+
+@settings(max_examples=EXAMPLES)
+@given(latency_s=st.floats(0.01, 0.2), seed=SEEDS)
+def test_a_pool_with_a_long_way_to_it_is_used_for_long_prompts_only(latency_s: float, seed: int) -> None:
+    world = World(latency_s=latency_s, seed=seed).warm_up()
+    world.hits(40)
+    even = latency_s / (world.token_s - TOKEN_BYTES * world.byte_s)
+    short, long = int(even / 3), int(even * 3)
+    asked = [(world.load_policy.verdict(num, num * TOKEN_BYTES), num) for num in (short, long)]
+    assert [verdict.take and not verdict.is_probe for verdict, _ in asked] == [False, True]
+    for verdict, num in asked:
+        assert verdict.compute_s == pytest.approx(num * world.token_s, rel=0.05)
+        assert verdict.load_s == pytest.approx(world.load_s(num), rel=0.05)
+
+
+def test_a_third_of_the_loads_being_very_slow_counts() -> None:
+    """A median would not see it."""
+    world = ratio(World(), 0.2).warm_up()
+    world.load_noise = lambda picks: picks.choice([1.0, 1.0, 50.0])
+    world.hits(300)
+    assert sum(verdict.take and not verdict.is_probe for verdict in world.verdicts[100:]) < 100
+
+
+def test_one_stall_does_not_change_its_mind() -> None:
+    world = ratio(World(), 0.5).warm_up()
+    world.hits(20)
+    world.load_policy.load_ended(1_000, 1_000 * TOKEN_BYTES, 5.0, succeeded=True)
+    assert all(verdict.take and not verdict.is_probe for verdict in world.hits(50))
+
+
+def test_first_steps_that_compile_do_not_make_computing_look_slow() -> None:
+    world = World(noise=lambda _: 100.0)
+    for _ in range(2):
+        world.compute(1_000)
+    world.noise = quiet
+    for num_tokens in (500, 800, 1_000, 1_500, 1_800):
+        world.compute(num_tokens)
+    assert world.load_policy.verdict(1_000, 1).compute_s == pytest.approx(1_000 * world.token_s, rel=0.1)
+
+
+def test_others_decoding_is_not_the_prefills_cost() -> None:
+    world = World()
+    for num_tokens in (500, 800, 1_000, 1_500, 1_800):
+        world.compute(num_tokens, num_decodes=256)
+    assert world.load_policy.verdict(1_000, 1).compute_s == pytest.approx(1_000 * world.token_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("num_prefill", "num_other"), [(0, 0), (MIN_PREFILL_TOKENS - 1, 0), (200, 201), (0, 500)])
+def test_steps_that_say_nothing_teach_nothing(num_prefill: int, num_other: int) -> None:
+    clock = FakeClock()
+    load_policy = LoadPolicy(Recorder(), clock)
+    for _ in range(10 * MIN_STEPS):
+        load_policy.step_began(num_prefill, num_other)
+        clock.advance(1.0)
+        load_policy.step_ended()
+    assert load_policy.verdict(1_000, 1).compute_s == math.inf
+
+
+@settings(max_examples=EXAMPLES)
+@given(idle_s=st.lists(st.floats(0, 100), min_size=MIN_STEPS, max_size=20), depth=st.integers(1, 4))
+def test_overlapping_steps_and_idle_time_are_told_apart(idle_s: list[float], depth: int) -> None:
+    """Bursts of steps, `depth` of them given ahead; the device takes 1 s for each, and between bursts there is rest."""
+    clock = FakeClock()
+    load_policy = LoadPolicy(Recorder(), clock)
+    for rest_s in idle_s:
+        clock.advance(rest_s)
+        for _ in range(depth):
+            load_policy.step_began(1_000, 0)
+        for _ in range(3):
+            clock.advance(1.0)
+            load_policy.step_ended()
+            load_policy.step_began(1_000, 0)
+        for _ in range(depth):
+            clock.advance(1.0)
+            load_policy.step_ended()
+    assert load_policy.verdict(1_000, 1).compute_s == pytest.approx(1.0)
+
+
+def test_an_end_without_a_step_is_nothing() -> None:
+    load_policy = LoadPolicy(Recorder(), FakeClock())
+    load_policy.step_ended()
+    assert load_policy.verdict(1_000, 1) == Verdict(True, math.inf, 0.0)
+
+
+def test_a_pool_that_has_everything_lets_some_prefill_be_seen() -> None:
+    """Else nobody would ever learn that computing is faster."""
+    world = ratio(World(), 10)
+    verdicts = world.hits(LEARN_EVERY * MIN_STEPS + 100)
+    assert world.load_policy.verdict(1_000, 1).compute_s < math.inf
+    assert not any(verdict.take and not verdict.is_probe for verdict in verdicts[-50:])
+
+
+def test_seconds_saved_and_lost_are_counted() -> None:
+    world = World(latency_s=0.1, byte_s=0.0).warm_up()
+    world.hit(4_000)
+    assert world.count("saved_seconds") == pytest.approx(4_000 * world.token_s - 0.1, rel=0.05)
+    assert world.count("lost_seconds") == 0
+    world.hit(500)
+    assert world.count("lost_seconds") == pytest.approx(0.1 - 500 * world.token_s, rel=0.05)
+    saved_s, lost_s = world.count("saved_seconds"), world.count("lost_seconds")
+    world.hit(4_000, succeeds=False)
+    assert world.count("saved_seconds") == saved_s
+    assert world.count("lost_seconds") - lost_s == pytest.approx(0.1)
+
+
+def test_loads_that_fail_late_are_declined_and_ones_that_fail_at_once_cost_little() -> None:
+    late = World(latency_s=1.0, byte_s=0.0).warm_up()
+    for _ in range(100):
+        late.hit(4_000, succeeds=False)
+    assert sum(verdict.take and not verdict.is_probe for verdict in late.verdicts) == MIN_LOADS
+    at_once = World(latency_s=0.001, byte_s=0.0).warm_up()
+    for _ in range(100):
+        at_once.hit(4_000, succeeds=False)
+    assert at_once.lost_s <= 100 * 0.001 + 1e-6
+
+
+def test_there_is_one_probe_at_a_time_and_a_lost_one_is_not_waited_for() -> None:
+    world = ratio(World(), 2).warm_up()
+    world.hits(10)
+
+    def ask_until_probe(tries: int) -> bool:
+        return any(world.load_policy.verdict(1_000, 1_000 * TOKEN_BYTES).is_probe for _ in range(tries))
+
+    assert ask_until_probe(100)
+    assert not ask_until_probe(1_000)
+    world.clock.advance(PROBE_PATIENCE_S)
+    assert ask_until_probe(1)
+
+
+def test_a_lucky_probe_alone_changes_nothing() -> None:
+    world = ratio(World(), 3).warm_up()
+    world.hits(10)
+    while not world.hit().is_probe:
+        pass
+    ratio(world, 0.1)
+    while not world.hit().is_probe:
+        pass
+    ratio(world, 3)
+    world.declinable_s = world.probes_lost_s = 0.0
+    assert not any(verdict.take and not verdict.is_probe for verdict in world.hits(200))
+    overshoot_s = 3 * HIT_TOKENS[1] * world.token_s
+    assert world.probes_lost_s <= 1.1 * PROBE_SHARE * world.declinable_s + overshoot_s

@@ -1,0 +1,919 @@
+"""The scheduler's side alone, asked as vLLM asks it: real requests, a real block pool, a real server."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from kvpool.types import BlockRun
+from tests.conftest import StartServer
+from tests.support.processes import wait_for
+from tests.vllm_plugin.conftest import BLOCK_TOKENS, MakeConfig
+from tests.vllm_plugin.core import (
+    NUM_BLOCKS,
+    Core,
+    MakeCore,
+    blocks,
+    fill,
+    num_leases,
+    wait_for_leases,
+)
+from tests.vllm_plugin.faults import free_endpoint, stopped
+from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
+from tests.vllm_plugin.support import cache_config, full_attention, make_request, tokens
+from vllm_plugin.breaker import FAILURES_TO_OPEN
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
+from vllm_plugin.model.identity import namespace_spec
+
+STEP_S = 0.05
+"""Far more than a step may wait (2 ms), far less than a deadline of the pool."""
+
+
+def run_in(job: LoadJob | StoreJob) -> BlockRun:
+    """The blocks of a job that has one run of them."""
+    ((run,),) = [part.runs for part in job.groups]
+    return run
+
+
+def ids_in(job: LoadJob | StoreJob) -> list[int]:
+    """Where they are."""
+    ((row,),) = [part.block_ids for part in job.groups]
+    return row
+
+
+def names_in(part: GroupBlocks) -> list[bytes]:
+    return [name for run in part.runs for name in run.block_hashes]
+
+
+# Lookup
+
+
+def test_the_first_answer_may_be_ask_again_and_then_comes_the_value(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes[:3])
+    first = one.side.matched_tokens(request, 0)
+    assert first in ((None, False), (blocks(3), True))
+    assert one.ask(request) == blocks(3)
+
+
+def test_asking_again_costs_no_lookup_and_no_second_lease(alone: Core) -> None:
+    one = alone
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert {one.ask(request) for _ in range(20)} == {blocks(6)}
+    assert num_leases(one) == 1
+    assert one.side.stats().data["lookups"] == 1
+
+
+def test_the_engines_own_hit_is_not_counted_again(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes[:5])
+    assert one.ask(request, computed=blocks(2)) == blocks(3)
+    assert one.ask(request, computed=blocks(4)) == blocks(1)
+    assert one.ask(request, computed=blocks(5)) == 0
+
+
+def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
+    one = alone
+    request, other = make_request("r", tokens(100)), make_request("other", tokens(100, "other"))
+    fill(one, request.block_hashes[:5])
+    fill(one, other.block_hashes[3:5])
+    assert one.ask(request, computed=blocks(3)) == blocks(2)
+    assert one.ask(request, computed=blocks(1)) == blocks(4)
+    wait_for_leases(one, 1)  # The first lookup's lease is given back.
+    assert one.ask(other, computed=blocks(3)) == blocks(2)
+    assert one.ask(other, computed=blocks(1)) == 0, "nobody has seen blocks 1 and 2 of it"
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(15, 0), (16, 0), (17, 1), (63, 3), (64, 3), (65, 4), (100, 6)])
+def test_a_hit_of_the_whole_prompt_leaves_its_last_token(num_tokens: int, expected: int, core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(num_tokens))
+    if request.block_hashes:
+        fill(one, request.block_hashes)
+    assert one.ask(request) == blocks(expected)
+
+
+def test_a_gap_ends_the_hit(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, [*request.block_hashes[:2], *request.block_hashes[3:]])
+    assert one.ask(request) == blocks(2)
+
+
+def test_a_request_that_wants_no_cached_prefix_gets_none(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100), prompt_logprobs=1)
+    assert request.skip_reading_prefix_cache
+    fill(one, request.block_hashes)
+    assert one.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_a_producer_never_looks_up(core: MakeCore) -> None:
+    one = core(role="kv_producer").connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.side.matched_tokens(request, 0) == (0, False)
+    counted = one.side.stats()
+    assert counted is None or "lookups" not in counted.data
+
+
+def test_without_a_pool_everything_is_a_miss_at_once(core: MakeCore) -> None:
+    one = core(endpoint=free_endpoint())
+    started = time.monotonic()
+    for nth in range(100):
+        assert one.side.matched_tokens(make_request(f"r{nth}", tokens(100)), 0) == (0, False)
+    assert time.monotonic() - started < 1
+
+
+def test_steps_wait_next_to_nothing_for_a_server_that_does_not_answer(core: MakeCore, pool_server: StartServer) -> None:
+    server = pool_server()
+    one = core(endpoint=server.endpoint, lookup_timeout_ms=300).connected()
+    requests = [make_request(f"r{nth}", tokens(100, nth)) for nth in range(100)]
+    with stopped(server):
+        unanswered = dict.fromkeys(requests)
+        started = time.monotonic()
+        steps_s = []
+        while unanswered:
+            began = time.monotonic()
+            for request in list(unanswered):
+                matched, is_async = one.side.matched_tokens(request, 0)
+                assert matched in (None, 0) and not is_async
+                if matched == 0:
+                    del unanswered[request]
+            steps_s.append(time.monotonic() - began)
+            one.step()
+            assert time.monotonic() - started < 5
+            time.sleep(0.001)
+        # A budget for each lookup instead of one for all would be 200 ms a step. (The median: machines are busy.)
+        assert statistics.median(steps_s) < STEP_S
+        assert one.side._sessions[0].namespace is None
+    assert one.side.stats().data["lookup_failures"] >= FAILURES_TO_OPEN
+
+
+def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCore, pool_server: StartServer) -> None:
+    server = pool_server()
+    one = core(endpoint=server.endpoint, lookup_timeout_ms=100).connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    with stopped(server):
+        assert one.ask(request) == 0
+    assert {one.ask(request) for _ in range(10)} == {0}
+    assert one.ask(make_request("another", tokens(100))) == blocks(6)
+
+
+def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
+    one = core().connected()
+    client, request = one.side._sessions[0].client, make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    sent = client.lookup_async
+    client.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
+    assert one.ask(request) == 0
+
+
+def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCore) -> None:
+    one = core(load_timeout_ms=100).connected()  # Leases of 200 ms, good to begin a load for 100 ms.
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.ask(request) == blocks(6)
+    time.sleep(0.15)
+    assert one.ask(request) == blocks(6)
+    assert one.side.stats().data["lookups"] == 2
+
+
+# Load
+
+
+def test_a_load_names_the_leased_blocks_and_their_places(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    own_hit = one.ask(request, computed=blocks(2))
+    block_ids = one.allocate(request, own_hit)
+    (job,) = one.step().loads
+    assert list(run_in(job).block_hashes) == request.block_hashes[2:6]
+    assert run_in(job).parent_hash == request.block_hashes[1]
+    assert ids_in(job) == block_ids[2:6]
+    assert all(job.lease_ids) and len(job.lease_ids) == 1
+    assert one.step().loads == [], "a load is told once"
+
+
+def test_a_core_that_takes_less_than_it_was_offered_loads_less(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.ask(request) == blocks(6)
+    block_ids = one.allocate(request, blocks(2))
+    (job,) = one.step().loads
+    assert (list(run_in(job).block_hashes), ids_in(job)) == (request.block_hashes[:2], block_ids[:2])
+
+
+def test_a_hit_that_another_connector_serves_is_not_loaded_and_its_lease_ends(alone: Core) -> None:
+    one = alone
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.ask(request) == blocks(6)
+    wait_for_leases(one, 1)
+    one.allocate(request, 0)  # The request's real blocks, and not one token for us.
+    assert one.step().loads == []
+    wait_for_leases(one, 0)
+
+
+def test_a_lease_ends_when_every_rank_has_loaded(alone: Core) -> None:
+    one = alone
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    one.allocate(request, one.ask(request))
+    assert num_leases(one) == 1
+    one.report(finished_recving={"r"})
+    wait_for_leases(one, 0)
+
+
+def test_the_second_allocation_after_a_load_changes_nothing(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    one.allocate(request, one.ask(request))
+    (job,) = one.step().loads
+    one.report(finished_recving={"r"})
+    request.num_computed_tokens = blocks(6)
+    one.allocate(request, 0)
+    metadata = one.step((request, 4))
+    assert job.request_id == "r" and metadata.loads == []
+    assert metadata.stores == [], "what came from the pool is not sent back to it"
+
+
+def test_a_request_whose_load_failed_never_looks_up_again(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    one.allocate(request, one.ask(request))
+    one.step()
+    one.report(finished_recving={"r"}, failed_recving={"r"})
+    one.free(request)
+    assert {one.ask(request) for _ in range(5)} == {0}
+    one.finish(request)
+    # The name is free again, and so is its past.
+    assert one.ask(make_request("r", tokens(100))) == blocks(6)
+
+
+def test_blocks_of_a_failed_load_are_stored_once_they_are_computed(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    one.allocate(request, one.ask(request))
+    one.step()
+    one.report(finished_recving={"r"}, failed_recving={"r"})
+    one.free(request)
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    assert list(run_in(job).block_hashes) == request.block_hashes[:6]
+
+
+def test_a_request_aborted_while_it_loads_leaves_nothing_behind(alone: Core) -> None:
+    one = alone
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    one.allocate(request, one.ask(request))
+    one.step()
+    one.side.request_finished(request, [[]])
+    # Its blocks are held until the ranks report; that the load failed as well is nobody's loss.
+    one.report(finished_recving={"r"}, failed_recving={"r"})
+    wait_for_leases(one, 0)
+    again = make_request("r", tokens(100))
+    assert one.ask(again) == blocks(6), "the same name has no past"
+    one.finish(again)
+    assert not any(one.side.held().values())
+
+
+def test_prompts_share_what_lies_before_images_that_differ_and_all_of_it_where_they_agree(alone: Core) -> None:
+    prompt, place = tokens(100), (20, 40)
+    fill(alone, make_request("stored", prompt, images={"a cat": place}).block_hashes)
+    asked = {
+        name: alone.ask(make_request(name, prompt, images=images))
+        for name, images in {
+            "the same image": {"a cat": place},
+            "another image": {"a dog": place},
+            "no image": None,
+            "the same image elsewhere": {"a cat": (36, 40)},
+        }.items()
+    }
+    assert asked == {
+        "the same image": blocks(6),
+        "another image": blocks(1),
+        "no image": blocks(1),
+        "the same image elsewhere": blocks(1),
+    }
+
+
+def test_a_request_aborted_while_it_is_looked_up_gives_its_lease_back(alone: Core) -> None:
+    one = alone
+    requests = [make_request(f"r{nth}", tokens(100)) for nth in range(10)]
+    fill(one, requests[0].block_hashes)
+    for request in requests:
+        one.side.matched_tokens(request, 0)
+        one.side.request_finished(request, [[]])
+    wait_for_leases(one, 0)
+    assert not any(one.side.held().values())
+
+
+# Store
+
+
+def test_full_blocks_are_stored_as_they_are_computed(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    block_ids = one.allocate(request, 0)
+    (first,) = one.step((request, 40)).stores
+    assert (list(run_in(first).block_hashes), ids_in(first)) == (request.block_hashes[:2], block_ids[:2])
+    assert run_in(first).parent_hash == b""
+    (second,) = one.step((request, 60)).stores
+    assert (list(run_in(second).block_hashes), ids_in(second)) == (request.block_hashes[2:6], block_ids[2:6])
+    assert run_in(second).parent_hash == request.block_hashes[1]
+    assert first.job_id != second.job_id
+
+
+def test_the_block_of_the_last_sampled_token_waits_until_that_token_is_computed(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(63))
+    one.allocate(request, 0, num_blocks=5)
+    (job,) = one.step((request, 63)).stores
+    assert len(run_in(job)) == 3
+    request.append_output_token_ids(7)  # The 64th token is known, its KV is not there yet.
+    assert len(request.block_hashes) == 4
+    assert one.step().stores == []
+    (job,) = one.step((request, 1)).stores
+    assert list(run_in(job).block_hashes) == request.block_hashes[3:4]
+
+
+def test_a_block_that_a_chunk_leaves_one_token_short_waits(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    (first,) = one.step((request, 47)).stores
+    assert list(run_in(first).block_hashes) == request.block_hashes[:2]
+    (second,) = one.step((request, 1)).stores
+    assert list(run_in(second).block_hashes) == request.block_hashes[2:3]
+
+
+def test_tokens_that_are_scheduled_but_not_known_are_not_stored(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(60))
+    one.allocate(request, 0, num_blocks=6)
+    one.step((request, 60))
+    # Draft tokens, or asynchronous scheduling: eight more are computed, none of them has a name.
+    assert one.step((request, 8)).stores == []
+
+
+@pytest.mark.parametrize(("store_decoded", "expected"), [(True, 1), (False, 0)])
+def test_decoded_blocks_are_stored_only_if_that_is_wanted(store_decoded: bool, expected: int, core: MakeCore) -> None:
+    one = core(store_decoded=store_decoded).connected()
+    request = make_request("r", tokens(60))
+    one.allocate(request, 0, num_blocks=6)
+    assert len(one.step((request, 60)).stores) == 1
+    request.append_output_token_ids(list(range(5)))
+    assert len(one.step((request, 4)).stores) == expected
+
+
+def test_a_consumer_never_stores(core: MakeCore) -> None:
+    one = core(role="kv_consumer").connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    assert not one.side.has_pinned_blocks()
+
+
+def test_more_hashes_than_blocks_store_the_blocks_there_are(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    block_ids = one.allocate(request, 0, num_blocks=4)
+    (job,) = one.step((request, 100)).stores
+    assert (list(run_in(job).block_hashes), ids_in(job)) == (request.block_hashes[:4], block_ids)
+
+
+def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: StartServer) -> None:
+    endpoint = free_endpoint()
+    one = core(endpoint=endpoint)
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    assert one.step((request, 50)).stores == []
+    assert not one.side.has_pinned_blocks()
+    pool_server("--listen", endpoint)
+    wait_for(lambda: one.side._sessions[0].namespace, "the session to be open")
+    (job,) = one.step((request, 50)).stores
+    assert list(run_in(job).block_hashes) == request.block_hashes[:6]
+
+
+# Pins
+
+
+def test_blocks_are_pinned_until_every_rank_has_reported(core: MakeCore) -> None:
+    one = core().connected()
+    one.side._stores._pins._num_ranks = 2
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    one.finish(request)
+    assert one.num_used_blocks() == 6 and one.side.has_pinned_blocks()
+    one.report(job.job_id)
+    assert one.num_used_blocks() == 6 and one.side.has_pinned_blocks()
+    one.report(job.job_id)
+    assert one.num_used_blocks() == 0 and not one.side.has_pinned_blocks()
+
+
+def test_the_deepest_block_is_reused_first(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(96))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 96)).stores
+    one.finish(request)
+    one.report(job.job_id)
+    assert [block.block_id for block in one.pool.get_new_blocks(6)] == list(reversed(ids_in(job)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_report_too_many_is_a_broken_invariant(ranks: int, core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    with pytest.raises(AssertionError, match="reported by too many ranks"):
+        one.report(job.job_id, ranks=ranks)
+
+
+def test_blocks_that_are_freed_by_preemption_while_they_are_sent_are_not_reused(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    one.free(request)
+    others = one.pool.get_new_blocks(one.pool.get_num_free_blocks())
+    assert not {block.block_id for block in others} & set(ids_in(job))
+    one.pool.free_blocks(others)
+    one.report(job.job_id)
+    assert one.num_used_blocks() == 0
+
+
+def test_a_resumed_request_stores_from_its_new_blocks(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    before = one.allocate(request, 0)
+    (first,) = one.step((request, 50)).stores
+    one.free(request)
+    after = one.allocate(request, 0)
+    assert not set(after) & set(ids_in(first)), "the pinned ones are still taken"
+    one.step((request, 50))
+    (second,) = one.step((request, 50)).stores
+    assert ids_in(second) == after[3:6] and not set(ids_in(second)) & set(before[3:6]) - set(after)
+    assert list(run_in(second).block_hashes) == request.block_hashes[3:6]
+    one.report(first.job_id, second.job_id)
+
+
+def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=0.25).connected()  # 16 of 64 blocks.
+    first, second = (make_request(name, tokens(192, name)) for name in "ab")
+    for request in (first, second):
+        one.allocate(request, 0)
+    jobs = one.step((first, 192), (second, 192)).stores
+    assert [len(run_in(job)) for job in jobs] == [12, 4]
+    assert one.side._stores._pins.num_blocks == 16
+    assert one.step((first, 0), (second, 0)).stores == []
+    assert one.side.stats().data["store_deferred"] == 2
+    one.report(jobs[0].job_id)
+    (rest,) = one.step((second, 0)).stores
+    assert list(run_in(rest).block_hashes) == second.block_hashes[4:12]
+    one.report(jobs[1].job_id, rest.job_id)
+    assert one.side._stores._pins.num_blocks == 0
+
+
+def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=0.05).connected()  # Three blocks.
+    request = make_request("r", tokens(200))
+    one.allocate(request, 0)
+    stored: list[bytes] = []
+    job_ids = []
+    for count in (200, 0, 0, 0, 0):
+        for job in one.step((request, count)).stores:
+            stored.extend(run_in(job).block_hashes)
+            job_ids.append(job.job_id)
+            one.report(job.job_id)
+    assert stored == request.block_hashes[:12]
+    assert len(job_ids) == 4
+
+
+# End
+
+
+def test_after_a_reset_nothing_stored_before_is_found_and_nothing_is_held(alone: Core) -> None:
+    one = alone
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.ask(request) == blocks(6)
+    before = one.side._sessions[0].namespace
+    assert before is not None and one.side.reset() is True
+    wait_for_leases(one, 0)
+    assert one.connected().ask(request) == 0
+    after = one.side._sessions[0].namespace
+    assert after is not None and after.fingerprint != before.fingerprint
+    # Who has the old weights still finds what was computed with them.
+    client = one.side._sessions[0].client
+    assert client.lookup(before, [BlockRun(0, request.block_hashes)], lease=False).hits[0].num_leading == 6
+
+
+def test_a_reset_while_blocks_are_in_use_shares_nothing_until_one_succeeds(core: MakeCore) -> None:
+    """vLLM asks for one even where it could not reset its own cache: what is in use is of the old weights."""
+    one = core(weights_epoch="7").connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    first = one.step((request, 32))
+    assert one.side.reset() is False
+    one.connected()
+    assert one.step((request, 64)).stores == []
+    one.report(*(job.job_id for job in first.stores))
+    other = make_request("s", tokens(100))
+    assert one.side.matched_tokens(other, 0) == (0, False)
+    one.finish(request)
+    assert one.side.reset() is True
+    one.connected().allocate(other, 0)
+    later = one.step((other, 100))
+    assert [len(run_in(job).block_hashes) for job in later.stores] == [6]
+    epochs = {first.weights_epoch, later.weights_epoch, *(job.weights_epoch for job in later.stores)}
+    assert first.weights_epoch == "7" and len(epochs) == 2
+
+
+def test_a_reset_works_without_a_pool(core: MakeCore) -> None:
+    assert core(endpoint=free_endpoint()).side.reset() is True
+
+
+def test_a_reset_can_be_told_to_mean_nothing(core: MakeCore) -> None:
+    one = core(on_reset="keep").connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.side.reset() is True
+    assert one.ask(request) == blocks(6)
+
+
+def test_reset_leaves_other_namespaces_alone(core: MakeCore) -> None:
+    one, other = core().connected(), core().connected()
+    request = make_request("r", tokens(100))
+    fill(other, request.block_hashes)
+    assert one.side.reset() is True
+    assert other.ask(request) == blocks(6)
+
+
+def test_shutting_down_with_lookups_under_way_is_quiet(
+    core: MakeCore, pool_server: StartServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = pool_server()
+    one = core(endpoint=server.endpoint).connected()
+    with stopped(server):
+        request = make_request("r", tokens(100))
+        assert one.side.matched_tokens(request, 0) == (None, False)
+        one.side.request_finished(request, [[]])
+        one.side.shutdown()
+        one.side.shutdown()
+    time.sleep(0.1)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_load_job_survives_the_way_to_a_worker(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    one.allocate(request, one.ask(request))
+    (job,) = one.step().loads
+    assert isinstance(job, LoadJob) and type(run_in(job).block_hashes) is list
+
+
+# Several groups
+
+
+def window_cache(**fields: Any) -> KVCacheConfig:
+    """One group of full attention, and two with a window of 40 tokens, which are one to the pool."""
+    return kv_cache(full_attention(), window(40), window(40), num_blocks=NUM_BLOCKS, **fields)
+
+
+def fill_all(core: Core, request: Request, *groups: Sequence[int], stage: int = 0) -> None:
+    """Puts blocks of every group of the pool, by index, into the pool."""
+    for group, indices in enumerate(groups):
+        if indices:
+            fill(core, [request.block_hashes[idx] for idx in indices], group, stage)
+
+
+def test_a_hit_needs_the_window_before_it_and_all_of_full_attention(core: MakeCore) -> None:
+    one = core(cache=window_cache()).connected()
+    requests = {name: make_request(name, tokens(100, name)) for name in "abcd"}
+    fill_all(one, requests["a"], range(6), [3, 4, 5])
+    fill_all(one, requests["b"], range(6), [1, 2, 3, 5])
+    fill_all(one, requests["c"], range(3), [3, 4, 5])
+    fill_all(one, requests["d"], range(6), [])
+    asked = {name: one.ask(request) for name, request in requests.items()}
+    assert asked == {"a": blocks(6), "b": blocks(4), "c": 0, "d": 0}
+
+
+def test_a_load_of_a_window_starts_after_the_null_blocks(core: MakeCore) -> None:
+    one = core(cache=window_cache()).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(6), [3, 4, 5])
+    one.allocate(request, one.ask(request), skipped=[0, 3, 3])
+    (job,) = one.step().loads
+    full, windows = job.groups
+    assert (full.group_idx, windows.group_idx) == (0, 1)
+    assert names_in(full) == request.block_hashes[:6]
+    assert full.block_ids == [one.ids(request)[:6]]
+    assert names_in(windows) == request.block_hashes[3:6]
+    assert windows.runs[0].parent_hash == request.block_hashes[2]
+    assert windows.block_ids == [one.ids(request, 1)[3:6], one.ids(request, 2)[3:6]]
+    assert all(all(row) for row in windows.block_ids), "the null block is nobody's memory"
+
+
+def test_a_window_that_is_longer_than_the_hit_loads_from_its_start(core: MakeCore) -> None:
+    one = core(cache=kv_cache(full_attention(), window(1000), num_blocks=NUM_BLOCKS)).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(6), range(6))
+    one.allocate(request, one.ask(request))
+    (job,) = one.step().loads
+    assert [names_in(part) for part in job.groups] == [request.block_hashes[:6]] * 2
+
+
+def test_the_engines_own_blocks_are_not_loaded_again(core: MakeCore) -> None:
+    one = core(cache=window_cache()).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(6), [3, 4, 5])
+    assert one.ask(request, computed=blocks(4)) == blocks(2)
+    one.allocate(request, blocks(2), skipped=[0, 3, 3])
+    (job,) = one.step().loads
+    assert [names_in(part) for part in job.groups] == [request.block_hashes[4:6]] * 2
+    assert job.groups[1].block_ids == [one.ids(request, group)[4:6] for group in (1, 2)]
+
+
+def test_a_cut_hit_that_cannot_be_resumed_becomes_a_load_that_fails(core: MakeCore, pool_server: StartServer) -> None:
+    one = core(endpoint=pool_server().endpoint, cache=window_cache(), load_timeout_ms=30_000).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(6), [3, 4, 5])
+    assert one.ask(request) == blocks(6)
+    one.allocate(request, blocks(4), skipped=[0, 1, 1])  # Blocks 1 and 2 of the window are nowhere.
+    (job,) = one.step().loads
+    assert (job.lease_ids, job.groups) == ((0,), [])
+    wait_for_leases(one, 0)
+    one.report(finished_recving={"r"}, failed_recving={"r"})
+    one.free(request)
+    assert one.ask(request) == 0, "computed, and not asked for again"
+    one.finish(request)
+    assert not any(one.side.held().values())
+
+
+def test_a_cut_hit_that_can_be_resumed_is_loaded(core: MakeCore) -> None:
+    one = core(cache=window_cache()).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(6), range(6))
+    assert one.ask(request) == blocks(6)
+    one.allocate(request, blocks(4), skipped=[0, 1, 1])
+    (job,) = one.step().loads
+    assert [names_in(part) for part in job.groups] == [request.block_hashes[:4], request.block_hashes[1:4]]
+
+
+def test_a_group_that_needs_nothing_loads_nothing(core: MakeCore) -> None:
+    one = core(cache=kv_cache(full_attention(), chunked(64), num_blocks=NUM_BLOCKS)).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(4))
+    assert one.ask(request) == 64, "the next token begins a chunk"
+    one.allocate(request, 64, skipped=[0, 4])
+    (job,) = one.step().loads
+    assert [part.group_idx for part in job.groups] == [0]
+
+
+def test_windows_are_stored_where_the_prompt_ends_and_at_the_interval(core: MakeCore) -> None:
+    one = core(
+        cache=window_cache(), window_interval_tokens=200, max_pinned_fraction=1.0
+    ).connected()  # 208: a whole number of blocks.
+    request = make_request("r", tokens(336))
+    one.allocate(request, 0, num_blocks=21)
+    (job,) = one.step((request, 336)).stores
+    full, windows = job.groups
+    assert names_in(full) == request.block_hashes[:21]
+    wanted = [10, 11, 12, 17, 18, 19, 20]
+    assert names_in(windows) == [request.block_hashes[idx] for idx in wanted]
+    assert windows.block_ids == [[one.ids(request, group)[idx] for idx in wanted] for group in (1, 2)]
+    assert [run.parent_hash for run in windows.runs] == [request.block_hashes[9], request.block_hashes[16]]
+    assert one.side._stores._pins.num_blocks == 21 + 2 * len(wanted)
+    one.report(job.job_id)
+    assert not one.side.has_pinned_blocks()
+
+
+def test_null_blocks_are_never_stored(core: MakeCore) -> None:
+    one = core(cache=window_cache()).connected()
+    request = make_request("r", tokens(96))
+    one.allocate(request, 0, skipped=[0, 5, 4])
+    (job,) = one.step((request, 96)).stores
+    assert names_in(job.groups[1]) == request.block_hashes[5:6], "both tables have a block of it"
+    assert all(all(row) for part in job.groups for row in part.block_ids)
+
+
+@pytest.mark.parametrize("known", [[2, 3], []])
+def test_where_a_prompt_parts_from_what_is_known_its_window_is_stored(known: list[int], core: MakeCore) -> None:
+    one = core(cache=window_cache(), max_pinned_fraction=1.0).connected()
+    request = make_request("r", tokens(320))
+    # Full attention is known up to block 8, windows to block 4 or nowhere.
+    fill_all(one, request, range(8), [1, *known] if known else [])
+    hit = one.ask(request)
+    assert hit == (blocks(4) if known else 0)
+    one.allocate(request, hit, skipped=[0, 1, 1] if known else ())
+    if known:
+        one.step()
+        one.report(finished_recving={"r"})
+        request.num_computed_tokens = hit
+        one.allocate(request, 0)
+    (job,) = one.step((request, 320 - hit)).stores
+    windows = [
+        request.block_hashes.index(name) for part in job.groups if part.group_idx == 1 for name in names_in(part)
+    ]
+    assert windows == [5, 6, 7, 16, 17, 18, 19]
+
+
+def test_of_states_only_what_the_engine_hands_over_is_stored(core: MakeCore) -> None:
+    cache = kv_cache(full_attention(), state(), state(), num_blocks=NUM_BLOCKS)
+    one = core(cache=cache).connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    block_ids = [block.block_id for block in one.pool.get_new_blocks(5)]
+    # Group 2 lacks the state at 80; at 90 there is no boundary, and 112 is not computed yet.
+    one.offers = {"r": [(1, block_ids[0], 48), (2, block_ids[1], 48), (1, block_ids[2], 80), (1, block_ids[3], 90),
+                        (2, block_ids[3], 90), (1, block_ids[4], 112), (2, block_ids[4], 112)]}  # fmt: skip
+    (job,) = one.step((request, 100)).stores
+    full, states = job.groups
+    assert names_in(full) == request.block_hashes[:6]
+    assert names_in(states) == request.block_hashes[2:3]
+    assert states.runs[0].parent_hash == request.block_hashes[1]
+    assert states.block_ids == [[block_ids[0]], [block_ids[1]]]
+
+
+def test_a_state_is_loaded_into_the_block_before_the_boundary(core: MakeCore) -> None:
+    one = core(cache=kv_cache(full_attention(), state(), num_blocks=NUM_BLOCKS)).connected()
+    request = make_request("r", tokens(100))
+    fill_all(one, request, range(6), [4])
+    assert one.ask(request) == blocks(5)
+    one.allocate(request, blocks(5), skipped=[0, 4])
+    (job,) = one.step().loads
+    full, states = job.groups
+    assert names_in(full) == request.block_hashes[:5]
+    assert names_in(states) == request.block_hashes[4:5]
+    assert states.block_ids == [one.ids(request, 1)[4:5]]
+
+
+def test_blocks_of_other_sizes_are_named_by_their_last_hash(core: MakeCore) -> None:
+    cache = kv_cache(full_attention(block_size=32), window(40), num_blocks=NUM_BLOCKS)
+    one = core(cache=cache).connected()
+    request = make_request("r", tokens(100))
+    assert len(request.block_hashes) == 6
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    assert names_in(job.groups[0]) == request.block_hashes[1:6:2]
+    for part in job.groups:
+        fill(one, names_in(part), part.group_idx)
+    again = make_request("again", tokens(100))
+    assert one.ask(again) == 96
+    one.allocate(again, 96, skipped=[0, 3])
+    (load,) = one.step().loads
+    assert names_in(load.groups[0]) == request.block_hashes[1:6:2]
+    assert [part.block_ids for part in load.groups] == [[one.ids(again)[:3]], [one.ids(again, 1)[3:6]]]
+
+
+def test_an_own_hit_inside_a_block_is_no_boundary(core: MakeCore) -> None:
+    one = core(cache=kv_cache(full_attention(block_size=32), window(40), num_blocks=NUM_BLOCKS)).connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes[1:6:2])
+    fill(one, request.block_hashes, 1)
+    assert one.side.matched_tokens(request, 16) == (0, False)
+    assert one.ask(request, computed=32) == 64
+
+
+# Pipeline stages
+
+
+def test_a_block_is_a_hit_only_if_every_stage_has_it(staged: Core) -> None:
+    request = make_request("r", tokens(100))
+    fill(staged, request.block_hashes[:5], stage=0)
+    fill(staged, request.block_hashes[:3], stage=1)
+    assert staged.ask(request) == blocks(3)
+    other = make_request("other", tokens(100, "other"))
+    fill(staged, other.block_hashes[:2], stage=0)
+    fill(staged, other.block_hashes, stage=1)
+    assert staged.ask(other) == blocks(2)
+
+
+def test_each_stage_has_a_lease_and_both_end(staged: Core) -> None:
+    request = make_request("r", tokens(100))
+    for stage in range(2):
+        fill(staged, request.block_hashes, stage=stage)
+    staged.allocate(request, staged.ask(request))
+    (job,) = staged.step().loads
+    assert len(set(job.lease_ids)) == 2 and all(job.lease_ids)
+    wait_for_leases(staged, 2)
+    staged.report(finished_recving={"r"})
+    wait_for_leases(staged, 0)
+
+
+def test_the_leases_of_both_stages_end_if_the_hit_is_not_taken(staged: Core) -> None:
+    request = make_request("r", tokens(100))
+    for stage in range(2):
+        fill(staged, request.block_hashes, stage=stage)
+    assert staged.ask(request) == blocks(6)
+    wait_for_leases(staged, 2)
+    staged.finish(request)
+    wait_for_leases(staged, 0)
+
+
+def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
+    request = make_request("r", tokens(100))
+    fill(staged, request.block_hashes, stage=0)
+    assert staged.ask(request) == 0
+    staged.allocate(request, 0)
+    staged.step()
+    wait_for_leases(staged, 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({(0, 0): "", (0, 1): "other", (1, 0): ""}, "stage 0 name 2 different namespaces"),
+        ({(0, 0): "", (0, 1): ""}, "stage 1 name 0 different namespaces"),
+    ],
+    ids=["two ranks", "no rank"],
+)
+def test_where_ranks_disagree_at_the_start_nothing_is_shared(
+    told: dict[tuple[int, int], str],
+    message: str,
+    core: MakeCore,
+    vllm_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = core(stages=2)
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    spec = namespace_spec(config, cache_config(), ConnectorConfig())
+    one.side.handshake({ranks: Handshake(replace(spec, weights_digest=digest)) for ranks, digest in told.items()})
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert message in record.getMessage() and "the same model files" in record.getMessage()
+    request = make_request("r", tokens(100))
+    assert one.side.matched_tokens(request, 0) == (0, False)
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    stats = one.side.stats()
+    assert stats is not None and stats.data["namespaces_disagree"] == 1
+
+
+def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, caplog: pytest.LogCaptureFixture) -> None:
+    one = core(stages=2)
+    one.side.handshake({(0, 0): object(), (1, 0): object()})
+    assert "another connector's handshake" in caplog.text
+    request = make_request("r", tokens(100))
+    assert one.side.matched_tokens(request, 0) == (0, False)
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+
+
+def test_with_one_stage_a_foreign_handshake_changes_nothing(core: MakeCore) -> None:
+    one = core().connected()
+    one.side.handshake({(0, 0): object()})
+    assert one.side._sessions[0].namespace is not None
+
+
+def test_what_workers_tell_takes_the_place_of_what_was_worked_out(core: MakeCore, vllm_config: MakeConfig) -> None:
+    one = core().connected()
+    before = one.side._sessions[0]
+    spec = replace(before.namespace.spec, revision="as the workers have it") if before.namespace else None
+    assert spec is not None
+    one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
+    one.connected()
+    (after,) = one.side._sessions
+    assert after.namespace is not None and after.namespace.spec == spec
+    assert before.namespace is None, "the first connection is closed"
+
+
+def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(core: MakeCore) -> None:
+    """MultiConnector gives every connector the first one's handshake (`get_handshake_metadata`)."""
+    first, second = core(salt="first", tenant="one", weights_epoch="old"), core(salt="second", tenant="two")
+    wanted = second.side._specs
+    second.side.handshake({(0, 0): Handshake(first.side._specs[0])})
+    assert second.side._specs == wanted != first.side._specs
+
+
+def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(core: MakeCore) -> None:
+    """It has no lease, and an answer all the same."""
+    one = core().connected()
+    taken_back: list[tuple[int, list[bytes]]] = []
+    one.side._lookups._missing = lambda group_idx, names: taken_back.append((group_idx, list(names)))
+    request = make_request("gone", tokens(3 * BLOCK_TOKENS + 1, "gone"))
+    assert one.ask(request) == 0
+    assert taken_back == [(0, request.block_hashes[:3])]

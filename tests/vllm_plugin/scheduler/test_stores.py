@@ -1,0 +1,342 @@
+"""What a step offers to the pool, and what is dropped where the engine lacks blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from tests.support.clock import FakeClock
+from tests.support.processes import wait_for
+from tests.vllm_plugin.bugs import count_preemptions, held, step_until
+from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
+from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
+from tests.vllm_plugin.support import make_request, tokens
+from tests.vllm_plugin.toy import answer
+from vllm_plugin.metadata import ConnectorMetadata
+from vllm_plugin.scheduler import stores
+from vllm_plugin.scheduler.pins import Pins
+from vllm_plugin.scheduler.stores import RELIEF_S, RELIEF_STEPS
+from vllm_plugin.worker.transfer import SendThread
+
+FreshFleet = Callable[[], Fleet]
+
+
+def offered(metadata: ConnectorMetadata) -> list[bytes]:
+    return [name for job in metadata.stores for part in job.groups for run in part.runs for name in run.block_hashes]
+
+
+# What a report costs
+
+
+def test_a_report_costs_its_own_blocks_and_not_all_that_are_pinned() -> None:
+    def seconds(num_others: int) -> float:
+        pool = BlockPool(80_000, enable_caching=True, hash_block_size=16)
+        pins = Pins(1, 80_000)
+        pins.bind(pool)
+        ids = [block.block_id for block in pool.get_new_blocks(num_others + 64)]
+        if num_others:
+            pins.pin(0, [ids[64:]])
+        for job_id in range(1, 65):
+            pins.pin(job_id, [ids[job_id - 1 : job_id]])
+        began = time.thread_time()
+        for job_id in range(1, 65):
+            assert pins.report(job_id, 1)
+            pins.unpin(job_id)
+        return time.thread_time() - began
+
+    alone, beside = (min(seconds(num_others) for _ in range(5)) for num_others in (0, 60_000))
+    assert beside < 20 * alone, "a Counter that is rebuilt with each report takes 185 times as long"
+
+
+# How much a step offers
+
+
+@pytest.fixture
+def four_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "step_blocks", lambda groups, step_tokens: 4)
+
+
+@pytest.mark.usefixtures("four_a_step")
+def test_a_step_offers_a_bounded_number_of_blocks_and_the_next_steps_the_others(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=1.0).connected()
+    first, second = (make_request(name, tokens(160, name)) for name in "ab")
+    for request in (first, second):
+        one.allocate(request, 0)
+    steps = [one.step((first, 160), (second, 160)), *(one.step((first, 0), (second, 0)) for _ in range(5))]
+    assert [len(offered(step)) for step in steps] == [4, 4, 4, 4, 4, 0]
+    assert sorted(name for step in steps for name in offered(step)) == sorted(
+        [*first.block_hashes, *second.block_hashes]
+    )
+    counted = one.side.stats()
+    assert counted is None or "store_deferred" not in counted.data
+
+
+@pytest.mark.usefixtures("four_a_step")
+def test_what_a_finished_request_has_left_is_offered_by_later_steps(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    one.allocate(request, 0)
+    ids = one.ids(request)
+    steps = [one.step((request, 160))]
+    one.finish(request)
+    assert one.num_used_blocks() == 10, "all of its blocks are pinned"
+    steps += [one.step(), one.step(), one.step()]
+    assert [name for step in steps for name in offered(step)] == request.block_hashes
+    assert [each for step in steps for job in step.stores for each in job.groups[0].block_ids[0]] == ids
+    one.report(*(job.job_id for step in steps for job in step.stores))
+    for _ in range(3):
+        one.step()  # Takes reports of four blocks.
+    assert one.num_used_blocks() == 0 and not any(one.side.held().values())
+
+
+@pytest.mark.usefixtures("four_a_step")
+def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(core: MakeCore) -> None:
+    """It was preempted, came back with other blocks, and is aborted before it is computed."""
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 160)).stores
+    one.free(request)
+    one.allocate(request, 0)
+    one.finish(request)
+    assert offered(one.step()) == []
+    one.report(job.job_id)
+    assert not any(one.side.held().values())
+
+
+@pytest.mark.usefixtures("four_a_step")
+@pytest.mark.parametrize("why", ["the pool is away", "the engine was reset"])
+def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 160)).stores
+    one.finish(request)
+    if why == "the pool is away":
+        one.side._sessions[0]._namespace = None
+    else:
+        assert one.side.reset() is True
+    assert offered(one.step()) == []
+    assert one.num_used_blocks() == 4, "what the ranks were told of"
+    one.report(job.job_id)
+    assert not any(one.side.held().values())
+
+
+# What a lookup proves
+
+
+def taken(core: Core, request: Request, local: int) -> list[bytes]:
+    """What is offered of a request of which the engine has `local` tokens itself."""
+    matched = core.ask(request, local)
+    core.allocate(request, matched)
+    request.num_computed_tokens = local + matched
+    core.step()  # The load begins.
+    return offered(core.step((request, request.num_tokens - request.num_computed_tokens)))
+
+
+def test_a_local_hit_whose_last_block_the_pool_has_is_not_offered_again(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    fill(one, request.block_hashes[:6])
+    assert taken(one, request, blocks(6)) == request.block_hashes[6:]
+
+
+def test_a_local_hit_that_the_pool_has_lost_is_offered_again(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    fill(one, request.block_hashes[:5])
+    assert taken(one, request, blocks(6)) == request.block_hashes
+
+
+def test_a_gap_at_the_end_of_the_local_hit_hides_nothing_behind_it(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    fill(one, request.block_hashes[6:8])
+    assert one.ask(request, blocks(6)) == blocks(2)
+
+
+def test_what_was_loaded_is_not_offered_again_and_nothing_before_it(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    fill(one, request.block_hashes[:8])
+    assert taken(one, request, blocks(3)) == request.block_hashes[8:]
+
+
+# Blocks that the engine lacks
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(stores, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def test_what_a_request_still_has_is_not_dropped(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    one.step((request, 100))
+    assert not one.side.has_pending_block_frees()
+    assert one.step().dropped_stores == []
+
+
+def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: MakeCore, clock: FakeClock) -> None:
+    one = core().connected()
+    first, second = (make_request(name, tokens(100, name)) for name in "ab")
+    for request in (first, second):
+        one.allocate(request, 0)
+    gone, kept = one.step((first, 100), (second, 100)).stores
+    one.free(first)
+    assert one.side.has_pending_block_frees()
+    assert one.num_used_blocks() == 13, "a rank may be reading them"
+    assert one.step().dropped_stores == [gone.job_id]
+    assert one.side.has_pending_block_frees()
+    assert one.step().dropped_stores == [], "once"
+    one.side.update(_ended(gone.job_id, failed=True))
+    assert one.num_used_blocks() == 7
+    assert not one.side.has_pending_block_frees()
+    assert one.side.stats().data["store_dropped_blocks"] == 6
+    assert not one.side._stores._known.has(first.block_hashes[0], 0)
+    one.report(kept.job_id)
+    assert one.side._stores._known.has(second.block_hashes[0], 0)
+
+
+def test_a_dropped_store_that_does_not_end_is_not_waited_for(core: MakeCore, clock: FakeClock) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 100)).stores
+    one.free(request)
+    for _ in range(RELIEF_STEPS):
+        assert one.side.has_pending_block_frees()
+        one.step()
+    assert one.side.has_pending_block_frees(), "it may take a moment"
+    clock.advance(2 * RELIEF_S)
+    assert not one.side.has_pending_block_frees()
+    one.report(job.job_id)
+    assert one.num_used_blocks() == 0
+
+
+@pytest.mark.usefixtures("four_a_step")
+def test_what_no_rank_was_told_of_is_free_at_once(core: MakeCore) -> None:
+    one = core().connected()
+    request = make_request("r", tokens(160))
+    one.allocate(request, 0)
+    (job,) = one.step((request, 160)).stores
+    one.finish(request)
+    assert one.side.has_pending_block_frees()
+    assert one.num_used_blocks() == 4
+    metadata = one.step()
+    assert (offered(metadata), metadata.dropped_stores) == ([], [job.job_id])
+
+
+def test_a_request_that_waits_for_admission_gets_the_blocks_of_queued_stores(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=1.0).connected()
+    first, second = make_request("a", tokens(800, "a")), make_request("b", tokens(300, "b"))
+    one.allocate(first, 0)
+    (job,) = one.step((first, 800)).stores
+    one.finish(first)
+    wait_for(lambda: one.side.matched_tokens(second, 0) == (0, False), "an answer")
+    # vLLM has no blocks for it: the step ends without `after_alloc`.
+    assert one.step().dropped_stores == [job.job_id]
+
+
+def _ended(job_id: int, failed: bool) -> SimpleNamespace:
+    from vllm_plugin.metadata import WorkerMetadata
+
+    report = WorkerMetadata({job_id: 1}, {job_id} if failed else set())
+    return SimpleNamespace(
+        kv_connector_worker_meta=report, failed_recving=set(), finished_recving=set(), invalid_block_ids=set()
+    )
+
+
+def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
+    engine = fresh_fleet().start(num_blocks=64)
+    worker = engine.ranks[0].worker
+    with held(SendThread) as go:
+        engine.add("a", tokens(100, "a"), max_tokens=1)
+        engine.add("b", tokens(100, "b"), max_tokens=1)
+        step_until(engine, lambda: len(engine.answers["b"]) == 1, "both to be computed")
+        assert worker._sender is not None
+        sender = worker._sender
+        wait_for(lambda: len(sender._queued) == 1, "the first store to have begun")
+        assert engine.connector.has_pending_block_frees()
+        step_until(engine, lambda: engine.connector.held()["jobs"] == 1, "the second store to be dropped")
+        assert engine.connector.held()["pinned blocks"] == 6, "the first one's blocks are being read"
+    go.set()
+    engine.run()
+    assert_nothing_is_left(engine)
+    assert (engine.counted("stored_blocks"), engine.counted("store_dropped_blocks")) == (6, 6)
+
+
+def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None:
+    """What is queued behind a store that does not end gives its blocks back before a request is preempted for them."""
+    engine = fresh_fleet().start(num_blocks=40)
+    preempted = count_preemptions(engine)
+    with held(SendThread) as go:
+        for nth in range(4):
+            engine.add(f"r{nth}", tokens(96, nth), max_tokens=2)
+        step_until(engine, lambda: all(len(engine.answers[f"r{nth}"]) == 2 for nth in range(4)), "four answers")
+        assert engine.num_used_blocks() == 24, "all of it is being stored"
+        long = tokens(100, "long")
+        engine.add("long", long, max_tokens=300)  # 25 blocks; 15 are free, and 33 without the queued stores.
+        step_until(engine, lambda: len(engine.answers["long"]) == 300, "the long answer")
+        assert engine.answers["long"] == answer(long, 300)
+        assert preempted == []
+        go.set()
+        engine.run()
+    assert_nothing_is_left(engine)
+
+
+# Resets
+
+
+def running_with_a_store(engine: object, prompt: list[int]) -> None:
+    engine.add("r", prompt, max_tokens=40)  # type: ignore[attr-defined]
+    step_until(engine, lambda: engine.connector.held()["jobs"], "a store")  # type: ignore[attr-defined, arg-type]
+
+
+def test_vllm_resets_a_running_engine_in_spite_of_stores_under_way(fresh_fleet: FreshFleet) -> None:
+    prompt = tokens(100)
+    engine = fresh_fleet().start()
+    with held(SendThread) as go:
+        running_with_a_store(engine, prompt)
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
+        assert engine.num_used_blocks() == 6, "what is being stored stays pinned"
+        step_until(engine, lambda: len(engine.answers["r"]) > 5, "the request to be computed again")
+        go.set()
+        engine.run()
+    assert engine.answers["r"] == answer(prompt, 40)
+    assert_nothing_is_left(engine)
+
+
+def test_a_core_in_the_callers_process_is_not_reset_while_blocks_are_stored(
+    fresh_fleet: FreshFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a sleeping engine's memory is released right after the reset."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = fresh_fleet().start()
+    with held(SendThread) as go:
+        running_with_a_store(engine, tokens(100))
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        go.set()
+        engine.run()
+
+
+def test_reports_of_many_requests_are_taken_as_fast_as_their_jobs_are_made(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=1.0).connected()
+    requests = [make_request(f"r{nth}", tokens(40, nth)) for nth in range(20)]
+    for request in requests:
+        one.allocate(request, 0)
+    for _ in range(2):
+        jobs = one.step(*((request, 16) for request in requests)).stores
+        assert len(jobs) == 20, "each completes a block"
+        one.report(*(job.job_id for job in jobs))
+    assert one.side.held()["jobs"] == 0

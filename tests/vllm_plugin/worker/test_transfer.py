@@ -1,0 +1,385 @@
+"""Send and receive threads between real tensors and a real server."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.config import ClientConfig
+from kvpool.namespace import NamespaceSpec
+from kvpool.transport.base import Buffers
+from kvpool.types import BlockRun, ShardRange
+from tests.conftest import StartServer
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import group_spec, namespace_spec, run_of
+from tests.vllm_plugin.faults import flip_arena, stopped
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.model.groups import RankShards
+from vllm_plugin.session import Session
+from vllm_plugin.worker import transfer
+from vllm_plugin.worker.copy import BlockIds, Copier, make_copier
+from vllm_plugin.worker.layout import make_layout
+from vllm_plugin.worker.transfer import ReceiveThread, SendThread
+
+LAYERS, BLOCKS, HEADS, TOKENS, COLUMNS = ("a", "b"), 16, 4, 8, 16
+CHUNK_BYTES = len(LAYERS) * TOKENS * COLUMNS
+TIMEOUT_MS = 200
+REPORTED_S = 5.0
+
+
+def blocks_of(names: Sequence[object], *block_ids: Sequence[int], group_idx: int = 0) -> GroupBlocks:
+    """One run of blocks, and where they are: a row for each block table."""
+    return GroupBlocks(group_idx, [run_of(*names, group_idx=group_idx)], [list(row) for row in block_ids])
+
+
+class Rank:
+    """A KV cache of random bytes, and both threads on it."""
+
+    def __init__(
+        self, endpoint: str, spec: NamespaceSpec, shards: ShardRange, seed: int, stage: int = 0, **config: Any
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(LAYERS), BLOCKS, shards.count, TOKENS, COLUMNS)
+        self.kv = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        layout = make_layout(dict(zip(LAYERS, self.kv, strict=True)), [LAYERS], BLOCKS, shards.count)
+        # Of the second group: one layer in each of two block tables.
+        self.split = torch.randint(0, 256, (2, BLOCKS, 1, TOKENS, COLUMNS), dtype=torch.uint8, generator=generator)
+        split = make_layout(dict(zip("cd", self.split, strict=True)), ["c", "d"], BLOCKS, 1)
+        self.copier: Copier = make_copier([layout, split])
+        mine = [RankShards(shards, True), RankShards(ShardRange(0, 1), True)]
+        self.recorder = Recorder()
+        timeouts = {"timeout_ms": 2_000, "data_timeout_ms": 2_000, "lease_ttl_ms": 5_000, "ticket_ttl_ms": 5_000}
+        self.session = Session(ClientConfig(endpoint, **{**timeouts, **config}), spec, "test")
+        self.sender = SendThread("send", self.session, self.copier, mine, stage, self.recorder)
+        self.receiver = ReceiveThread("receive", self.session, self.copier, mine, stage, self.recorder)
+        self._job_ids = itertools.count(1)
+        wait_for(lambda: self.session.namespace, "the session to be open")
+
+    def store(self, names: Sequence[object], block_ids: Sequence[int], within_s: float = REPORTED_S) -> bool:
+        return self.store_groups(blocks_of(names, block_ids), within_s=within_s)
+
+    def store_groups(self, *groups: GroupBlocks, within_s: float = REPORTED_S) -> bool:
+        self.sender.submit(StoreJob(next(self._job_ids), list(groups)))
+        return self._outcome(self.sender, within_s)
+
+    def lease(self, names: Sequence[object]) -> int:
+        return self.lease_runs(run_of(*names))
+
+    def lease_runs(self, *runs: BlockRun) -> int:
+        found = self.session.client.lookup(self.session.namespace, list(runs))
+        assert [hits.num_leading for hits in found.hits] == [len(run) for run in runs]
+        return found.lease_id
+
+    def load(self, lease_id: int, names: Sequence[object], block_ids: Sequence[int], within_s: float = 5.0) -> bool:
+        return self.load_groups((lease_id,), blocks_of(names, block_ids), within_s=within_s)
+
+    def load_groups(self, lease_ids: tuple[int, ...], *groups: GroupBlocks, within_s: float = REPORTED_S) -> bool:
+        self.receiver.submit(LoadJob("request", lease_ids, list(groups)))
+        return self._outcome(self.receiver, within_s)
+
+    def counted(self) -> dict[str, Any]:
+        stats = self.recorder.take()
+        return {} if stats is None else stats.data
+
+    def stop(self) -> None:
+        for thread in (self.sender, self.receiver):
+            thread.request_stop()
+            thread.join(5)
+            assert not thread.is_alive()
+        self.session.close()
+
+    @staticmethod
+    def _outcome(thread: Any, within_s: float) -> bool:
+        ((_, succeeded),) = wait_for(thread.take_ended, "the job to be reported", within_s)
+        return succeeded
+
+
+Start = Callable[..., Rank]
+
+
+@pytest.fixture
+def spec() -> NamespaceSpec:
+    other = group_spec(kind="sliding_window", chunk_bytes=2 * TOKENS * COLUMNS, num_shards=1)
+    return namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES, num_shards=HEADS), other)
+
+
+@pytest.fixture
+def start(spec: NamespaceSpec) -> Iterator[Start]:
+    """Starts ranks of one namespace; the seed sets what their KV cache holds."""
+    seeds = itertools.count()
+    with ExitStack() as stack:
+
+        def make(server: ServerProcess, shards: ShardRange | None = None, **options: Any) -> Rank:
+            rank = Rank(server.endpoint, spec, shards or ShardRange(0, HEADS), next(seeds), **options)
+            stack.callback(rank.stop)
+            return rank
+
+        yield make
+
+
+class Broken:
+    """A copier whose next copy fails; all later ones work."""
+
+    def __init__(self, copier: Copier):
+        self._copier = copier
+        self._failures = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copier, name)
+
+    def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
+        self._fail()
+        self._copier.gather(mark, group_idx, block_ids, buffers)
+
+    def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
+        self._fail()
+        self._copier.scatter(mark, group_idx, block_ids, buffers)
+
+    def _fail(self) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise RuntimeError("the device is on fire")
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_what_one_rank_stores_another_loads(transport: str, start: Start, shared_server: ServerProcess) -> None:
+    writer, reader = start(shared_server, transport=transport), start(shared_server, transport=transport)
+    untouched = reader.kv.clone()
+    assert writer.store("abc", [3, 1, 7])
+    assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])
+    assert torch.equal(reader.kv[:, [10, 11, 2]], writer.kv[:, [3, 1, 7]])
+    others = [block for block in range(BLOCKS) if block not in (10, 11, 2)]
+    assert torch.equal(reader.kv[:, others], untouched[:, others])
+    stored, loaded = writer.counted(), reader.counted()
+    assert (stored["stored_blocks"], stored["stored_bytes"]) == (3, 3 * HEADS * CHUNK_BYTES)
+    assert (loaded["loaded_blocks"], loaded["loaded_bytes"]) == (3, 3 * HEADS * CHUNK_BYTES)
+
+
+def test_ranks_share_blocks_over_mooncake(start: Start, pool_server: StartServer) -> None:
+    pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
+    server = pool_server("--memory", "64MiB", "--mooncake", "tcp")
+    writer, reader = start(server, transport="mooncake"), start(server, transport="mooncake")
+    assert writer.store("abc", [3, 1, 7])
+    assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])
+    assert torch.equal(reader.kv[:, [10, 11, 2]], writer.kv[:, [3, 1, 7]])
+
+
+def test_two_ranks_make_a_block_that_one_rank_reads(start: Start, shared_server: ServerProcess) -> None:
+    low, high = start(shared_server, ShardRange(0, 2)), start(shared_server, ShardRange(2, 2))
+    whole = start(shared_server)
+    assert low.store("ab", [0, 1])
+    assert whole.session.client.lookup(whole.session.namespace, [run_of("a", "b")]).hits[0].num_leading == 0
+    assert high.store("ab", [4, 5])
+    assert whole.load(whole.lease("ab"), "ab", [8, 9])
+    assert torch.equal(whole.kv[:, [8, 9], :2], low.kv[:, [0, 1]])
+    assert torch.equal(whole.kv[:, [8, 9], 2:], high.kv[:, [4, 5]])
+
+
+def test_blocks_that_are_there_are_not_sent_again(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    assert rank.store("ab", [0, 1])
+    rank.counted()
+    assert rank.store("abc", [0, 1, 2])
+    counted = rank.counted()
+    assert (counted["stored_blocks"], counted["store_skipped_blocks"]) == (1, 2)
+
+
+# Failures are reported, each of them
+
+
+def test_a_block_that_is_gone_fails_the_load(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    assert rank.store("abc", [0, 1, 2])
+    lease_id = rank.lease("abc")
+    rank.session.client.remove(rank.session.namespace, [run_of("b")])
+    assert not rank.load(lease_id, "abc", [5, 6, 7])
+    assert rank.counted()["load_failures"] == 1
+    assert rank.session.namespace is not None, "a missing block is no reason to give the pool up"
+
+
+def test_a_lease_that_is_over_fails_the_load(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    assert rank.store("a", [0])
+    lease_id = rank.lease("a")
+    rank.session.client.release([lease_id])
+    assert not rank.load(lease_id, "a", [5])
+    assert rank.counted()["load_failures"] == 1
+
+
+def test_bytes_that_changed_fail_the_load_and_leave_the_pool(
+    start: Start, pool_server: StartServer, shm_dir: str
+) -> None:
+    server = pool_server("--memory", "1MiB")
+    rank = start(server)
+    assert rank.store("ab", [0, 1])
+    lease_id = rank.lease("ab")
+    flip_arena(server, shm_dir)
+    assert not rank.load(lease_id, "ab", [5, 6])
+    stats = rank.session.client.stats()
+    assert stats.counters["corrupt_blocks_dropped"] == 2
+    assert stats.num_entries == 0
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_an_exception_in_a_copy_is_reported_and_the_thread_lives_on(
+    transport: str, direction: str, start: Start, shared_server: ServerProcess
+) -> None:
+    rank = start(shared_server, transport=transport)
+    assert rank.store("a", [0])
+    if direction == "store":
+        rank.sender._copier = Broken(rank.copier)
+        assert not rank.store("b", [1])
+        assert rank.store("b", [1])
+    else:
+        rank.receiver._copier = Broken(rank.copier)
+        assert not rank.load(rank.lease("a"), "a", [5])
+        assert rank.load(rank.lease("a"), "a", [5])
+        assert torch.equal(rank.kv[:, 5], rank.kv[:, 0])
+
+
+def test_a_failed_store_gives_its_space_back(start: Start, pool_server: StartServer) -> None:
+    rank = start(pool_server())
+    rank.sender._copier = Broken(rank.copier)
+    assert not rank.store("ab", [0, 1])
+    wait_for(lambda: rank.session.client.stats().num_tickets == 0, "the ticket to be revoked")
+    stats = rank.session.client.stats()
+    assert (stats.num_entries, stats.num_incomplete) == (0, 0)
+
+
+def test_jobs_after_the_pool_is_gone_are_reported_at_once(start: Start, pool_server: StartServer) -> None:
+    server = pool_server()
+    rank = start(server)
+    assert rank.store("a", [0])
+    lease_id = rank.lease("a")
+    server.kill()
+    assert not rank.load(lease_id, "a", [5], within_s=1.0)
+    assert rank.session.namespace is None
+    for _ in range(3):
+        assert not rank.load(lease_id, "a", [5], within_s=0.5)
+        assert not rank.store("b", [1], within_s=0.5)
+    counted = rank.counted()
+    assert (counted["load_failures"], counted["store_failures"]) == (4, 3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_server_that_does_not_answer_costs_no_more_than_the_deadlines(
+    transport: str, start: Start, pool_server: StartServer
+) -> None:
+    server = pool_server()
+    rank = start(server, transport=transport, timeout_ms=TIMEOUT_MS, data_timeout_ms=TIMEOUT_MS)
+    assert rank.store("a", [0])
+    lease_id = rank.lease("a")
+    with stopped(server):
+        assert not rank.load(lease_id, "a", [5], within_s=1.0)
+        assert not rank.store("b", [1], within_s=1.0)
+    wait_for(lambda: rank.session.namespace, "the session to be open")
+    assert rank.store("b", [1])
+
+
+def test_a_stopped_thread_ends_the_job_under_way_and_drops_the_rest(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    for nth in range(50):
+        rank.sender.submit(StoreJob(nth, [blocks_of([nth], [nth % BLOCKS])]))
+    started = time.monotonic()
+    rank.sender.request_stop()
+    rank.sender.join(5)
+    assert not rank.sender.is_alive()
+    assert time.monotonic() - started < 5
+    assert all(succeeded for _, succeeded in rank.sender.take_ended())
+
+
+# Sizes
+
+
+def test_a_store_larger_than_the_pool_leaves_what_fits_of_it(
+    start: Start, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_BYTES", 64 * HEADS * CHUNK_BYTES)
+    rank = start(pool_server("--memory", "1MiB"))
+    block_bytes = HEADS * CHUNK_BYTES
+    too_many = (1 << 20) // block_bytes + 100
+    names = [f"block {nth}" for nth in range(too_many)]
+    assert not rank.store(names, [nth % BLOCKS for nth in range(too_many)])
+    stats = rank.session.client.stats()
+    assert stats.num_entries >= too_many - 100 - 64
+    assert stats.num_tickets == 0
+    assert rank.load(rank.lease(names[:64]), names[:64], [nth % BLOCKS for nth in range(64)])
+
+
+def test_a_store_is_cut_into_puts_of_bounded_size_that_keep_their_order(
+    start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_BYTES", 3 * HEADS * CHUNK_BYTES)
+    rank = start(shared_server)
+    puts: list[list[int]] = []
+    put = rank.session.client.put
+
+    def counted(namespace: Any, runs: list[BlockRun], *args: Any, **options: Any) -> Any:
+        puts.append([len(run) for run in runs])
+        return put(namespace, runs, *args, **options)
+
+    monkeypatch.setattr(rank.session.client, "put", counted)
+    assert rank.store("abcdefgh", range(8))
+    assert puts == [[3], [3], [2]]
+    assert rank.load(rank.lease("abcdefgh"), "abcdefgh", range(8, 16))
+    assert torch.equal(rank.kv[:, 8:], rank.kv[:, :8])
+
+
+# Several groups, several stages
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_groups_with_gaps_and_block_tables_of_their_own_travel_in_one_job(
+    transport: str, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_BYTES", 2 * HEADS * CHUNK_BYTES)
+    writer, reader = start(shared_server, transport=transport), start(shared_server, transport=transport)
+    # The second group lacks what is between "b" and "e".
+    runs = [run_of("b", group_idx=1, parent="a"), run_of("e", "f", group_idx=1, parent="d")]
+    assert writer.store_groups(blocks_of("abcdef", range(6)), GroupBlocks(1, runs, [[3, 9, 1], [8, 2, 7]]))
+    lease_id = reader.lease_runs(run_of(*"abcdef"), *runs)
+    untouched = reader.split.clone()
+    loaded = GroupBlocks(1, runs[1:], [[12, 4], [0, 13]])
+    assert reader.load_groups((lease_id,), blocks_of("abcdef", range(10, 16)), loaded)
+    assert torch.equal(reader.kv[:, 10:], writer.kv[:, :6])
+    assert torch.equal(reader.split[0, [12, 4]], writer.split[0, [9, 1]])
+    assert torch.equal(reader.split[1, [0, 13]], writer.split[1, [2, 7]])
+    for table, taken in enumerate([[12, 4], [0, 13]]):
+        others = [block for block in range(BLOCKS) if block not in taken]
+        assert torch.equal(reader.split[table, others], untouched[table, others])
+    assert reader.counted()["loaded_blocks"] == 8
+    assert writer.counted()["stored_bytes"] == 6 * HEADS * CHUNK_BYTES + 3 * 2 * TOKENS * COLUMNS
+
+
+def test_a_block_that_one_group_lacks_fails_the_whole_load(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    other = blocks_of("b", [1], [2], group_idx=1)
+    assert rank.store_groups(blocks_of("ab", [0, 1]), other)
+    lease_id = rank.lease_runs(run_of(*"ab"), *other.runs)
+    rank.session.client.remove(rank.session.namespace, other.runs)
+    assert not rank.load_groups((lease_id,), blocks_of("ab", [5, 6]), other)
+    assert rank.counted()["load_failures"] == 1
+
+
+def test_a_stage_takes_the_lease_that_is_its_own(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server, stage=1)
+    assert rank.store("a", [0])
+    lease_id = rank.lease("a")
+    assert not rank.load_groups((lease_id, lease_id + 1), blocks_of("a", [5]))
+    assert rank.load_groups((lease_id + 1, lease_id), blocks_of("a", [5]))
+    assert torch.equal(rank.kv[:, 5], rank.kv[:, 0])
+
+
+def test_a_load_of_nothing_fails(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server)
+    assert not rank.load_groups((0,))
+    assert rank.counted() == {"load_failures": 1}
+    assert rank.session.namespace is not None, "the pool has done no wrong"

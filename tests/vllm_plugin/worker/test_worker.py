@@ -1,0 +1,145 @@
+"""The worker's side alone: what it tells, what it starts, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvpool.types import BlockRun
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import block_hash
+from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY, MakeConfig
+from tests.vllm_plugin.faults import free_endpoint
+from tests.vllm_plugin.kinds import kv_cache, mla, uniform, window
+from tests.vllm_plugin.support import cache_config, full_attention
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
+from vllm_plugin.worker.worker import KVPoolWorker
+
+MakeWorker = Callable[..., KVPoolWorker]
+MIXED = kv_cache(full_attention(), mla(), num_blocks=8)
+
+
+@pytest.fixture
+def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[MakeWorker]:
+    """`worker(cache, tp_rank=1, tp_size=2, drafts=True, register=False)`; they are shut down afterwards."""
+    with ExitStack() as stack:
+
+        def make(
+            cache: KVCacheConfig, tp_rank: int = 0, tp_size: int = 1, drafts: bool = False, register: bool = True
+        ) -> KVPoolWorker:
+            drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2} if drafts else None
+            config = vllm_config(shared_server.endpoint if register else free_endpoint(), speculative_config=drafting)
+            config.parallel_config.tensor_parallel_size = tp_size
+            settings = ConnectorConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
+            made = KVPoolWorker(config, cache, settings, tp_rank)
+            stack.callback(made.shutdown)
+            if register:
+                made.register_kv_caches(tensors(cache))
+                wait_for(lambda: made._session.namespace, "the session to be open")
+            return made
+
+        yield make
+
+
+def tensors(cache: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """Of each layer, as vLLM lays it out: [B, H, N, C]."""
+    made = {}
+    for group in cache.kv_cache_groups:
+        for name in group.layer_names:
+            spec: Any = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            shape = (cache.num_blocks, spec.num_heads, BLOCK_TOKENS, spec.state_content_size_bytes // 4)
+            made[name] = torch.zeros(shape)
+    return made
+
+
+def store_of(job_id: int, *group_indices: int) -> ConnectorMetadata:
+    parts = [GroupBlocks(idx, [BlockRun(idx, [block_hash(object())])], [[3]]) for idx in group_indices]
+    return ConnectorMetadata(stores=[StoreJob(job_id, parts)])
+
+
+def ended(worker: KVPoolWorker) -> WorkerMetadata:
+    """The first report of stores, without the namespace that comes with a rank's first report."""
+
+    def report() -> WorkerMetadata | None:
+        told = worker.worker_metadata()
+        return replace(told, namespaces=frozenset()) if told is not None and told.ended_stores else None
+
+    return wait_for(report, "a report of stores")
+
+
+def test_a_rank_reports_its_namespace_once(worker: MakeWorker) -> None:
+    made = worker(cache_config())
+    told = made.worker_metadata()
+    assert told is not None
+    assert told.namespaces == {(0, made._spec.fingerprint())}
+    assert made.worker_metadata() is None
+
+
+def test_a_worker_tells_what_the_scheduler_cannot_work_out(worker: MakeWorker) -> None:
+    assert worker(cache_config(), register=False).handshake() is None
+    mixed = kv_cache(uniform(a=full_attention(), b=full_attention(2)))
+    told = worker(mixed, register=False).handshake()
+    assert told is not None and told.spec.groups[0].layer_names == ("a", "b")
+
+
+def test_a_kv_cache_of_another_size_than_its_spec_is_refused(worker: MakeWorker) -> None:
+    made = worker(cache_config(), register=False)
+    half = full_attention(head_size=TINY.head_dim // 2)
+    with pytest.raises(
+        ValueError, match=r"a shard of a block of full_attention has \d+ bytes in the KV cache, and \d+"
+    ):
+        made.register_kv_caches(tensors(cache_config(half)))
+
+
+def test_a_rank_stores_the_groups_that_are_its_own_to_write(worker: MakeWorker) -> None:
+    cache = kv_cache(full_attention(2), mla(), num_blocks=8)
+    made = worker(cache, tp_rank=1, tp_size=2)
+    made.start_stores(store_of(7, 0, 1))
+    assert ended(made) == WorkerMetadata({7: 1})
+    stats = made.stats()
+    assert stats is not None and stats.data["stored_blocks"] == 1, "the latent is another rank's to write"
+
+
+def test_a_rank_with_nothing_to_write_reports_at_once(worker: MakeWorker) -> None:
+    made = worker(kv_cache(mla(), num_blocks=8), tp_rank=1, tp_size=2)
+    made.worker_metadata()
+    made.start_stores(store_of(7, 0))
+    assert made.worker_metadata() == WorkerMetadata({7: 1})
+    assert made.worker_metadata() is None
+
+
+def test_beside_a_draft_model_stores_wait_for_the_next_step(worker: MakeWorker) -> None:
+    made = worker(MIXED, drafts=True)
+    made.worker_metadata()
+    made.start_stores(store_of(7, 0))
+    made.start_stores(store_of(8, 1))
+    assert made._held and made.worker_metadata() is None
+    made.start_loads(ConnectorMetadata())
+    reports = ended(made)
+    while len(reports.ended_stores) < 2:
+        reports = reports.aggregate(ended(made))
+    assert reports == WorkerMetadata({7: 1, 8: 1})
+
+
+def test_a_store_that_failed_is_named(worker: MakeWorker) -> None:
+    made = worker(MIXED)
+    metadata = store_of(7, 0)
+    metadata.stores[0].groups[0] = replace(metadata.stores[0].groups[0], block_ids=[[10_000]])  # No such block.
+    made.start_stores(metadata)
+    assert ended(made) == WorkerMetadata({7: 1}, {7})
+
+
+def test_a_window_of_several_members_is_one_layout(worker: MakeWorker) -> None:
+    made = worker(kv_cache(window(64), window(64), num_blocks=8))
+    metadata = ConnectorMetadata(
+        stores=[StoreJob(1, [GroupBlocks(0, [BlockRun(0, [block_hash(object())])], [[3], [5]])])]
+    )
+    made.start_stores(metadata)
+    assert ended(made) == WorkerMetadata({1: 1})

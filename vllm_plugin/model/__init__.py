@@ -1,0 +1,1 @@
+"""What a model's KV is, and what names it."""

@@ -1,0 +1,222 @@
+"""LoRA adapters by their content: vLLM's block hashes name an adapter by its name and path alone.
+
+An adapter's blocks are shared only where the engine's ranks must have loaded the bytes that this module has read. vLLM
+loads an adapter some time after a request names it, may drop and load it again, and tells nobody. So its files have to
+be as they were before the engine started, and to stay so; else requests with that adapter are computed. A thread reads
+and watches the files: the scheduler's thread touches no disk.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.logger import init_logger
+
+from kvpool.types import HASH_BYTES
+from vllm_plugin.model.weights import adapter_directory, content_digest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+
+logger = init_logger("vllm.kvpool.adapters")
+
+MAX_ADAPTERS = 4096
+CHECK_EVERY_S = 1.0
+READ_WITHIN_S = 2.0
+"""So long a request may wait for a look at its adapter's files."""
+CLOCK_STEP_S = 1.0
+"""Times of files are coarser than clocks."""
+NO_ADAPTER = bytes(HASH_BYTES)
+
+
+class Adapters:
+    """One engine's.
+
+    Args:
+        share: "unchanged", "always" or "never"; see `ConnectorConfig.share_adapters`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, share: str):
+        self._share = share
+        self._started_at = time.time()
+        self._reason = _why_not(vllm_config) if share == "unchanged" else ""
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, str], bytes | None] = {}  # What the thread has found since the last step.
+        self._digests: dict[tuple[str, str], bytes | None] = {}
+        self._checked: dict[tuple[str, str], float] = {}  # By the thread, since the last step.
+        self._checked_at: dict[tuple[str, str], float] = {}
+        self._check_since: dict[tuple[str, str], float] = {}
+        self._key_of_id: dict[int, tuple[str, str]] = {}
+        self._refused: set[tuple[str, str]] = set()
+        self._asked_at: dict[tuple[str, str], float] = {}
+        self._new: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._said = False
+
+    def new_step(self) -> None:
+        """Takes over what the thread has found. Between two steps nothing changes."""
+        if not self._found and not self._checked:
+            return
+        with self._lock:
+            found, self._found = self._found, {}
+            checked, self._checked = self._checked, {}
+        for key, digest in found.items():
+            if digest is None or key not in self._digests:
+                self._digests[key] = digest
+        self._checked_at.update(checked)
+        for key in checked:
+            self._check_since.pop(key, None)
+
+    def is_busy(self, lora: LoRARequest) -> bool:
+        """Whether an adapter is worth waiting for: its files are being read, or looked at, and not for too long."""
+        key = (lora.lora_name, lora.lora_path)
+        if self._share == "never" or self._reason or self._digests.get(key, NO_ADAPTER) is None:
+            return False
+        began_at = self._check_since.get(key, self._asked_at.get(key, 0.0))
+        return time.monotonic() - began_at < READ_WITHIN_S
+
+    def digest(self, lora: LoRARequest | None) -> bytes | None:
+        """What names a request's adapter, `HASH_BYTES` long; None if its blocks must not be shared (yet)."""
+        if lora is None:
+            return NO_ADAPTER
+        if self._share == "never":
+            return None
+        if self._reason:
+            self._say_once(self._reason)
+            return None
+        key = (lora.lora_name, lora.lora_path)
+        known = self._key_of_id.setdefault(lora.lora_int_id, key)
+        if known != key or (lora.load_inplace and self._share != "always"):
+            # Ranks tell adapters apart by this number alone.
+            for each in {known, key}:
+                self._refuse(each, "another was loaded under its lora_int_id, or it was loaded again in place")
+            self.new_step()
+        if key not in self._asked_at and len(self._asked_at) < MAX_ADAPTERS:
+            self._asked_at[key] = time.monotonic()
+            self._new.put(key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="kvpool-adapters", daemon=True)
+                self._thread.start()
+        return self._digests.get(key)
+
+    def is_checked(self, lora: LoRARequest, since: float) -> bool:
+        """Whether an adapter's files were looked at after a moment (`time.time`). Has them looked at if not."""
+        key = (lora.lora_name, lora.lora_path)
+        if self._share == "always" or self._checked_at.get(key, 0.0) >= since:
+            return True
+        if key not in self._check_since:
+            self._check_since[key] = time.monotonic()
+            self._new.put(key)
+        return False
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._new.put(None)
+
+    def _watch(self) -> None:
+        """Reads each new adapter; looks whether those that were read have changed, when asked and every second."""
+        states: dict[tuple[str, str], list[tuple[str, int, int]]] = {}
+        check_at = time.monotonic() + CHECK_EVERY_S
+        while True:
+            key: tuple[str, str] | None = None
+            try:
+                key = self._new.get(timeout=max(0.0, check_at - time.monotonic()))
+                if key is None:
+                    return
+                if key not in states:
+                    states[key] = self._read(key)
+                self._check(key, states[key])
+            except queue.Empty:
+                pass
+            except Exception as error:  # Whatever it is: this thread has other adapters to watch.
+                assert key is not None
+                states[key] = []
+                self._refuse(key, f"it cannot be read here: {error}")
+            if time.monotonic() >= check_at:
+                for known, before in states.items() if self._share != "always" else ():
+                    self._check(known, before)
+                check_at = time.monotonic() + CHECK_EVERY_S
+
+    def _check(self, key: tuple[str, str], before: list[tuple[str, int, int]]) -> None:
+        began_at = time.time()
+        try:
+            is_unchanged = _state(adapter_directory(key[1])) == before
+        except OSError:
+            is_unchanged = False
+        if not is_unchanged:
+            self._refuse(key, "its files have changed since the engine started")
+        with self._lock:
+            self._checked[key] = began_at
+
+    def _read(self, key: tuple[str, str]) -> list[tuple[str, int, int]]:
+        place = adapter_directory(key[1])
+        before = _state(place)
+        newest_s = max((ctime_ns for _, ctime_ns, _ in before), default=0) / 1e9
+        digest = bytes.fromhex(content_digest(place))
+        if _state(place) != before:
+            self._refuse(key, "its files changed while they were read")
+        elif self._share == "unchanged" and newest_s > self._started_at - CLOCK_STEP_S:
+            self._refuse(key, "its files are newer than the engine: what its ranks have loaded may differ")
+        else:
+            with self._lock:
+                self._found.setdefault(key, digest)
+        return before
+
+    def _refuse(self, key: tuple[str, str], why: str) -> None:
+        with self._lock:
+            if key in self._refused:
+                return
+            self._refused.add(key)
+            self._found[key] = None
+        logger.warning(
+            "kvpool does not share blocks of adapter %r (%s): %s. See share_adapters in docs/configuration.md",
+            *key,
+            why,
+        )
+
+    def _say_once(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning("kvpool shares no blocks of adapters: %s. See share_adapters in docs/configuration.md", why)
+
+
+def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:
+    """Names in the pool of blocks that an adapter computed: their hashes XOR its digest.
+
+    Both are SHA-256: two pairs collide as rarely as two hashes do. It is its own inverse.
+    """
+    if digest == NO_ADAPTER or not block_hashes:
+        return block_hashes
+    rows = np.frombuffer(b"".join(block_hashes), np.uint8).reshape(-1, HASH_BYTES)
+    names = (rows ^ np.frombuffer(digest, np.uint8)).tobytes()
+    return [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
+
+
+def _why_not(vllm_config: VllmConfig) -> str:
+    """Why nobody can know what this engine's ranks have loaded; empty if it can be known."""
+    import vllm.envs
+
+    parallel = vllm_config.parallel_config
+    if vllm.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        return "VLLM_ALLOW_RUNTIME_LORA_UPDATING lets them be replaced while requests run"
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        return "ranks on other hosts read files of their own"
+    return ""
+
+
+def _state(place: Path) -> list[tuple[str, int, int]]:
+    """What changes with any file below a directory: (path, ctime in ns, bytes)."""
+    states = []
+    for file in [place, *sorted(place.rglob("*"))]:
+        real = Path(os.path.realpath(file))
+        found = real.stat()
+        states.append((str(real), found.st_ctime_ns, found.st_size))
+    return states

@@ -1,0 +1,167 @@
+"""Loads of other connectors, beside which this one runs under a MultiConnector: what they have spoiled is not stored.
+
+A peer may load synchronously: its blocks arrive before the step's forward pass, and which of them have failed
+(`invalid_block_ids`) is known with the step's output. By then the pass has read them, vLLM's prefix cache names them,
+and requests that were scheduled with it, or after it (asynchronous scheduling), may share them:
+
+    step n    schedule: R loads blocks 0-5 from the peer, S hits them in the engine's own cache; forward: both read them
+    step n+1  scheduled before the output of step n is in; R and S go on
+    output n  "block 2 is invalid": R is computed again from block 2 on, S from its own first block on
+
+So a store job of a step with such a load, or of a later one, is held until the output of the step with the load is in,
+and canceled if that output names any block as invalid. The requests that have an invalid block store nothing any more:
+vLLM computes them again over several steps, in which others may read what is not yet computed. Their blocks leave the
+engine's own cache, so that no later request finds one there.
+
+A peer's asynchronous load needs none of this: its request is not scheduled, and its blocks are not shared, before vLLM
+knows which of them are valid.
+
+The scheduler's thread alone calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from vllm_plugin.metadata import StoreJob
+from vllm_plugin.scheduler.stores import Stores
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvpool.peer_loads")
+
+Tables = tuple[list[int], ...]
+
+
+class PeerLoads:
+    """Those of one engine.
+
+    Args:
+        stores: of the engine; told which requests store nothing any more, and which jobs are canceled.
+    """
+
+    def __init__(self, stores: Stores):
+        self._stores = stores
+        self._block_pool: BlockPool | None = None
+        self._num_steps = 0
+        self._loading: deque[int] = deque()  # Steps with a synchronous load whose output is not in, by number.
+        self._held: deque[tuple[int, StoreJob]] = deque()  # With the last step whose output it waits for.
+        self._released: list[StoreJob] = []
+        self._admitted: set[str] = set()  # Requests that were given blocks since the last step.
+        self._invalid_from: dict[str, int] = {}  # Request -> index of its first block that was invalid.
+        self._tables: Callable[[str], Tables] | None = None
+        self._freed_while_loading = False
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._released) + len(self._invalid_from)
+
+    def bind(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
+
+    def admitted(self, request_id: str) -> None:
+        """A request was given blocks, for the first time or after a preemption."""
+        self._admitted.add(request_id)
+        if self._invalid_from.pop(request_id, None) is not None:
+            self._stores.allow(request_id)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended, and its blocks are about to be freed."""
+        self._admitted.discard(request.request_id)
+        self._invalid_from.pop(request.request_id, None)
+        if request.status == RequestStatus.FINISHED_ABORTED and self._loading:
+            self._freed_while_loading = True  # vLLM's own check, with the step's output, does not see it any more.
+
+    def prepare(self, output: SchedulerOutput) -> int:
+        """Before the stores of a step are built.
+
+        Returns:
+            The step's number if a peer loads synchronously in it, for the workers to hand back with its output; else 0.
+        """
+        self._num_steps += 1
+        state = output.kv_connector_block_state
+        self._tables = state.resolve_block_ids if state is not None else None
+        admitted, self._admitted = self._admitted, set()
+        if self._loading and output.preempted_req_ids:
+            self._freed_while_loading = True
+        if self._invalid_from:
+            self._spread(admitted & output.num_scheduled_tokens.keys())
+        if not output.has_sync_kv_loads:
+            return 0
+        self._loading.append(self._num_steps)
+        return self._num_steps
+
+    def hold(self, jobs: Sequence[StoreJob]) -> list[StoreJob]:
+        """Which jobs the workers may have now: those of this step, or earlier ones, that wait for no output."""
+        if self._loading:
+            for job in jobs:
+                self._stores.hold(job)
+                self._held.append((self._loading[-1], job))
+            jobs = ()
+        released, self._released = self._released, []
+        for job in released:
+            self._stores.hold(job, is_held=False)
+        return [*released, *jobs]
+
+    def update(self, loaded_steps: Iterable[int], invalid_block_ids: set[int]) -> None:
+        """The output of a step.
+
+        Args:
+            loaded_steps: its number, from the workers, if a peer has loaded synchronously in it.
+        """
+        if invalid_block_ids:
+            self._invalidate(invalid_block_ids)
+        for step in loaded_steps:
+            while self._loading and self._loading[0] <= step:
+                self._loading.popleft()
+            while self._held and self._held[0][0] <= step:
+                self._released.append(self._held.popleft()[1])
+        if not self._loading:
+            self._freed_while_loading = False
+
+    def _invalidate(self, invalid: set[int]) -> None:
+        assert self._block_pool is not None
+        for job in (*self._released, *(job for _, job in self._held)):
+            self._stores.cancel(job)
+        self._held.clear()
+        self._released.clear()
+        self._stores.drop_unsent()  # Of requests that have finished with this output.
+        self._spread(self._stores.with_blocks(), invalid)
+        if self._invalid_from:
+            logger.warning(
+                "kvpool: a load of another connector has failed; %d requests store nothing because of it",
+                len(self._invalid_from),
+            )
+        if self._freed_while_loading:
+            # Which of the free blocks a preempted or aborted request had is not known any more.
+            self._block_pool.evict_blocks({block.block_id for block in self._block_pool.blocks if block.ref_cnt == 0})
+
+    def _spread(self, candidates: Iterable[str], invalid: Iterable[int] = ()) -> None:
+        """Requests among the candidates that have an invalid block store nothing any more; what is invalid is evicted.
+
+        All blocks of a request from its first invalid one on are invalid: they were computed from it.
+        """
+        assert self._block_pool is not None
+        if self._tables is None:
+            return
+        bad = set(invalid)
+        for request_id, first in self._invalid_from.items():
+            bad.update(*(table[first:] for table in self._tables(request_id)))
+        remaining = {name: self._tables(name) for name in candidates if name not in self._invalid_from}
+        while found := {name: at for name, tables in remaining.items() if (at := _first(tables, bad)) is not None}:
+            for request_id, first in found.items():
+                self._invalid_from[request_id] = first
+                self._stores.forbid(request_id)
+                bad.update(*(table[first:] for table in remaining.pop(request_id)))
+        self._block_pool.evict_blocks(bad - {0})
+
+
+def _first(tables: Tables, bad: set[int]) -> int | None:
+    return min((nth for table in tables for nth, block_id in enumerate(table) if block_id in bad), default=None)

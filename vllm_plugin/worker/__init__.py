@@ -1,0 +1,1 @@
+"""What runs beside the model, on every rank."""

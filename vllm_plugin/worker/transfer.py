@@ -1,0 +1,215 @@
+"""The worker's send and receive threads: each takes jobs from a queue and reports every one of them, whatever happens.
+
+A job that fails is reported like one that succeeds, with its outcome: an engine must never wait for a thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, Generic, TypeVar
+
+from vllm.logger import init_logger
+
+from kvpool.client import Namespace
+from kvpool.errors import (
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    OutOfSpaceError,
+    UnavailableError,
+)
+from kvpool.sums import Checksums
+from kvpool.transport.base import Buffers
+from kvpool.types import PutStatus
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.model.groups import RankShards
+from vllm_plugin.session import Session
+from vllm_plugin.worker.copy import Copier
+
+logger = init_logger("vllm.kvpool.transfer")
+
+Job = TypeVar("Job", LoadJob, StoreJob)
+
+PUT_BYTES = 64 << 20
+"""A store of more is cut into puts of this size: all or nothing should not be too much."""
+
+
+class TransferThread(threading.Thread, Generic[Job]):
+    """One direction of one rank.
+
+    Args:
+        mine: what this rank holds of each group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        copier: Copier,
+        mine: Sequence[RankShards],
+        stage: int,
+        recorder: Recorder,
+    ):
+        super().__init__(name=name, daemon=True)
+        self._session = session
+        self._copier = copier
+        self._mine = mine
+        self._stage = stage
+        self._recorder = recorder
+        self._turns: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued: dict[int, tuple[Job, Any]] = {}  # By turn; a job that is dropped leaves its turn behind.
+        self._num_submitted = 0
+        self._ended: list[tuple[Job, bool]] = []
+        self._stopping = False
+        self.start()
+
+    def submit(self, job: Job) -> None:
+        """Queues a job; it begins once what the device has been given so far is done."""
+        with self._lock:
+            self._num_submitted += 1
+            self._queued[self._num_submitted] = job, self._copier.mark()
+        self._turns.put(self._num_submitted)
+
+    def take_ended(self) -> list[tuple[Job, bool]]:
+        """Jobs that have ended since the last call, and whether each succeeded."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def request_stop(self) -> None:
+        """Lets the job under way end, and drops the others."""
+        self._stopping = True
+        self._turns.put(None)
+
+    def run(self) -> None:
+        while (turn := self._turns.get()) is not None and not self._stopping:
+            with self._lock:
+                if turn not in self._queued:
+                    continue
+                job, mark = self._queued.pop(turn)
+            succeeded = False
+            try:
+                succeeded = self._transfer(job, mark)
+            except Exception:
+                logger.exception("kvpool: a transfer failed in an unforeseen way; the engine goes on without it")
+            with self._lock:
+                self._ended.append((job, succeeded))
+
+    def _transfer(self, job: Job, mark: Any) -> bool:
+        raise NotImplementedError
+
+    def _namespace(self, weights_epoch: str) -> Namespace:
+        namespace = self._session.namespace
+        if namespace is None:
+            self._copier.adopt(None)
+            raise UnavailableError("kvpool is away")
+        if namespace.spec.weights_epoch != weights_epoch:
+            raise InvalidRequestError("the engine has left the namespace that this transfer was meant for")
+        self._copier.adopt(namespace.transport.memory)
+        return namespace
+
+
+class SendThread(TransferThread[StoreJob]):
+    """Stores blocks of the engine in the pool."""
+
+    def drop(self, job_ids: Collection[int]) -> None:
+        """Ends those of the jobs that have not begun, without storing them."""
+        with self._lock:
+            for turn, (job, _) in list(self._queued.items()):
+                if job.job_id in job_ids:
+                    del self._queued[turn]
+                    self._ended.append((job, False))
+
+    def _transfer(self, job: StoreJob, mark: Any) -> bool:
+        started = time.perf_counter()
+        try:
+            namespace = self._namespace(job.weights_epoch)
+            num_busy = sum(self._put(namespace, part, mark) for part in job.groups)
+        except KVPoolError as error:
+            self._session.report(error, "store")
+            self._recorder.add("store_failures")
+            if not isinstance(error, UnavailableError | OutOfSpaceError):
+                logger.warning("kvpool: %d blocks were not stored: %s", sum(map(len, job.groups)), error)
+            return False
+        self._session.report(None, "store")
+        self._recorder.observe("store_seconds", time.perf_counter() - started)
+        return not num_busy
+
+    def _put(self, namespace: Namespace, part: GroupBlocks, mark: Any) -> int:
+        """Stores one group's blocks; returns how many another writer may or may not bring to an end."""
+        num_busy = 0
+        shards = self._mine[part.group_idx].shards
+        chunk_bytes = namespace.spec.groups[part.group_idx].chunk_bytes
+        max_blocks = max(1, min(PUT_BYTES // (shards.count * chunk_bytes), namespace.max_batch_blocks))
+        for start, runs in part.pieces(max_blocks):
+
+            def fill(indices: Sequence[int], buffers: Buffers, start: int = start) -> Checksums | None:
+                rows = [[row[start + idx] for idx in indices] for row in part.block_ids]
+                return self._copier.gather(mark, part.group_idx, rows, buffers)
+
+            result = self._session.client.put(
+                namespace, runs, fill, shards=shards, batch_bytes=self._copier.batch_bytes
+            )
+            granted = result.statuses.count(PutStatus.GRANTED)
+            self._recorder.add("stored_blocks", granted)
+            self._recorder.add("stored_bytes", result.nbytes)
+            self._recorder.add("store_skipped_blocks", len(result.statuses) - granted)
+            num_busy += result.statuses.count(PutStatus.BUSY)
+        return num_busy
+
+
+class ReceiveThread(TransferThread[LoadJob]):
+    """Loads leased blocks from the pool into the engine."""
+
+    def _transfer(self, job: LoadJob, mark: Any) -> bool:
+        started = time.perf_counter()
+        try:
+            namespace = self._namespace(job.weights_epoch)
+            gone = sum(self._get(namespace, job.lease_ids[self._stage], part, mark) for part in job.groups)
+            if not job.groups:
+                raise LeaseExpiredError("the engine took a part of the hit that cannot be resumed")
+        except KVPoolError as error:
+            self._session.report(error, "load")
+            logger.warning("kvpool: a load of %d blocks failed, they will be computed: %s", _count(job), error)
+            self._recorder.add("load_failures")
+            return False
+        finally:
+            self._copier.settle()  # Nothing may reach the engine's blocks once the job has been reported.
+        if gone:
+            logger.warning("kvpool: %d of %d blocks are gone, they will be computed", gone, _count(job))
+            self._recorder.add("load_failures")
+            return False
+        self._session.report(None, "load")
+        self._recorder.add("loaded_blocks", _count(job))
+        self._recorder.observe("load_seconds", time.perf_counter() - started)
+        return True
+
+    def _get(self, namespace: Namespace, lease_id: int, part: GroupBlocks, mark: Any) -> int:
+        """Loads one group's blocks; returns how many were gone."""
+        shards = self._mine[part.group_idx].shards
+
+        def drain(indices: Sequence[int], buffers: Buffers) -> Checksums | None:
+            rows = [[row[idx] for idx in indices] for row in part.block_ids]
+            return self._copier.scatter(mark, part.group_idx, rows, buffers)
+
+        located = self._session.client.get(
+            namespace,
+            lease_id,
+            part.runs,
+            drain,
+            shards=shards,
+            batch_bytes=self._copier.batch_bytes,
+            head_blocks=self._copier.head_blocks,
+        )
+        present = sum(located.present)
+        self._recorder.add("loaded_bytes", present * shards.count * namespace.spec.groups[part.group_idx].chunk_bytes)
+        return len(part) - present
+
+
+def _count(job: LoadJob) -> int:
+    return sum(map(len, job.groups))
