@@ -20,8 +20,8 @@ import typer
 
 from benchmarks.harness import at_most, progress, report
 from kvpool import BlockRun, GroupSpec, NamespaceSpec, ShardRange
-from kvpool_server.storage.arena import EXTENTS_PER_ARENA, Arena
-from kvpool_server.storage.pool import Pool
+from kvpool_server.cache.allocator.arena import EXTENTS_PER_ARENA, Arena
+from kvpool_server.cache.pool import Pool
 
 CHAIN_BLOCKS = 256
 SLOT_BYTES = 2 << 20

@@ -19,11 +19,11 @@ import typer
 
 from benchmarks.harness import Row, Series, at_least, progress, report
 from benchmarks.workloads import WORKLOADS
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
 from kvpool_server.replay.references import clairvoyant
 from kvpool_server.replay.replay import replay
 from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
-from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 HOW_TO_GET = "github.com/kvcache-ai/Mooncake has it: FAST25-release/traces/conversation_trace.jsonl"

@@ -54,9 +54,9 @@ from kvpool.client import Client
 from kvpool.client import Namespace as OpenNamespace
 from kvpool.config import ClientConfig
 from kvpool.hashing import checksum
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.entry import Record
-from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.cache.entry import Record
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import Block

@@ -27,8 +27,13 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.observer import Observer, Observers
+from kvpool_server.cache.pool import Pool
 from kvpool_server.config import ServerConfig, split_address
-from kvpool_server.data.workers import DataWorkers, default_count
+from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
@@ -36,14 +41,9 @@ from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.eviction import POLICIES
-from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.observer import Observer, Observers
-from kvpool_server.storage.pool import Pool
-from kvpool_server.tiers.make import make_tier
+from kvpool_server.tiering.tiers import Tiers
+from kvpool_server.tiers.registry import make_tier
 from kvpool_server.tiers.spec import parse
-from kvpool_server.tiers.tiers import Tiers
 
 log = structlog.get_logger()
 

@@ -22,10 +22,10 @@ from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from kvpool.version import __version__
+from kvpool_server.cache.pool import Pool
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.storage.pool import Pool
+from kvpool_server.tiering.tiers import Tiers
 from kvpool_server.tiers.tier import TierError
-from kvpool_server.tiers.tiers import Tiers
 
 log = structlog.get_logger()
 

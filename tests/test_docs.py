@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "`load_timeout_ms` (5 s)": "vllm_plugin.config: ConnectorConfig().load_timeout_ms",
     },
     "configuration.md": {
-        "a 64th of it (or into 32 MiB": "kvpool_server.storage.arena: MIN_EXTENT_BYTES",
+        "a 64th of it (or into 32 MiB": "kvpool_server.cache.allocator.arena: MIN_EXTENT_BYTES",
         "(64 MiB at most); who missed more": "kvpool_server.events.history: MAX_BYTES",
         "this server may take there, 4 MiB at least": ELSEWHERE,
         "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",

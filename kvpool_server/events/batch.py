@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpool_server.storage.entry import Group
+from kvpool_server.cache.entry import Group
 
 
 class Change(NamedTuple):

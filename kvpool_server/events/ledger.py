@@ -15,9 +15,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.observer import Observer
 from kvpool_server.events.batch import Batch, Change, split
-from kvpool_server.storage.entry import Entry, Group
-from kvpool_server.storage.observer import Observer
 
 BATCH_BLOCKS = 4_096
 MAX_QUEUED_BLOCKS = 1 << 20

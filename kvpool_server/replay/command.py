@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
 from kvpool_server.replay.trace import load, num_blocks, num_distinct
-from kvpool_server.storage.eviction import POLICIES
 
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
 LIMIT = "clairvoyant"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import HASH_BYTES, BlockRun, ShardRange
+from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.cache.pool import Pool
 from kvpool_server.replay.trace import Request
-from kvpool_server.storage.arena import MAX_SLOTS_PER_EXTENT, Arena
-from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.storage.pool import Pool
 
 SLOT_BYTES = 2 << 20
 """Of a block that is never there: an arena is offsets."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
-from kvpool_server.storage.catalog import Namespace
+from kvpool_server.cache.namespaces import Namespace
 
 COUNTERS = (
     "demoted_blocks",

@@ -3,8 +3,8 @@
 import json
 
 from benchmarks import harness, replay, workloads
+from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.replay.references import REFERENCES
-from kvpool_server.storage.eviction import POLICIES
 
 LINES = "".join(
     json.dumps({"timestamp": nth * 1000, "hash_ids": ids}) + "\n" for nth, ids in enumerate([[1, 2], [3, 4]] * 2)

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
-from kvpool_server.storage.catalog import Namespace
+from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.tier import Block, Tier
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 

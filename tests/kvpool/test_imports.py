@@ -37,7 +37,7 @@ def test_import_kvpool_is_quick() -> None:
 
 
 def test_a_data_worker_starts_without_what_it_does_not_need() -> None:
-    loaded = _loaded_after("import kvpool_server.data.worker")
+    loaded = _loaded_after("import kvpool_server.data_plane.worker")
     assert "kvpool_server" in loaded
     assert not loaded & {*FORBIDDEN, "grpc", "google", "asyncio", "pydantic", "structlog", "typer"}
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvpool.segment import Segment
-from kvpool_server.data import workers as module
-from kvpool_server.data.workers import DataWorkers
+from kvpool_server.data_plane import workers as module
+from kvpool_server.data_plane.workers import DataWorkers
 from tests.support.processes import wait_for
 
 

@@ -39,8 +39,8 @@ from vllm.v1.request import RequestStatus
 
 from kvpool.namespace import GroupSpec
 from kvpool_server import service
-from kvpool_server.storage.entry import Entry
-from kvpool_server.storage.observer import Observer
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.observer import Observer
 from tests.simulation.network import SimClient, SimServer
 from tests.simulation.turns import Turns
 from tests.vllm_plugin.conftest import BLOCK_TOKENS

@@ -23,11 +23,11 @@ from kvpool.segment import Bytes
 from kvpool.transport.base import Drain, Fill, batches
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.observer import Observer
+from kvpool_server.cache.pool import Pool
 from kvpool_server.service import PIECE_BYTES, PoolService
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.observer import Observer
-from kvpool_server.storage.pool import Pool
 from tests.simulation.turns import Message, Turns
 
 LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)

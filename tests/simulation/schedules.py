@@ -16,7 +16,7 @@ import pytest
 from kvpool.errors import OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, ShardRange
-from kvpool_server.storage.entry import Entry
+from kvpool_server.cache.entry import Entry
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
 from tests.simulation.network import LIMITS, Lag, SimServer
 from tests.simulation.turns import Turns

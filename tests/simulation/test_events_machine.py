@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvpool.types import PutGrant
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.pool import Pool
 from kvpool_server.events.batch import Batch, Change
 from kvpool_server.events.encoder import BlockHash, BlockStored, Encoder
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Ledger
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.entry import Entry
-from kvpool_server.storage.eviction import Policy
-from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.pool import Pool
 from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
 from tests.simulation.world import GROUPS, SPECS, World
 from tests.support.effort import effort

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.eviction import POLICIES
-from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.pool import Pool
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.pool import Pool
 from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
 from tests.support.effort import effort
 

@@ -20,13 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.errors import OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Lookup, ShardRange
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.eviction import POLICIES
-from kvpool_server.storage.pool import Pool
-from kvpool_server.tiers.file.stretches import Place
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.pool import Pool
+from kvpool_server.tiering.tiers import Tiers
+from kvpool_server.tiers.file.extent_io import Place
 from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.tiers import Tiers
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
@@ -342,7 +342,7 @@ class ReadsUnverified(FileTier):
     """Believes what lies in a slot."""
 
     async def read(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Any) -> Any:
-        import kvpool_server.tiers.file.stretches as stretches
+        import kvpool_server.tiers.file.extent_io as stretches
 
         sound, stretches._is_sound = stretches._is_sound, lambda place: True  # type: ignore[assignment]
         try:
@@ -361,7 +361,7 @@ def test_the_oracle_sees_a_tier_that_does_not_verify() -> None:
 
 
 def test_places_are_checked_shard_by_shard() -> None:
-    from kvpool_server.tiers.file.stretches import _is_sound
+    from kvpool_server.tiers.file.extent_io import _is_sound
 
     data = payload("a", SLOT)
     sums = [checksum(part) for part in np.split(data, SHARDS)]

@@ -16,11 +16,11 @@ import numpy as np
 from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.claim import CLAIM_S
-from kvpool_server.storage.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.pool import Pool
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.allocator.extent_drain import CLAIM_S
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.pool import Pool
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
 

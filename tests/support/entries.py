@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kvpool_server.storage.entry import Entry, Group
-from kvpool_server.storage.eviction.queue import Policy
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.eviction.base import Policy
 from tests.support.values import block_hash, group_spec
 
 GROUP = Group(group_spec())

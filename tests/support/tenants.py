@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 
 from kvpool.types import Quota, ShardRange
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.eviction import Policy
-from kvpool_server.storage.eviction.lru import PrefixLRU
-from kvpool_server.storage.pool import Pool
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.pool import Pool
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 

@@ -15,7 +15,7 @@ from kvpool.data_port import Kind, Signer, pack_offsets
 from kvpool.transport.base import Drain, Fill
 from kvpool.transport.data import DataTransport
 from kvpool.types import DataPortInfo
-from kvpool_server.data.worker import MAX_CONNECTIONS, TALLY_COLUMNS, Worker
+from kvpool_server.data_plane.worker import MAX_CONNECTIONS, TALLY_COLUMNS, Worker
 from tests.support.processes import ServerProcess
 
 KEY, NONCE = b"k" * 32, b"n" * 16
@@ -112,6 +112,6 @@ def workers_of(server: ServerProcess) -> list[int]:
 def is_worker(pid: int) -> bool:
     """Whether this process is a data worker, and no zombie."""
     try:
-        return b"kvpool_server.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"kvpool_server.data_plane.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

@@ -30,7 +30,7 @@ import structlog
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import HASH_BYTES
-from kvpool_server.storage.entry import Record
+from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file.disk import Disk
 
 log = structlog.get_logger()

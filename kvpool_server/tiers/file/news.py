@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.entry import Entry, Record
-from kvpool_server.storage.observer import Observer
+from kvpool_server.cache.entry import Entry, Record
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.observer import Observer
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.journal import GroupKey
 

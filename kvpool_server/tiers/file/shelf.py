@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool_server.storage.entry import Record
+from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.journal import GroupKey, Inventory
 

@@ -1,6 +1,6 @@
 """The file tier: a directory of a local disk, of NFS or of 3FS, kept as the arena is.
 
-Its slots are managed by a pool of their own (`kvpool_server.storage`): what is leased while it is read, what gives way
+Its slots are managed by a pool of their own (`kvpool_server.cache`): what is leased while it is read, what gives way
 when there is no room, and in which order, are decided by the same code as in memory. What lies where is written to a
 journal, from which the next process on this directory starts.
 
@@ -28,23 +28,23 @@ from kvpool.errors import ConfigError, InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, TierStats
+from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
+from kvpool_server.cache.entry import Entry, Record
+from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.tier_access import Moves
 from kvpool_server.collector import no_collections
-from kvpool_server.storage.arena import ALIGNMENT, Arena
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.entry import Entry, Record
-from kvpool_server.storage.eviction import Policy
-from kvpool_server.storage.limits import Limits
-from kvpool_server.storage.moves import Moves
-from kvpool_server.storage.pool import Pool
 from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.extent_io import Place, Source, read_all, write_all
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.journal import GroupKey, Inventory, Journal
 from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, take
-from kvpool_server.tiers.file.neighbours import Neighbours
 from kvpool_server.tiers.file.news import News
 from kvpool_server.tiers.file.open_files import OPEN_FILES, OpenFiles, raise_descriptor_limit
+from kvpool_server.tiers.file.peer_directories import Neighbours
 from kvpool_server.tiers.file.shelf import Shelf
-from kvpool_server.tiers.file.stretches import Place, Source, read_all, write_all
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.threads import Threads
 from kvpool_server.tiers.tier import Block, Tier, TierError

@@ -24,7 +24,7 @@ import structlog
 from kvpool.errors import ConfigError
 from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
-from kvpool_server.storage.catalog import Namespace
+from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.mooncake.memo import Memo
 from kvpool_server.tiers.mooncake.store import LANE_BYTES, Lane, Store, StoreError
 from kvpool_server.tiers.mooncake.trailer import pack, trailer_bytes, verify

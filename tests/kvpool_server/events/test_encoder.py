@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvpool_server.cache.entry import Group
 from kvpool_server.events.batch import Batch, Change, split
 from kvpool_server.events.encoder import Encoder
-from kvpool_server.storage.entry import Group
 from tests.support.events import low_64_bits
 from tests.support.values import block_hash, group_spec
 

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events import history as history_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
-from kvpool_server.storage.entry import Entry, Group
 from tests.support.events import decoded
 from tests.support.values import block_hash, group_spec
 

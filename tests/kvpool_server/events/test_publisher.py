@@ -17,11 +17,11 @@ import zmq
 from kvpool.client import Client, Namespace
 from kvpool.events import Subscriber
 from kvpool.types import ShardRange
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import MAX_REPLAYS, Publisher
-from kvpool_server.storage.entry import Entry, Group
 from tests.support.events import Known, Listener, low_64_bits
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.replay import command
 from kvpool_server.replay.references import REFERENCES, clairvoyant, lru
 from kvpool_server.replay.replay import replay
 from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
-from kvpool_server.storage.eviction import POLICIES
 
 Count = Callable[[Sequence[Request], int], int]
 

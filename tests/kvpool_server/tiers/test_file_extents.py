@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.storage.entry import Record
+from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.journal import Inventory, Journal

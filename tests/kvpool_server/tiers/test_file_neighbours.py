@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file import journal, neighbours, orphans
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.tiers.file import journal, orphans
+from kvpool_server.tiers.file import peer_directories as neighbours
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, take

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.eviction import POLICIES
-from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.file.lock import FILE_NAME as LOCK
 from kvpool_server.tiers.file.open_files import OpenFiles
 from kvpool_server.tiers.file.orphans import ORPHANED_S

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.mooncake import RDMA_DEVICES
-from kvpool_server.storage.catalog import Namespace
+from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.mooncake.memo import GOOD_S, Memo
 from kvpool_server.tiers.mooncake.store import LANE_BYTES, Store
 from kvpool_server.tiers.mooncake.tier import MooncakeTier, _Reading

@@ -15,14 +15,15 @@ import pytest
 from kvpool.hashing import checksum
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.pool import Pool
 from kvpool_server.metrics import _TIER_COUNTERS
-from kvpool_server.storage.arena import Arena
-from kvpool_server.storage.catalog import Namespace
-from kvpool_server.storage.pool import Pool
-from kvpool_server.tiers import demotion, promotion
+from kvpool_server.tiering import demoter as demotion
+from kvpool_server.tiering import promoter as promotion
+from kvpool_server.tiering.tiers import Tiers
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
 from kvpool_server.tiers.tier import COUNTERS, Block, Tier, TierError
-from kvpool_server.tiers.tiers import Tiers
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -424,7 +425,7 @@ def test_a_long_prompt_is_brought_up_in_parts(blocks: int) -> None:
 
     @play()
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        import kvpool_server.tiers.tiers as module
+        import kvpool_server.tiering.tiers as module
 
         names = [f"n{nth}" for nth in range(12)]
         rig.put(*names)
@@ -443,7 +444,7 @@ def test_a_long_prompt_is_brought_up_in_parts(blocks: int) -> None:
 def test_an_exception_of_our_own_does_not_end_the_moving(caplog: Any) -> None:
     @play()
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        import kvpool_server.tiers.tiers as module
+        import kvpool_server.tiering.tiers as module
 
         again, module.AGAIN_S = module.AGAIN_S, 0.0
         write = tier.write
@@ -704,7 +705,7 @@ def test_health_survives_any_number_of_failures() -> None:
 async def test_a_tier_that_stands_still_does_not_keep_the_others(
     rig: Rig, first: MemoryTier, second: MemoryTier
 ) -> None:
-    import kvpool_server.tiers.room as room
+    import kvpool_server.tiering.watermark as room
 
     answer, room.ANSWER_S = room.ANSWER_S, 0.02
     try:

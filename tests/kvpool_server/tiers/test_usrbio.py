@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool_server.storage.eviction.lru import PrefixLRU
+from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.file import usrbio
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.file.usrbio import UsrbioDisk

@@ -1,0 +1,207 @@
+"""Places for entries: the arena is cut into equal extents, and an extent into equal slots of one size.
+
+Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot taken until its
+last slot is freed. Pure bookkeeping: offsets, no memory. Not thread-safe: the pool's event loop owns it.
+
+Invariant: every offset is either free or has exactly one owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool_server.cache.entry import Entry
+
+ALIGNMENT = 2 << 20
+MIN_EXTENT_BYTES = 32 << 20
+EXTENTS_PER_ARENA = 64
+MIN_EXTENTS = 4
+MAX_SLOTS_PER_EXTENT = 1 << 18
+"""Bounds the bookkeeping: a namespace of one-byte chunks must not make lists as long as the arena."""
+
+
+class Extent:
+    """Slots of one size. `owners[i]` is the entry in slot i, or None."""
+
+    __slots__ = ("free", "owners", "slot_bytes", "start")
+
+    def __init__(self, start: int, slot_bytes: int, num_slots: int):
+        self.start = start
+        self.slot_bytes = slot_bytes
+        self.owners: list[Entry | None] = [None] * num_slots
+        # Taken from the end: ascending offsets, so that the blocks of one put lie side by side.
+        self.free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        return len(self.owners) - len(self.free)
+
+
+class Arena:
+    """Slots by offset.
+
+    Args:
+        arena_bytes: rounded down to whole extents.
+        extent_bytes: default: a 64th of the arena, 32 MiB at least, and a quarter of the arena at most.
+        backed_bytes: how much can be given out from the start; all by default. See `back`.
+    """
+
+    def __init__(self, arena_bytes: int, extent_bytes: int | None = None, backed_bytes: int | None = None):
+        if extent_bytes is None:
+            wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
+            extent_bytes = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
+            extent_bytes = max(extent_bytes // ALIGNMENT, 1) * ALIGNMENT if extent_bytes >= ALIGNMENT else extent_bytes
+        self.extent_bytes = extent_bytes
+        self.num_extents = arena_bytes // extent_bytes
+        if not self.num_extents:
+            raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
+        self.arena_bytes = self.num_extents * extent_bytes
+        self._extents: list[Extent | None] = [None] * self.num_extents
+        self._num_backed = 0
+        self._unused: list[int] = []
+        self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
+        # slot size -> its extents by start; those with room are kept apart so that allocation never searches.
+        self._by_size: dict[int, dict[int, Extent]] = {}
+        self._with_room: dict[int, dict[int, Extent]] = {}
+        self._closed: int | None = None
+        self._claimant = 0
+        self._num_kept = 0
+
+    def back(self, nbytes: int) -> None:
+        """Says that the first `nbytes` have memory behind them: only those are given out."""
+        while self._num_backed < self.num_extents and (self._num_backed + 1) * self.extent_bytes <= nbytes:
+            self._unused.insert(0, self._num_backed)
+            self._num_backed += 1
+
+    @property
+    def unbacked_bytes(self) -> int:
+        """That are not given out yet; see `back`."""
+        return (self.num_extents - self._num_backed) * self.extent_bytes
+
+    def slots_per_extent(self, slot_bytes: int) -> int:
+        return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
+
+    def sizes(self) -> list[int]:
+        """Slot sizes that have extents."""
+        return list(self._by_size)
+
+    def extents(self, slot_bytes: int) -> list[Extent]:
+        return list(self._by_size.get(slot_bytes, {}).values())
+
+    def unused_extents(self) -> list[int]:
+        """Those in which nothing lies."""
+        return list(self._unused)
+
+    def available(self, slot_bytes: int) -> int:
+        """Slots of this size that can be taken now."""
+        room = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())
+        kept = 0 if slot_bytes == self._claimant else self._num_kept
+        return room + (len(self._unused) - kept) * self.slots_per_extent(slot_bytes)
+
+    def take(self, slot_bytes: int, count: int) -> list[int] | None:
+        """Takes `count` slots; their offsets. None if there are fewer: nothing has changed."""
+        if count > self.available(slot_bytes):
+            return None
+        offsets: list[int] = []
+        with_room = self._with_room.setdefault(slot_bytes, {})
+        while len(offsets) < count:
+            extent = next(iter(with_room.values()), None) or self._open(slot_bytes, self._unused.pop())
+            while extent.free and len(offsets) < count:
+                offsets.append(extent.start + extent.free.pop() * slot_bytes)
+            if not extent.free:
+                del with_room[extent.start]
+        return offsets
+
+    def restore(self, slot_bytes: int, offsets: Sequence[int]) -> list[bool]:
+        """Takes the slots at these offsets; of each whether it could be had: it is a slot of this size, and free."""
+        num_slots = self.slots_per_extent(slot_bytes)
+        free: dict[int, set[int]] = {}  # By extent.
+        placed = []
+        for offset in offsets:
+            idx, within = divmod(offset, self.extent_bytes)
+            slot, rest = divmod(within, slot_bytes)
+            if idx not in free:
+                extent = self._extents[idx] if 0 <= idx < self.num_extents else None
+                if extent is None and idx in self._unused and not rest and slot < num_slots:
+                    self._unused.remove(idx)
+                    extent = self._open(slot_bytes, idx)
+                if extent is None or extent.slot_bytes != slot_bytes:
+                    placed.append(False)
+                    continue
+                free[idx] = set(extent.free)
+            placed.append(not rest and slot in free[idx])
+            if placed[-1]:
+                free[idx].remove(slot)
+        for idx, slots in free.items():
+            extent = self._extents[idx]
+            assert extent is not None
+            extent.free = [slot for slot in extent.free if slot in slots]
+            if not extent.free:
+                self._with_room[slot_bytes].pop(extent.start, None)
+        return placed
+
+    def close(self, start: int, slot_bytes: int) -> None:
+        """Gives no slot of an extent away any more; once it is free, it is for one size. One extent at a time."""
+        extent = self._extents[start // self.extent_bytes]
+        assert extent is not None and self._closed is None and not self._num_kept
+        self._closed, self._claimant = start, slot_bytes
+        self._with_room[extent.slot_bytes].pop(start, None)
+
+    def end_claim(self) -> None:
+        """The closed extent, or what it has become, is as any other again."""
+        extent = None if self._closed is None else self._extents[self._closed // self.extent_bytes]
+        if extent is not None and extent.free:
+            self._with_room[extent.slot_bytes][extent.start] = extent
+        self._closed, self._claimant, self._num_kept = None, 0, 0
+
+    def assign(self, offset: int, owner: Entry) -> None:
+        """Says who is in a slot that `take` gave."""
+        extent, slot = self._locate(offset)
+        extent.owners[slot] = owner
+
+    def owner(self, offset: int) -> Entry | None:
+        """The entry whose slot contains `offset`, if any."""
+        idx = offset // self.extent_bytes
+        extent = self._extents[idx] if 0 <= idx < self.num_extents else None
+        if extent is None:
+            return None
+        slot = (offset - extent.start) // extent.slot_bytes
+        return extent.owners[slot] if slot < len(extent.owners) else None
+
+    def free(self, offset: int) -> None:
+        """Gives a slot back. An extent whose last slot is freed is open to every size again."""
+        extent, slot = self._locate(offset)
+        extent.owners[slot] = None
+        extent.free.append(slot)
+        if extent.num_used:
+            if extent.start != self._closed:
+                self._with_room[extent.slot_bytes][extent.start] = extent
+            return
+        if extent.start == self._closed:
+            self._closed, self._num_kept = None, 1
+        self._extents[extent.start // self.extent_bytes] = None
+        self._unused.append(extent.start // self.extent_bytes)
+        del self._by_size[extent.slot_bytes][extent.start]
+        self._with_room[extent.slot_bytes].pop(extent.start, None)
+        if not self._by_size[extent.slot_bytes]:
+            del self._by_size[extent.slot_bytes], self._with_room[extent.slot_bytes]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
+
+    def _open(self, slot_bytes: int, idx: int) -> Extent:
+        if slot_bytes == self._claimant:
+            self._num_kept = 0
+        extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes))
+        self._extents[idx] = extent
+        self._by_size.setdefault(slot_bytes, {})[extent.start] = extent
+        self._with_room.setdefault(slot_bytes, {})[extent.start] = extent
+        return extent
+
+    def _locate(self, offset: int) -> tuple[Extent, int]:
+        extent = self._extents[offset // self.extent_bytes]
+        assert extent is not None, f"offset {offset} lies in no extent"
+        slot, rest = divmod(offset - extent.start, extent.slot_bytes)
+        assert rest == 0, f"offset {offset} is no slot of {extent.slot_bytes} bytes"
+        return extent, slot

@@ -1,0 +1,57 @@
+"""Recomputes a pool's invariants from scratch: for tests, and for whoever doubts a running one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.leases import Lease, Ticket
+
+
+def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int, Entry]) -> None:
+    """free + reserved + resident + quarantined = capacity, and every slot has the one owner the index says."""
+    by_offset = {entry.offset: entry for entry in entries}
+    assert len(by_offset) == len(entries), "two entries share a slot"
+    assert not by_offset.keys() & quarantined.keys(), "a quarantined slot is in use"
+    capacity = used = 0
+    for size in arena.sizes():
+        for extent in arena.extents(size):
+            capacity += len(extent.owners)
+            used += extent.num_used
+            free_slots = set(extent.free)
+            for slot, owner in enumerate(extent.owners):
+                offset = extent.start + slot * size
+                expected = by_offset.get(offset) or quarantined.get(offset)
+                assert owner is expected, f"slot {offset} has another owner than the index says"
+                assert (owner is None) == (slot in free_slots), f"slot {offset} is both free and owned"
+    reserved = sum(1 for entry in entries if entry.pending)
+    resident = len(entries) - reserved
+    free = capacity - used
+    assert free + reserved + resident + len(quarantined) == capacity, "slots are lost"
+
+
+def check_holdings(
+    entries: Sequence[Entry], quarantined: Sequence[Entry], leases: Sequence[Lease], tickets: Sequence[Ticket]
+) -> None:
+    """Leases, tickets and entries agree on who holds what."""
+    leased = Counter(id(entry) for lease in leases for entry in lease.entries)
+    pending: Counter[int] = Counter()
+    for ticket in tickets:
+        for entry in ticket.entries:
+            assert not pending[id(entry)] & ticket.shards.mask, "two tickets cover one shard"
+            pending[id(entry)] |= ticket.shards.mask
+    for entry in (*entries, *quarantined):
+        assert entry.leases == leased[id(entry)], "a lease count is off"
+        assert entry.pending == pending[id(entry)], "pending shards without a ticket"
+        assert not entry.present & entry.pending, "a shard is both present and being written"
+
+
+def check_prefixes(entries: Sequence[Entry]) -> None:
+    """Children are counted, and nothing idle is out of eviction's reach."""
+    children = Counter(id(entry.parent) for entry in entries if entry.parent is not None and entry.parent.live)
+    for entry in entries:
+        assert entry.live and entry.children == children[id(entry)], "a child count is off"
+        assert entry.present or entry.pending, "an entry has no shard and no writer"
+        assert entry.queued or entry.children or entry.pending, "an idle leaf can never be evicted"

@@ -1,0 +1,169 @@
+"""The open namespaces, and what a request's blocks mean in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from kvpool.errors import IncompatibleNamespaceError, InvalidRequestError, UnknownNamespaceError
+from kvpool.holdings import NamespaceInfo
+from kvpool.namespace import NamespaceSpec, differences
+from kvpool.types import BlockRun
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.limits import Limits
+
+
+class Namespace:
+    """An open namespace and its groups.
+
+    Attributes:
+        kin: its spec without its weights; namespaces with the same one are of one model, as its weights change.
+        opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
+        retired: newer weights have taken its place, and nobody has used it since.
+        lookup_blocks, lookup_hits: blocks that were asked for, and those of them that were complete.
+        opened_by: host of the client that opened it; empty if nobody said.
+    """
+
+    __slots__ = (
+        "fingerprint",
+        "groups",
+        "kin",
+        "lookup_blocks",
+        "lookup_hits",
+        "opened_at",
+        "opened_by",
+        "retired",
+        "spec",
+        "used",
+        "used_at",
+    )
+
+    def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
+        self.used = 0  # The catalog's count at its last use.
+        self.kin = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
+        self.opened_at = self.used_at = now
+        self.opened_by = opened_by
+        self.retired = False
+        self.lookup_blocks = self.lookup_hits = 0
+        self.spec = spec
+        self.fingerprint = fingerprint
+        label = f"{fingerprint.hex()}@{spec.model}"
+        self.groups = [Group(group, idx, label, fingerprint) for idx, group in enumerate(spec.groups)]
+
+    def entries(self) -> list[Entry]:
+        return [entry for group in self.groups for entry in group.index.values()]
+
+    def info(self, now: float, holdings: bool = True) -> NamespaceInfo:
+        complete = [entry for entry in self.entries() if entry.complete] if holdings else []
+        return NamespaceInfo(
+            self.spec,
+            self.fingerprint,
+            num_entries=len(complete),
+            nbytes=sum(entry.group.spec.slot_bytes for entry in complete),
+            lookup_blocks=self.lookup_blocks,
+            lookup_hits=self.lookup_hits,
+            age_seconds=now - self.opened_at,
+            idle_seconds=now - self.used_at,
+            retired=self.retired,
+            opened_by=self.opened_by,
+        )
+
+
+class Catalog:
+    """Namespaces by fingerprint.
+
+    Args:
+        max_block_bytes: the largest block the arena can hold.
+
+    Attributes:
+        num_opened: namespaces that were new here when they were opened.
+    """
+
+    def __init__(self, limits: Limits, max_block_bytes: int):
+        self._limits = limits
+        self._max_block_bytes = max_block_bytes
+        self._open: dict[bytes, Namespace] = {}
+        self._uses = itertools.count(1)
+        self.num_opened = 0
+
+    def values(self) -> list[Namespace]:
+        return list(self._open.values())
+
+    def open(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float, opener: str = ""
+    ) -> tuple[Namespace, bool]:
+        """The namespace of a spec, and whether it is new here. See `Pool.open_namespace` for what it raises."""
+        spec.check()
+        fingerprint = spec.fingerprint()
+        if expected_fingerprint and fingerprint != expected_fingerprint:
+            raise IncompatibleNamespaceError(self._explain(spec, expected_fingerprint))
+        if (namespace := self._open.get(fingerprint)) is not None:
+            namespace.opened_by = namespace.opened_by or opener  # A tier may have opened it before any client.
+            return namespace, False
+        for idx, group in enumerate(spec.groups):
+            if group.slot_bytes > self._max_block_bytes:
+                raise InvalidRequestError(
+                    f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
+                    f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
+                )
+        namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now, opener)
+        self.num_opened += 1
+        namespace.used = next(self._uses)
+        return namespace, True
+
+    def superseded(self, newest: Namespace) -> list[Namespace]:
+        """Namespaces that were there before one of the same model with other weights, oldest first."""
+        older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
+        return [namespace for namespace in older if namespace.kin == newest.kin]
+
+    def pop_surplus(self) -> Namespace | None:
+        """Takes out the namespace that was idle longest, if there is one too many; its users open it again."""
+        if len(self._open) <= self._limits.max_namespaces:
+            return None
+        coldest = min(self._open.values(), key=lambda namespace: namespace.used)
+        return self._open.pop(coldest.fingerprint)
+
+    def find(self, fingerprint: bytes) -> Namespace | None:
+        """An open namespace, without counting as a use of it."""
+        return self._open.get(fingerprint)
+
+    def get(self, fingerprint: bytes) -> Namespace:
+        namespace = self._open.get(fingerprint)
+        if namespace is None:
+            raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
+        namespace.used = next(self._uses)
+        return namespace
+
+    def group(self, fingerprint: bytes, group_idx: int) -> Group:
+        return _group(self.get(fingerprint), group_idx)
+
+    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, list[Group]]:
+        """The namespace, and the group of each run. Raises InvalidRequestError for a batch of a bad size."""
+        namespace = self.get(fingerprint)
+        found = [_group(namespace, run.group_idx) for run in runs]
+        total, most = sum(map(len, runs)), self._limits.max_batch_blocks
+        if not 1 <= total <= most:
+            raise InvalidRequestError(f"a batch of {total} blocks; give 1 to {most}, and split larger ones")
+        return namespace, found
+
+    def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, Group]:
+        """The namespace, and the group of all runs."""
+        namespace, found = self.groups(fingerprint, runs)
+        if any(group is not found[0] for group in found):
+            raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")
+        return namespace, found[0]
+
+    def _explain(self, spec: NamespaceSpec, expected_fingerprint: bytes) -> str:
+        expected = self._open.get(expected_fingerprint)
+        if expected is None:
+            return f"the spec's fingerprint is {spec.fingerprint().hex()}, not {expected_fingerprint.hex()}"
+        fields = "; ".join(map(str, differences(spec, expected.spec)))
+        return f"the spec is not that of namespace {expected_fingerprint.hex()[:12]}: {fields}"
+
+
+def _group(namespace: Namespace, group_idx: int) -> Group:
+    if group_idx >= len(namespace.groups):
+        last = len(namespace.groups) - 1
+        raise InvalidRequestError(f"group_idx {group_idx}: the namespace has groups 0 to {last}; name one of them")
+    return namespace.groups[group_idx]

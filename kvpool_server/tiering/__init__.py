@@ -1,0 +1,1 @@
+"""Blocks on their way up from the tiers and down to them."""

@@ -1,0 +1,132 @@
+"""A new namespace is never starved by an old one that fills the arena, whatever the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.errors import OutOfSpaceError
+from kvpool.types import BlockRun
+from kvpool_server.cache.allocator.extent_drain import CLAIM_S
+from kvpool_server.cache.eviction import POLICIES, Policy
+from tests.support.tenants import EXTENT, House, Owner
+
+NUM_EXTENTS = 8
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def house(request: pytest.FixtureRequest) -> House:
+    policy: Callable[[], Policy] = POLICIES[request.param]
+    return House(NUM_EXTENTS, policy)
+
+
+def _full(house: House, size: int) -> tuple[Owner, list[int]]:
+    """An old namespace that has all of the arena, and uses all of it."""
+    old = house.owner(size)
+    names = old.fill_extents(NUM_EXTENTS)
+    for start in range(0, len(names), 10):
+        old.use(*names[start : start + 10])
+    return old, names
+
+
+@pytest.mark.parametrize("size", [50, 100, 200, 500])
+def test_its_first_block_is_stored_at_once(house: House, size: int) -> None:
+    _full(house, 100)
+    new = house.owner(size)
+    (name,) = new.store()
+    assert new.present(name) == [name]
+
+
+def _ratio(old: Owner, new: Owner, num_wanted: int) -> float:
+    """Hits of a newcomer that asks for the same blocks again and again, while the old one stores, once it has begun."""
+    wanted = [f"wanted {idx}" for idx in range(num_wanted)]
+    hits = asked = 0
+    for turn in range(60):
+        there = new.present(*wanted)
+        if turn >= 30:
+            hits, asked = hits + len(there), asked + len(wanted)
+        if there:
+            new.use(*there)
+        for name in wanted:
+            new.put(name)
+        old.store(10)
+    return hits / asked
+
+
+@pytest.mark.parametrize("size", [50, 100, 200, 500])
+def test_what_it_uses_stays_while_the_old_one_goes_on_storing(house: House, size: int) -> None:
+    old, _ = _full(house, 100)
+    assert _ratio(old, house.owner(size), 2 * EXTENT // size) >= 0.9
+
+
+@pytest.mark.parametrize("size", [50, 100, 200, 500])
+def test_what_it_uses_stays_where_the_old_one_is_leased_for_the_greater_part(house: House, size: int) -> None:
+    old, names = _full(house, 100)
+    lease_id = old.lease(*names[: 6 * len(names) // 8])
+    assert _ratio(old, house.owner(size), EXTENT // size) >= 0.9
+    house.pool.release([lease_id])
+
+
+def _read_everywhere(old: Owner, slot: int) -> int:
+    """A lease on a block in each extent."""
+    owners = [extent.owners[slot] for extent in old.pool.arena.extents(old.size)]
+    run = BlockRun(0, [owner.block_hash for owner in owners if owner is not None])
+    return old.pool.lookup(old.fingerprint, [run], prefix_only=False, lease_ttl_ms=60_000).lease_id
+
+
+def _busy_everywhere(house: House) -> tuple[Owner, list[int], list[int]]:
+    """An old namespace with readers in each extent; their leases."""
+    old, names = _full(house, 100)
+    return old, names, [_read_everywhere(old, slot) for slot in (0, 5)]
+
+
+@pytest.mark.parametrize("size", [50, 200, 500])
+def test_another_size_gets_its_share_where_every_extent_has_readers(house: House, size: int) -> None:
+    old, _, leases = _busy_everywhere(house)
+    new = house.owner(size)
+    refused = 0
+    for turn in range(120):
+        house.clock.advance(0.5)
+        house.pool.settle()
+        house.pool.release([leases.pop(0)])
+        leases.append(_read_everywhere(old, turn % 10))
+        try:
+            new.store(2)
+        except OutOfSpaceError:
+            refused += 1
+        old.store(1)
+    assert refused <= 8
+    assert len(house.pool.arena.extents(size)) == NUM_EXTENTS // 2
+
+
+def test_what_is_leased_stays_in_an_extent_that_is_emptied(house: House) -> None:
+    old, names, leases = _busy_everywhere(house)
+    held = names[0::10] + names[5::10]
+    with pytest.raises(OutOfSpaceError):
+        house.owner(200).store()
+    house.pool.settle()
+    house.pool.check_integrity()
+    assert sorted(old.present(*held)) == sorted(held)
+    assert old.nbytes == 8_000 - 800, "nobody read these"
+    with pytest.raises(OutOfSpaceError):
+        old.put(*range(1_000, 1_065))
+    old.put(*range(1_000, 1_056))
+    house.pool.release(leases)
+    house.pool.expire()
+    assert len(house.pool.arena.extents(100)) == 7, "the readers' blocks went with them"
+
+
+def test_an_extent_that_is_not_fetched_or_never_free_is_as_any_other_after_a_while(house: House) -> None:
+    old, _, leases = _busy_everywhere(house)
+    new = house.owner(200)
+    for free_it in (False, True):
+        with pytest.raises(OutOfSpaceError):
+            new.store()
+        house.pool.settle()
+        if free_it:
+            house.pool.release(leases)
+        house.clock.advance(CLAIM_S)
+        house.pool.expire()
+        old.store(20)
+        assert old.nbytes == 8_000

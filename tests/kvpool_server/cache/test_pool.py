@@ -1,0 +1,734 @@
+"""One test a rule. Random histories are in tests/simulation."""
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvpool.errors import (
+    IncompatibleNamespaceError,
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    OutOfSpaceError,
+    UnknownNamespaceError,
+)
+from kvpool.hashing import checksum
+from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
+from kvpool_server.cache import holders
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.observer import Observer
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.tier_access import Moves
+from tests.support.clock import FakeClock
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
+
+CHUNK = 100
+WHOLE = ShardRange(0, 2)
+LIMITS = Limits(max_batch_blocks=16, max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=250, max_namespaces=3)
+GRANTED, PRESENT, BUSY = PutStatus
+TICK = 1 / 1024
+"""Seconds; like 0.125 and 0.25 it adds up exactly."""
+
+
+class Bench:
+    """A pool of 10 slots of 2 shards, its memory and its clock, and one open namespace."""
+
+    def __init__(self, limits: Limits = LIMITS, num_slots: int = 10):
+        ids = itertools.count(1)
+        self.clock = FakeClock()
+        self.pool = Pool(Arena(num_slots * 2 * CHUNK, 2 * CHUNK), self.clock, lambda: next(ids), limits)
+        self.memory = np.zeros(num_slots * 2 * CHUNK, np.uint8)
+        self.spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2), group_spec(chunk_bytes=CHUNK))
+        self.name = self.pool.open_namespace(self.spec)[0].fingerprint
+
+    def start(self, *names: object, shards: ShardRange = WHOLE, ttl_ms: int = 100, parent: object = None) -> PutGrant:
+        return self.pool.put_start(self.name, [run_of(*names, parent=parent)], shards, ttl_ms)
+
+    def end(self, grant: PutGrant, *names: object, shards: ShardRange = WHOLE) -> PutReceipt:
+        sums = []
+        for name, offset in zip(names, grant.offsets, strict=True):
+            for nth in range(shards.count):
+                content = payload((name, shards.start + nth), CHUNK)
+                self.memory[offset + nth * CHUNK : offset + (nth + 1) * CHUNK] = content
+                sums.append(checksum(content))
+        return self.pool.put_end(grant.ticket_id, sums)
+
+    def store(self, *names: object, parent: object = None) -> None:
+        self.end(self.start(*names, parent=parent), *names)
+
+    def look(self, *names: object, ttl_ms: int = 0) -> Lookup:
+        return self.pool.lookup(self.name, [run_of(*names)], prefix_only=False, lease_ttl_ms=ttl_ms)
+
+    def present(self, *names: object) -> list[object]:
+        complete = self.look(*names).hits[0].complete
+        return [name for idx, name in enumerate(names) if complete >> idx & 1]
+
+    def seconds(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.pool.expire()
+        self.pool.check_integrity()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# Namespaces
+
+
+def test_opening_a_namespace_again_finds_it(bench: Bench) -> None:
+    again, created = bench.pool.open_namespace(bench.spec, bench.name)
+    assert not created and again.fingerprint == bench.name == bench.spec.fingerprint()
+
+
+def test_blocks_of_one_namespace_are_not_seen_in_another(bench: Bench) -> None:
+    bench.store("a")
+    other = bench.pool.open_namespace(namespace_spec(*bench.spec.groups))[0].fingerprint
+    assert bench.pool.lookup(other, [run_of("a")], prefix_only=True).hits[0].num_leading == 0
+
+
+def test_blocks_of_one_group_are_not_seen_in_another(bench: Bench) -> None:
+    bench.store("a")
+    assert bench.pool.lookup(bench.name, [run_of("a", group_idx=1)], prefix_only=True).hits[0].num_leading == 0
+
+
+def test_another_fingerprint_than_expected_is_explained_field_by_field(bench: Bench) -> None:
+    other = namespace_spec(*bench.spec.groups, model="other/model", salt=bench.spec.salt)
+    with pytest.raises(IncompatibleNamespaceError, match=r"model: 'other/model' here, 'test/model' there"):
+        bench.pool.open_namespace(other, bench.name)
+    with pytest.raises(IncompatibleNamespaceError, match=bytes(32).hex()):
+        bench.pool.open_namespace(other, bytes(32))
+
+
+def test_a_block_larger_than_an_extent_is_refused(bench: Bench) -> None:
+    with pytest.raises(InvalidRequestError, match=r"groups\[1\]: a block of 201 bytes .* more --memory"):
+        bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK), group_spec(chunk_bytes=201)))
+
+
+def test_namespaces_are_bounded_and_the_one_idle_longest_makes_way(bench: Bench) -> None:
+    bench.store("a")
+    filled = [bench.name]
+    for _ in range(LIMITS.max_namespaces - 1):
+        name = bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))[0].fingerprint
+        grant = bench.pool.put_start(name, [run_of("a")], ShardRange(0, 1))
+        bench.pool.put_end(grant.ticket_id, [0])
+        filled.append(name)
+    bench.pool.lookup(filled[0], [run_of("a")], prefix_only=True)
+    bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    bench.pool.check_integrity()
+    with pytest.raises(UnknownNamespaceError):
+        bench.pool.lookup(filled[1], [run_of("a")], prefix_only=True)
+    for name in (filled[0], filled[2]):
+        assert bench.pool.lookup(name, [run_of("a")], prefix_only=True).hits[0].num_leading == 1
+    assert bench.pool.stats().num_entries == 2
+
+
+def test_namespaces_are_listed_with_what_they_hold(bench: Bench) -> None:
+    bench.store("a", "b")
+    bench.start("c")
+    assert [(info.spec, info.num_entries, info.nbytes) for info in bench.pool.namespaces()] == [
+        (bench.spec, 2, 2 * 2 * CHUNK)
+    ]
+
+
+# Lookup
+
+
+def test_a_lookup_says_which_blocks_are_complete(bench: Bench) -> None:
+    bench.store("a", "b")
+    bench.store("d")
+    (hits,) = bench.look("a", "b", "c", "d").hits
+    assert (hits.num_leading, hits.complete) == (2, 0b1011)
+
+
+def test_prefix_only_stops_at_the_first_miss_and_leases_no_further(bench: Bench) -> None:
+    bench.store("a")
+    bench.store("c")
+    found = bench.pool.lookup(bench.name, [run_of("a", "b", "c")], prefix_only=True, lease_ttl_ms=100)
+    assert (found.hits[0].num_leading, found.hits[0].complete) == (1, 0)
+    assert bench.pool.get(found.lease_id, bench.name, [run_of("a", "c")], WHOLE).present == (True, False)
+
+
+def test_a_lookup_spans_groups_under_one_lease(bench: Bench) -> None:
+    bench.store("a")
+    grant = bench.pool.put_start(bench.name, [run_of("a", group_idx=1)], ShardRange(0, 1))
+    bench.pool.put_end(grant.ticket_id, [1])
+    runs = [run_of("a"), run_of("x", group_idx=1), run_of("a", group_idx=1)]
+    found = bench.pool.lookup(bench.name, runs, prefix_only=True, lease_ttl_ms=100)
+    assert [hits.num_leading for hits in found.hits] == [1, 0, 1]
+    assert bench.pool.get(found.lease_id, bench.name, runs[:1], WHOLE).present == (True,)
+    assert bench.pool.get(found.lease_id, bench.name, runs[2:], ShardRange(0, 1)).present == (True,)
+
+
+def test_nothing_found_is_no_lease(bench: Bench) -> None:
+    assert bench.look("a", ttl_ms=100).lease_id == 0
+    assert bench.pool.stats().num_leases == 0
+
+
+def test_a_lease_is_no_longer_than_the_limit(bench: Bench) -> None:
+    bench.store("a")
+    assert bench.look("a", ttl_ms=10_000_000).lease_ttl_ms == LIMITS.max_ttl_ms
+    assert bench.look("a", ttl_ms=50).lease_ttl_ms == 50
+
+
+def test_an_existence_check_renews_nothing_and_a_leased_lookup_does(bench: Bench) -> None:
+    for name in range(10):
+        bench.store(name)
+    bench.look(0)
+    bench.pool.release([bench.look(1, ttl_ms=100).lease_id])
+    bench.store("new", "newer")
+    assert bench.present(*range(10)) == [1, *range(3, 10)]
+
+
+def test_too_many_leases_mean_hits_without_a_lease() -> None:
+    bench = Bench(Limits(max_leases=1))
+    bench.store("a")
+    assert bench.look("a", ttl_ms=100).lease_id
+    refused = bench.look("a", ttl_ms=100)
+    assert refused.hits[0].num_leading == 1 and refused.lease_id == 0
+    assert bench.pool.counters["leases_refused"] == 1
+
+
+# Put
+
+
+def test_nothing_is_readable_before_put_end(bench: Bench) -> None:
+    grant = bench.start("a")
+    assert bench.present("a") == []
+    bench.end(grant, "a")
+    assert bench.present("a") == ["a"]
+
+
+def test_a_block_is_readable_when_its_last_shard_is_there(bench: Bench) -> None:
+    first, second = ShardRange(0, 1), ShardRange(1, 1)
+    a, b = bench.start("x", shards=first), bench.start("x", shards=second)
+    assert b.offsets[0] == a.offsets[0] + CHUNK, "shards of one block lie side by side"
+    assert bench.end(b, "x", shards=second) == PutReceipt(1, 0)
+    assert bench.present("x") == []
+    assert bench.end(a, "x", shards=first) == PutReceipt(1, 1)
+    assert bench.present("x") == ["x"]
+
+
+def test_blocks_that_are_there_or_under_way_cost_nothing(bench: Bench) -> None:
+    bench.store("a")
+    bench.start("b")
+    grant = bench.start("a", "b", "c")
+    assert grant.statuses == (PRESENT, BUSY, GRANTED) and len(grant.offsets) == 1
+    none = bench.start("a", "b")
+    assert (none.ticket_id, none.offsets) == (0, ())
+
+
+def test_a_block_named_twice_in_one_put_is_written_once(bench: Bench) -> None:
+    grant = bench.start("a", "a")
+    assert grant.statuses == (GRANTED, BUSY) and len(grant.offsets) == 1
+
+
+def test_a_shard_that_is_there_is_not_written_again_but_the_others_are(bench: Bench) -> None:
+    first = ShardRange(0, 1)
+    bench.end(bench.start("a", shards=first), "a", shards=first)
+    assert bench.start("a", shards=first).statuses == (PRESENT,)
+    both = bench.start("a")
+    assert both.statuses == (GRANTED,)
+    assert bench.end(both, "a") == PutReceipt(1, 1)
+
+
+def test_a_ticket_ends_once(bench: Bench) -> None:
+    grant = bench.start("a")
+    bench.end(grant, "a")
+    with pytest.raises(LeaseExpiredError, match=rf"ticket {grant.ticket_id:#x} is not live.*put_start again"):
+        bench.end(grant, "a")
+    assert bench.pool.put_revoke(grant.ticket_id) is False
+    assert bench.present("a") == ["a"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_put_end_wants_a_checksum_for_each_chunk_and_the_ticket_survives_a_mistake(bench: Bench, count: int) -> None:
+    grant = bench.start("a")
+    with pytest.raises(InvalidRequestError, match=f"{count} checksums; the ticket covers 1 blocks x 2 shards"):
+        bench.pool.put_end(grant.ticket_id, [0] * count)
+    assert bench.end(grant, "a") == PutReceipt(1, 1)
+
+
+def test_a_ticket_lives_until_its_deadline_and_no_longer(bench: Bench) -> None:
+    in_time, late = bench.start("in time", ttl_ms=125), bench.start("late", ttl_ms=125)
+    bench.seconds(0.125 - TICK)
+    bench.end(in_time, "in time")
+    bench.seconds(TICK)
+    with pytest.raises(LeaseExpiredError):
+        bench.end(late, "late")
+    assert bench.present("in time", "late") == ["in time"]
+    assert bench.pool.counters["tickets_expired"] == 1
+
+
+def test_a_ticket_without_a_wish_gets_the_default_and_none_exceeds_the_limit(bench: Bench) -> None:
+    assert bench.start("a", ttl_ms=0).ticket_ttl_ms == LIMITS.default_ticket_ttl_ms
+    assert bench.start("b", ttl_ms=10_000_000).ticket_ttl_ms == LIMITS.max_ttl_ms
+
+
+def test_the_slot_of_an_expired_ticket_waits_for_the_grace_and_the_next_writer_does_not(bench: Bench) -> None:
+    lost = bench.start("a", ttl_ms=125)
+    bench.seconds(0.125)
+    assert bench.pool.stats().num_quarantined == 1
+    again = bench.start("a", ttl_ms=125)
+    assert again.statuses == (GRANTED,) and again.offsets != lost.offsets
+    bench.end(again, "a")
+    bench.seconds(0.25 - TICK)
+    assert bench.pool.stats().num_quarantined == 1
+    bench.seconds(TICK)
+    assert bench.pool.stats().num_quarantined == 0
+    assert bench.pool.stats().free_bytes == 9 * 2 * CHUNK
+
+
+def test_a_ticket_that_expires_takes_the_other_shards_of_its_blocks_along(bench: Bench) -> None:
+    first, second = ShardRange(0, 1), ShardRange(1, 1)
+    bench.end(bench.start("a", shards=first), "a", shards=first)
+    bench.start("a", shards=second, ttl_ms=100)
+    bench.seconds(0.1)
+    assert bench.start("a", shards=first).statuses == (GRANTED,)
+
+
+def test_two_tickets_of_one_block_that_expire_unnoticed_free_its_slot_once(bench: Bench) -> None:
+    for shard in (0, 1):
+        bench.start("a", shards=ShardRange(shard, 1), ttl_ms=100)
+    bench.seconds(10.0)  # Beyond the grace, too: no call came in between.
+    stats = bench.pool.stats()
+    assert (stats.free_bytes, stats.num_quarantined, stats.num_tickets) == (stats.arena_bytes, 0, 0)
+
+
+@pytest.mark.parametrize("ends", ["revoked", "ended"])
+def test_a_writer_that_ends_in_time_does_not_free_the_slot_of_a_late_one(bench: Bench, ends: str) -> None:
+    first, second = ShardRange(0, 1), ShardRange(1, 1)
+    bench.start("a", shards=first, ttl_ms=125)
+    in_time = bench.start("a", shards=second, ttl_ms=250)
+    bench.seconds(0.125)  # The first one's ticket has expired, and its writer may be late.
+    if ends == "revoked":
+        bench.pool.put_revoke(in_time.ticket_id)
+    else:
+        bench.end(in_time, "a", shards=second)
+    bench.seconds(0.25 - TICK)
+    assert bench.pool.stats().num_quarantined == 1
+    bench.seconds(0.25)
+    assert bench.pool.stats().num_quarantined == 0
+
+
+def test_a_revoked_ticket_gives_its_space_back_at_once(bench: Bench) -> None:
+    grant = bench.start("a", "b")
+    assert bench.pool.put_revoke(grant.ticket_id) is True
+    assert bench.pool.put_revoke(grant.ticket_id) is False
+    stats = bench.pool.stats()
+    assert (stats.free_bytes, stats.num_quarantined, stats.num_tickets) == (stats.arena_bytes, 0, 0)
+
+
+def test_revoking_one_shard_keeps_the_other(bench: Bench) -> None:
+    first, second = ShardRange(0, 1), ShardRange(1, 1)
+    bench.end(bench.start("a", shards=first), "a", shards=first)
+    bench.pool.put_revoke(bench.start("a", shards=second).ticket_id)
+    assert bench.start("a", shards=first).statuses == (PRESENT,)
+    bench.end(bench.start("a", shards=second), "a", shards=second)
+    assert bench.present("a") == ["a"]
+
+
+def test_a_batch_gets_all_its_slots_or_none(bench: Bench) -> None:
+    bench.store(*range(8))
+    lease_id = bench.look(*range(8), ttl_ms=1_000).lease_id
+    before = bench.pool.stats()
+    with pytest.raises(OutOfSpaceError, match=r"no room for 3 blocks of 200 bytes: .* more --memory"):
+        bench.start("x", "y", "z")
+    after = bench.pool.stats()
+    assert after.free_bytes == before.free_bytes and after.num_incomplete == 0
+    assert bench.start("x", "y").statuses == (GRANTED, GRANTED)
+    bench.pool.release([lease_id])
+    assert bench.present(*range(8)) == [*range(8)]
+
+
+def _refusal(bench: Bench, count: int = 3) -> str:
+    with pytest.raises(OutOfSpaceError) as caught:
+        bench.start(*(f"new{nth}" for nth in range(count)))
+    assert type(caught.value) is OutOfSpaceError, "its status is looked up by its class"
+    return str(caught.value)
+
+
+def test_a_refusal_says_that_readers_hold_the_space(bench: Bench) -> None:
+    bench.store(*range(8))
+    bench.look(*range(4), ttl_ms=1_000)
+    bench.clock.advance(0.5)
+    bench.look(*range(2, 8), ttl_ms=1_000)
+    assert _refusal(bench) == (
+        "no room for 3 blocks of 200 bytes: 8 blocks (1.56 KiB) are leased by 2 lookups, for 1.0 s at most; "
+        "put fewer at once, try again later, or start kvpool-server with more --memory"
+    )
+
+
+def test_a_refusal_says_that_a_tier_holds_the_space(bench: Bench) -> None:
+    bench.store(*range(10))
+    entries = list(bench.pool.namespace(bench.name).groups[0].index.values())  # type: ignore[union-attr]
+    moves = Moves(bench.pool)
+    lease_id = moves.hold(entries[6:])
+    said = _refusal(bench)
+    assert "4 blocks (800 B) are being written to a tier; 6 blocks before those in their prefixes" in said
+    assert "leased" not in said and "quarantine" not in said
+    bench.pool.release([lease_id])
+    bench.start("new0", "new1", "new2")
+
+
+def test_a_refusal_tells_puts_from_blocks_that_come_up_and_from_quarantine(bench: Bench) -> None:
+    bench.start(*"abc", ttl_ms=100)
+    Moves(bench.pool).raise_start(bench.pool.namespace(bench.name).groups[0], [run_of(*"wx")])  # type: ignore[union-attr]
+    bench.store("gone", "stays")
+    bench.look("gone", ttl_ms=1_000)
+    bench.pool.remove(bench.name, [run_of("gone")])
+    said = _refusal(bench, 6)
+    assert "2 blocks (400 B) are being read from a tier" in said
+    assert "3 blocks (600 B) are being written by 1 puts, for 0.1 s at most" in said
+    assert "1 blocks (200 B) are leased by 1 lookups" in said and "quarantine" not in said
+    bench.clock.advance(0.125)  # The ticket expires, and its grace begins.
+    assert "3 blocks (600 B) are in quarantine until" in _refusal(bench, 6)
+
+
+def test_a_refusal_says_what_belongs_to_other_sizes_and_what_the_arena_has_room_for(bench: Bench) -> None:
+    assert "the whole arena of 1.95 KiB has 10 slots of this size" in _refusal(bench, 11)
+    grant = bench.pool.put_start(bench.name, [BlockRun(1, [block_hash(nth) for nth in range(2)])], ShardRange(0, 1))
+    assert grant.ticket_id
+    assert "200 B of the arena belong to blocks of other sizes" in _refusal(bench, 10)
+
+
+def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
+    pool = Pool(Arena(2_000, 200, backed_bytes=400), FakeClock(), itertools.count(1).__next__, LIMITS)
+    name = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=200)))[0].fingerprint
+    with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: 1.56 KiB have no memory yet, for the server"):
+        pool.put_start(name, [run_of(*"abc")], ShardRange(0, 1))
+
+
+def test_a_refusal_looks_at_a_bounded_number_of_blocks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "MAX_COUNTED", 5)
+    bench.store(*range(10))
+    bench.look(*range(10), ttl_ms=1_000)
+    assert ": at least 5 blocks (1000 B) are leased by 1 lookups" in _refusal(bench)
+
+
+def test_a_put_never_evicts_what_it_names(bench: Bench) -> None:
+    for name in range(10):
+        bench.store(name)
+    grant = bench.start(0, "new", parent=1)
+    assert grant.statuses == (PRESENT, GRANTED)
+    assert bench.present(*range(10)) == [0, 1, *range(3, 10)]
+
+
+def test_eviction_eats_a_prefix_from_its_end(bench: Bench) -> None:
+    bench.store(*range(10))
+    bench.store("x", "y", "z")
+    assert bench.present(*range(10)) == [*range(7)]
+
+
+def test_a_run_continues_the_chain_of_its_parent(bench: Bench) -> None:
+    bench.store("head")
+    bench.store(*range(4), parent="head")
+    bench.store(*"abcde")
+    bench.pool.release([bench.look(*range(4), *"abcde", ttl_ms=100).lease_id])  # The head is now the oldest.
+    bench.store("new")
+    assert bench.present("head") == ["head"], "it was evicted under its children"
+
+
+def test_tickets_are_bounded() -> None:
+    bench = Bench(Limits(max_tickets=1))
+    bench.start("a")
+    with pytest.raises(OutOfSpaceError, match="1 puts are under way, which is the limit"):
+        bench.start("b")
+
+
+def test_only_the_regions_of_a_live_ticket_are_writable(bench: Bench) -> None:
+    second = ShardRange(1, 1)
+    grant = bench.start("a", shards=second)
+    (offset,) = grant.offsets
+    bench.pool.writable(grant.ticket_id, offset, CHUNK)
+    bench.pool.writable(grant.ticket_id, offset + CHUNK - 1, 1)
+    for at, nbytes in ((offset - 1, CHUNK), (offset + 1, CHUNK), (offset - CHUNK, CHUNK), (1 << 50, 1)):
+        with pytest.raises(InvalidRequestError, match=rf"\[{at}, {at + nbytes}\) is in no region of ticket"):
+            bench.pool.writable(grant.ticket_id, at, nbytes)
+    bench.clock.advance(0.1)
+    with pytest.raises(LeaseExpiredError):
+        bench.pool.writable(grant.ticket_id, offset, CHUNK)
+
+
+# Get
+
+
+def test_get_says_where_the_shards_lie_and_their_checksums(bench: Bench) -> None:
+    bench.store("a", "b")
+    lease_id = bench.look("a", "b", ttl_ms=100).lease_id
+    located = bench.pool.get(lease_id, bench.name, [run_of("b", "a", "c")], ShardRange(1, 1))
+    assert located.present == (True, True, False)
+    for name, offset, expected in zip("ba", located.offsets, located.checksums, strict=True):
+        chunk = bench.memory[offset : offset + CHUNK]
+        np.testing.assert_array_equal(chunk, payload((name, 1), CHUNK))
+        assert checksum(chunk) == expected
+
+
+def test_get_sees_only_what_its_lease_covers(bench: Bench) -> None:
+    bench.store("a", "b")
+    lease_id = bench.look("a", ttl_ms=100).lease_id
+    assert bench.pool.get(lease_id, bench.name, [run_of("a", "b")], WHOLE).present == (True, False)
+
+
+def test_a_block_that_was_replaced_is_not_under_the_old_lease(bench: Bench) -> None:
+    bench.store("a")
+    lease_id = bench.look("a", ttl_ms=1_000).lease_id
+    bench.pool.remove(bench.name, [run_of("a")])
+    bench.store("a")
+    assert bench.pool.get(lease_id, bench.name, [run_of("a")], WHOLE).present == (False,)
+
+
+def test_a_lease_lives_until_its_deadline_and_no_longer(bench: Bench) -> None:
+    bench.store("a")
+    lease_id = bench.look("a", ttl_ms=125).lease_id
+    bench.seconds(0.125 - 2 * TICK)
+    assert bench.pool.get(lease_id, bench.name, [run_of("a")], WHOLE).lease_remaining_ms == 1
+    bench.seconds(2 * TICK)
+    with pytest.raises(LeaseExpiredError, match=rf"lease {lease_id:#x} is not live.*look up again"):
+        bench.pool.get(lease_id, bench.name, [run_of("a")], WHOLE)
+    assert bench.pool.counters["leases_expired"] == 1
+
+
+def test_leased_blocks_are_not_evicted(bench: Bench) -> None:
+    bench.store(*range(10))
+    bench.look(*range(10), ttl_ms=1_000)
+    with pytest.raises(OutOfSpaceError):
+        bench.start("new")
+    bench.seconds(1.0)
+    assert bench.start("new").statuses == (GRANTED,)
+
+
+def test_release_ends_leases_once(bench: Bench) -> None:
+    bench.store("a")
+    first, second = bench.look("a", ttl_ms=100).lease_id, bench.look("a", ttl_ms=100).lease_id
+    assert bench.pool.release([first, second, 12345]) == 2
+    assert bench.pool.release([first]) == 0
+    with pytest.raises(LeaseExpiredError):
+        bench.pool.get(first, bench.name, [run_of("a")], WHOLE)
+
+
+def test_only_leased_blocks_are_readable(bench: Bench) -> None:
+    bench.store("a")
+    bench.store("b")
+    lease_id = bench.look("a", ttl_ms=100).lease_id
+    (offset,) = bench.pool.get(lease_id, bench.name, [run_of("a")], WHOLE).offsets
+    other = bench.pool.get(bench.look("b", ttl_ms=100).lease_id, bench.name, [run_of("b")], WHOLE).offsets[0]
+    bench.pool.readable(lease_id, offset, 2 * CHUNK)
+    for at, nbytes in ((offset + 1, 2 * CHUNK), (other, 1), (1 << 50, 1)):
+        with pytest.raises(InvalidRequestError, match=rf"\[{at}, {at + nbytes}\) is in no block of lease"):
+            bench.pool.readable(lease_id, at, nbytes)
+    bench.clock.advance(0.1)
+    with pytest.raises(LeaseExpiredError):
+        bench.pool.readable(lease_id, offset, 1)
+
+
+# Verify, remove, clear
+
+
+def test_verify_drops_what_has_changed_and_nothing_else(bench: Bench) -> None:
+    bench.store("a", "b")
+    (offset,) = bench.pool.get(bench.look("b", ttl_ms=50).lease_id, bench.name, [run_of("b")], WHOLE).offsets
+    bench.memory[offset + 2 * CHUNK - 1] ^= 1
+    read = bench.memory.__getitem__
+    verified = bench.pool.verify(
+        bench.name, [run_of("a", "b", "c")], lambda offset, nbytes: read(slice(offset, offset + nbytes))
+    )
+    assert verified == (2, 1)
+    assert bench.present("a", "b") == ["a"]
+    assert bench.pool.counters["corrupt_blocks_dropped"] == 1
+
+
+def test_a_removed_block_is_gone_for_lookups_and_stays_for_its_readers(bench: Bench) -> None:
+    bench.store("a")
+    lease_id = bench.look("a", ttl_ms=1_000).lease_id
+    (offset,) = bench.pool.get(lease_id, bench.name, [run_of("a")], WHOLE).offsets
+    assert bench.pool.remove(bench.name, [run_of("a", "b")]) == 1
+    assert bench.present("a") == []
+    bench.pool.readable(lease_id, offset, 2 * CHUNK)
+    bench.seconds(0.5)  # Time alone frees no slot that is being read.
+    assert bench.pool.stats().num_quarantined == 1
+    bench.pool.release([lease_id])
+    assert bench.pool.stats().num_quarantined == 0
+
+
+def test_a_block_that_is_removed_while_it_is_written_does_not_come_back(bench: Bench) -> None:
+    grant = bench.start("a", ttl_ms=100)
+    bench.pool.remove(bench.name, [run_of("a")])
+    assert bench.end(grant, "a") == PutReceipt(0, 0)
+    assert bench.present("a") == []
+    bench.seconds(0.5)
+    assert bench.pool.stats().free_bytes == bench.pool.stats().arena_bytes
+
+
+def test_clear_drops_one_namespace_or_all(bench: Bench) -> None:
+    other = bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))[0].fingerprint
+    grant = bench.pool.put_start(other, [run_of("a")], ShardRange(0, 1))
+    bench.pool.put_end(grant.ticket_id, [1])
+    bench.store("a", "b")
+    assert bench.pool.clear(bench.name) == 2
+    assert bench.present("a", "b") == []
+    assert bench.pool.lookup(other, [run_of("a")], prefix_only=True).hits[0].num_leading == 1
+    assert bench.pool.clear() == 1
+    assert bench.pool.stats().free_bytes == bench.pool.stats().arena_bytes
+
+
+# Bad requests
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda b: b.pool.lookup(bytes(32), [run_of("a")], prefix_only=True),
+            UnknownNamespaceError,
+            f"namespace {bytes(32).hex()} is not open on this server; open it first",
+        ),
+        (
+            lambda b: b.pool.lookup(b.name, [run_of(*range(17))], prefix_only=True),
+            InvalidRequestError,
+            "a batch of 17 blocks; give 1 to 16",
+        ),
+        (lambda b: b.start(*range(17)), InvalidRequestError, "a batch of 17 blocks; give 1 to 16"),
+        (
+            lambda b: b.pool.put_start(b.name, [run_of("a", group_idx=2)], WHOLE),
+            InvalidRequestError,
+            "group_idx 2: the namespace has groups 0 to 1",
+        ),
+        (
+            lambda b: b.pool.put_start(b.name, [run_of("a"), run_of("b", group_idx=1)], WHOLE),
+            InvalidRequestError,
+            "blocks of several groups",
+        ),
+        (
+            lambda b: b.start("a", shards=ShardRange(1, 2)),
+            InvalidRequestError,
+            r"shards \[1, 3\) are not within the group's 2 shards",
+        ),
+        (lambda b: b.start("a", shards=ShardRange(0, 0)), InvalidRequestError, r"shards \[0, 0\) are not within"),
+        (lambda b: b.start("a", shards=ShardRange(2**32 - 1, 2**32 - 1)), InvalidRequestError, r"2 shards"),
+        (lambda b: b.pool.remove(b.name, [BlockRun(0, [])]), InvalidRequestError, "a batch of 0 blocks"),
+    ],
+)
+def test_bad_requests_name_what_is_wrong_and_change_nothing(
+    bench: Bench, call: Callable[[Bench], object], error: type[KVPoolError], message: str
+) -> None:
+    bench.store("a")
+    before = bench.pool.stats()
+    with pytest.raises(error, match=message):
+        call(bench)
+    assert bench.pool.stats() == before
+    bench.pool.check_integrity()
+
+
+def test_stats_tell_what_the_pool_holds(bench: Bench) -> None:
+    bench.store("a", "b")
+    bench.start("c")
+    bench.look("a", ttl_ms=1_000)
+    bench.pool.remove(bench.name, [run_of("a")])
+    stats = bench.pool.stats(prefaulted_bytes=7)
+    assert (stats.arena_bytes, stats.free_bytes, stats.prefaulted_bytes) == (2_000, 2_000 - 3 * 2 * CHUNK, 7)
+    assert (stats.num_entries, stats.num_incomplete, stats.num_quarantined) == (1, 1, 1)
+    assert (stats.num_leases, stats.num_tickets) == (1, 1)
+    assert stats.counters["put_blocks_granted"] == 3 and stats.counters["put_blocks_completed"] == 2
+    assert stats.counters["removed_blocks"] == 1
+
+
+def test_check_integrity_sees_a_lost_slot(bench: Bench) -> None:
+    bench.store("a")
+    bench.pool.check_integrity()
+    bench.pool.arena.take(2 * CHUNK, 1)
+    with pytest.raises(AssertionError):
+        bench.pool.check_integrity()
+
+
+# What an observer is told
+
+
+class Told(Observer):
+    """What is readable, by what it was told."""
+
+    def __init__(self) -> None:
+        self.readable: dict[tuple[str, int, bytes], bytes] = {}
+
+    def stored(self, entry: Entry) -> None:
+        assert entry.complete
+        self.readable[self._key(entry)] = entry.parent_hash
+
+    def removed(self, entry: Entry) -> None:
+        del self.readable[self._key(entry)]
+
+    def names(self, *candidates: str, group_idx: int = 0) -> list[str]:
+        named = {(idx, name) for _, idx, name in self.readable}
+        return [name for name in candidates if (group_idx, block_hash(name)) in named]
+
+    @staticmethod
+    def _key(entry: Entry) -> tuple[str, int, bytes]:
+        return entry.group.namespace, entry.group.idx, entry.block_hash
+
+
+@pytest.fixture
+def told(bench: Bench) -> Told:
+    bench.pool.residents.observer = told = Told()
+    return told
+
+
+def test_an_observer_hears_of_a_block_with_its_last_shard(bench: Bench, told: Told) -> None:
+    for shard in (ShardRange(0, 1), ShardRange(1, 1)):
+        assert not told.readable
+        bench.end(bench.start("a", shards=shard), "a", shards=shard)
+    assert told.names("a") == ["a"]
+
+
+def test_an_observer_hears_of_each_way_to_go(bench: Bench, told: Told) -> None:
+    bench.store(*"abc")
+    bench.pool.remove(bench.name, [run_of("c")])
+    assert told.names(*"abc") == ["a", "b"]
+    bench.memory[bench.pool._catalog.group(bench.name, 0).index[block_hash("a")].offset] ^= 1
+    bench.pool.verify(bench.name, [run_of("a")], lambda offset, nbytes: bench.memory[offset : offset + nbytes])
+    assert told.names(*"ab") == ["b"]
+    bench.store(*range(10))
+    assert told.names("b") == []
+    bench.pool.clear()
+    assert not told.readable
+
+
+def test_an_observer_does_not_hear_of_blocks_that_never_were_complete(bench: Bench, told: Told) -> None:
+    grant = bench.start("a")
+    bench.pool.put_revoke(grant.ticket_id)
+    bench.start("b")
+    bench.seconds(1)
+    bench.end(bench.start("c", shards=ShardRange(0, 1)), "c", shards=ShardRange(0, 1))
+    bench.pool.clear()
+    assert not told.readable
+
+
+def test_an_observer_hears_of_a_surplus_namespace(bench: Bench, told: Told) -> None:
+    bench.store("a")
+    for nth in range(LIMITS.max_namespaces):
+        assert told.names("a") == ["a"] and nth < LIMITS.max_namespaces
+        bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    assert not told.readable
+
+
+def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(bench: Bench, told: Told) -> None:
+    bench.store("b", "c", parent="a")
+    label = f"{bench.name.hex()}@{bench.spec.model}"
+    assert told.readable == {
+        (label, 0, block_hash("b")): block_hash("a"),
+        (label, 0, block_hash("c")): block_hash("b"),
+    }
+
+
+def test_a_group_that_has_become_empty_keeps_no_table(bench: Bench) -> None:
+    bench.store("a", "b", "c")
+    group = bench.pool._catalog.group(bench.name, 0)
+    bench.pool.clear(bench.name)
+    assert sys.getsizeof(group.index) == sys.getsizeof({})
+    bench.store("a")
+    assert bench.present("a", "b") == ["a"]

@@ -1,0 +1,279 @@
+"""Upper bounds on what tenants and namespaces hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.errors import InvalidRequestError, OutOfSpaceError
+from kvpool.types import Quota
+from kvpool_server.cache.eviction import POLICIES, Policy
+from kvpool_server.cache.tier_access import Moves
+from tests.support.tenants import WHOLE, House, Owner
+from tests.support.values import run_of
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> Callable[[], Policy]:
+    return POLICIES[request.param]
+
+
+@pytest.fixture
+def house(policy: Callable[[], Policy]) -> House:
+    return House(8, policy)
+
+
+def test_a_subject_beyond_its_quota_evicts_its_own_while_the_arena_is_empty() -> None:
+    house = House(8)
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    names = acme.store(14)
+    assert acme.present(*names) == names[4:]
+    assert house.used("tenant:acme") == acme.nbytes == 1_000
+    assert house.pool.counters["quota_evicted_blocks"] == house.pool.counters["evicted_blocks"] == 4
+
+
+def test_nobody_else_is_evicted_for_it(house: House) -> None:
+    acme, other, third = house.owner(tenant="acme"), house.owner(tenant="other"), house.owner()
+    house.quota("tenant:acme", 1_000)
+    kept = other.store(30), third.store(30)
+    acme.store(200)
+    assert acme.nbytes == 1_000
+    assert (other.present(*kept[0]), third.present(*kept[1])) == kept
+
+
+def test_the_deepest_block_of_its_own_goes_first(house: House) -> None:
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    acme.put(*range(10))
+    acme.put("other")
+    assert acme.present(*range(10)) == list(range(9))
+    acme.put("a", "b", "c", parent="other")
+    assert acme.present(*range(10), "other", "a", "b", "c") == [*range(6), "other", "a", "b", "c"]
+
+
+def test_a_whole_prefix_can_be_replaced_by_one_put(house: House) -> None:
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    acme.put(*range(10))
+    acme.put(*range(100, 110))
+    assert acme.present(*range(10)) == []
+    assert acme.present(*range(100, 110)) == list(range(100, 110))
+
+
+def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing(house: House) -> None:
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    names = acme.store(10)
+    lease_id = acme.lease(*names[:8])
+    acme.put("fits")
+    before = [name for name in names if acme.present(name)]
+    assert len(before) == 9
+    with pytest.raises(
+        OutOfSpaceError, match=r"quota tenant:acme = 1000 bytes: no room for 3 blocks .*leased"
+    ) as caught:
+        acme.put("a", "b", "c")
+    assert ": 8 blocks (800 B) are leased by 1 lookups, for " in str(caught.value)
+    assert str(caught.value).endswith("try again later, or raise it (`kvpool quota tenant:acme=SIZE`)")
+    assert acme.present(*names) == before and acme.present("fits")
+    house.pool.check_integrity()
+    assert house.pool.counters["over_quota"] == 1 and house.pool.counters["out_of_space"] == 0
+    house.pool.release([lease_id])
+    acme.put("a", "b", "c")
+    assert acme.nbytes == 1_000
+
+
+def test_a_refusal_counts_only_what_the_subject_holds_and_says_that_a_tier_holds_it(house: House) -> None:
+    acme, other = house.owner(tenant="acme"), house.owner(tenant="other")
+    house.quota("tenant:acme", 1_000)
+    acme.put(*range(10))
+    other.lease(*other.store(5))
+    (group,) = house.pool.namespace(acme.fingerprint).groups  # type: ignore[union-attr]
+    Moves(house.pool).hold(list(group.index.values()))
+    with pytest.raises(OutOfSpaceError, match=r": 10 blocks \(1000 B\) are being written to a tier; try again later"):
+        acme.put("a")
+
+
+def test_blocks_that_are_being_written_count(house: House) -> None:
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    house.pool.put_start(acme.fingerprint, [run_of(*range(10))], WHOLE)
+    with pytest.raises(OutOfSpaceError, match="quota tenant:acme"):
+        acme.put("more")
+    assert house.used("tenant:acme") == 1_000
+
+
+@pytest.mark.parametrize(
+    ("limit", "count", "says"),
+    [
+        (
+            99,
+            1,
+            r"quota tenant:acme = 99 bytes: a block of 100 bytes is larger; raise it \(`kvpool quota",
+        ),
+        (299, 3, r"quota tenant:acme = 299 bytes: 3 blocks of 100 bytes are more; put fewer at once, or raise it"),
+    ],
+)
+def test_what_can_never_fit_is_told_so(house: House, limit: int, count: int, says: str) -> None:
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", limit)
+    with pytest.raises(OutOfSpaceError, match=says):
+        acme.put(*range(count))
+
+
+def test_its_own_slots_of_the_same_size_go_before_those_of_others(house: House) -> None:
+    large, small = house.owner(200, tenant="acme"), house.owner(100, tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    first, second = large.store(3), small.store(4)
+    small.store(2)
+    assert large.present(*first) == first and second
+    assert small.nbytes == 400
+    small.put(*(f"new {idx}" for idx in range(9)))
+    assert house.used("tenant:acme") == 900 + large.nbytes == 900
+
+
+def test_several_namespaces_of_a_tenant_share_its_quota(house: House) -> None:
+    first, second = house.owner(tenant="acme"), house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    first.store(10)
+    names = second.store(10)
+    assert first.nbytes + second.nbytes == 1_000 and len(names) == 10
+
+
+def test_a_namespace_is_named_by_the_start_of_its_fingerprint_and_both_bounds_hold(house: House) -> None:
+    first, second = house.owner(tenant="acme"), house.owner(tenant="acme")
+    inner = f"namespace:{first.fingerprint.hex()[:12]}"
+    house.quota(inner, 300)
+    house.quota("tenant:acme", 1_000)
+    first.store(10)
+    assert first.nbytes == 300
+    second.store(7)
+    assert (first.nbytes, second.nbytes) == (300, 700)
+    first.store(3)
+    assert (first.nbytes, second.nbytes) == (300, 700)
+    second.store(10)
+    assert first.nbytes + second.nbytes == house.used("tenant:acme") == 1_000
+
+
+def test_setting_a_quota_evicts_the_surplus_at_once(house: House) -> None:
+    acme, other = house.owner(tenant="acme"), house.owner()
+    names, others = acme.store(20), other.store(20)
+    house.quota("tenant:acme", 500)
+    assert acme.nbytes == 500 and other.present(*others) == others
+    house.quota("tenant:acme", 200)
+    assert acme.nbytes == 200
+    house.quota("tenant:acme", 0)
+    assert house.pool.quotas() == []
+    acme.store(20)
+    assert acme.nbytes == 2_200
+    assert names
+
+
+def test_the_least_recently_used_of_the_surplus_goes() -> None:
+    house = House(8)
+    acme = house.owner(tenant="acme")
+    names = acme.store(10)
+    acme.use(*names[:3])
+    house.quota("tenant:acme", 500)
+    assert acme.present(*names) == names[:3] + names[8:]
+
+
+def test_a_leased_surplus_goes_when_its_readers_have(house: House) -> None:
+    acme = house.owner(tenant="acme")
+    names = acme.store(10)
+    lease_id = acme.lease(*names)
+    house.quota("tenant:acme", 300)
+    assert acme.nbytes == 1_000
+    with pytest.raises(OutOfSpaceError, match="quota tenant:acme"):
+        acme.put("new")
+    house.pool.release([lease_id])
+    house.pool.settle()
+    house.pool.check_integrity()
+    assert acme.nbytes == 300
+
+
+def test_a_quota_set_beforehand_binds_namespaces_that_open_later(house: House) -> None:
+    house.quota("tenant:acme", 300)
+    acme = house.owner(tenant="acme")
+    acme.store(10)
+    assert acme.nbytes == 300
+
+
+def test_a_namespace_that_was_closed_counts_no_more(house: House) -> None:
+    house.quota("tenant:acme", 300)
+    acme = house.owner(tenant="acme")
+    acme.store(3)
+    for _ in range(house.pool.limits.max_namespaces):
+        house.owner()
+    house.pool.check_integrity()
+    assert house.used("tenant:acme") == 0
+    acme.open()
+    acme.store(5)
+    assert house.used("tenant:acme") == 300
+
+
+def test_full_arenas_are_shared_by_recency_with_and_without_quotas() -> None:
+    house = House(4)
+    acme, other = house.owner(tenant="acme"), house.owner()
+    house.quota("tenant:acme", 3_000)
+    old, older = acme.store(20), other.store(20)
+    acme.use(*old[10:])
+    house.owner().store(20)
+    assert acme.present(*old) == old[10:], "not only the others make way"
+    assert other.present(*older) == older[10:], "nor it alone"
+
+
+def test_a_subject_under_its_quota_gets_room_from_others(house: House) -> None:
+    others = [house.owner(tenant=str(idx)) for idx in range(3)]
+    for idx in range(3):
+        house.quota(f"tenant:{idx}", 8_000)
+    for other in others:
+        other.store(80)
+    acme = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    names = acme.store(10)
+    assert acme.present(*names) == names
+    assert sum(other.nbytes for other in others) == 7_000
+
+
+def test_setting_is_all_or_nothing(house: House) -> None:
+    acme = house.owner(tenant="acme")
+    acme.store(5)
+    house.quota("tenant:acme", 1_000)
+    before = house.pool.quotas()
+    good = Quota("tenant:acme", 100)
+    for bad, says in (
+        (Quota("acme", 1), "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
+        (Quota("tenant:", 1), "quota subject 'tenant:' is none"),
+        (Quota("namespace:abc", 1), "namespace:abc'.*first 8 characters"),
+        (Quota("namespace:not-hexadecimal", 1), "first 8 characters"),
+        (Quota("tenant:nobody", 0), "no quota tenant:nobody to take away; `kvpool quota` lists all"),
+        (Quota("tenant:acme", 7), "quota tenant:acme is there twice"),
+    ):
+        with pytest.raises(InvalidRequestError, match=says):
+            house.pool.set_quotas([good, bad])
+        assert house.pool.quotas() == before
+    assert acme.nbytes == 500
+
+
+def test_quotas_are_bounded(house: House) -> None:
+    most = house.pool.limits.max_quotas
+    house.pool.set_quotas([Quota(f"tenant:{idx}", 1) for idx in range(most)])
+    with pytest.raises(InvalidRequestError, match=f"{most + 1} quotas; there may be {most}"):
+        house.quota("tenant:one more", 1)
+    assert len(house.pool.quotas()) == most
+
+
+def test_what_moves_under_a_quota_is_still_evicted_in_order_and_can_move_back(house: House) -> None:
+    acme: Owner = house.owner(tenant="acme")
+    acme.put(*range(10))
+    lease_id = acme.lease(*range(5))
+    house.quota("tenant:acme", 1_000)
+    house.quota("tenant:acme", 600)
+    assert acme.present(*range(10)) == list(range(6))
+    house.pool.release([lease_id])
+    house.quota("tenant:acme", 0)
+    acme.store(200)
+    house.pool.check_integrity()
+    assert acme.nbytes == house.pool.arena.arena_bytes

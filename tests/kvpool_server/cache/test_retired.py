@@ -1,0 +1,168 @@
+"""Namespaces that newer weights have replaced go first, and come back with any use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvpool_server.cache.allocator.superseded import MAX_SKIPPED
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.eviction import POLICIES, Policy
+from tests.support.tenants import WHOLE, House, Owner
+from tests.support.values import run_of
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> Callable[[], Policy]:
+    return POLICIES[request.param]
+
+
+@pytest.fixture
+def house(policy: Callable[[], Policy]) -> House:
+    return House(4, policy)
+
+
+def _epoch(house: House, epoch: str, size: int = 100) -> Owner:
+    return house.owner(size, epoch=epoch, salt="model")
+
+
+def test_a_namespace_with_newer_weights_retires_the_older_ones(house: House) -> None:
+    first, second = _epoch(house, "1"), _epoch(house, "2")
+    other, third = house.owner(epoch="1"), _epoch(house, "3")
+    assert [owner.retired for owner in (first, second, other, third)] == [True, True, False, False]
+
+
+def test_retired_entries_go_before_any_other_however_recent_they_are(house: House) -> None:
+    live = house.owner()
+    kept = live.store(20)
+    old = _epoch(house, "1")
+    old.put(*range(20))
+    new = _epoch(house, "2")
+    new.store(15)
+    assert old.present(*range(20)) == list(range(5)), "the deepest first"
+    assert live.present(*kept) == kept
+    new.store(10)
+    assert old.present(*range(20)) == []
+    assert live.nbytes == 1_500 or new.nbytes < 2_500, "then the others, by the policy"
+
+
+@pytest.mark.parametrize("use", ["lookup", "put", "open"])
+def test_any_use_brings_it_back(house: House, use: str) -> None:
+    old = _epoch(house, "1")
+    old.put(*range(10))
+    new = _epoch(house, "2")
+    uses: dict[str, Callable[[], object]] = {
+        "lookup": lambda: old.use(99),
+        "put": lambda: old.put(0),
+        "open": old.open,
+    }
+    old.present(0)
+    assert old.retired, "an existence check is no use"
+    uses[use]()
+    assert not old.retired and not new.retired
+    new.store(30)
+    assert old.present(*range(10)) == list(range(10))
+
+
+def test_opening_the_newer_one_again_retires_the_old_one_again(house: House) -> None:
+    old, new = _epoch(house, "1"), _epoch(house, "2")
+    old.use(1)
+    new.open()
+    assert old.retired
+
+
+def test_an_older_one_that_opens_again_retires_nobody(house: House) -> None:
+    old, new = _epoch(house, "1"), _epoch(house, "2")
+    old.open()
+    assert not old.retired and not new.retired
+
+
+def test_what_is_leased_stays_and_so_do_its_ancestors(house: House) -> None:
+    old = _epoch(house, "1")
+    old.put(*range(20))
+    old.store(20)
+    lease_id = old.lease(4)
+    new = _epoch(house, "2")
+    new.store(35)
+    assert old.present(*range(20)) == [0, 1, 2, 3, 4]
+    house.pool.release([lease_id])
+    new.store(5)
+    assert old.nbytes == 0
+
+
+def test_a_put_that_needs_more_than_the_retired_have_takes_the_rest_elsewhere(house: House) -> None:
+    old, live = _epoch(house, "1"), house.owner()
+    old.put(*range(5))
+    live.store(35)
+    new = _epoch(house, "2")
+    new.put(*range(10))
+    assert old.nbytes == 0 and live.nbytes == 3_000 and new.nbytes == 1_000
+
+
+def test_other_slot_sizes_take_extents_that_hold_nothing_else(house: House) -> None:
+    old, live = _epoch(house, "1"), house.owner(100)
+    kept = live.store(10)
+    old.store(10)
+    mixed = live.store(5)
+    old.store(5)
+    old.store(10)
+    _epoch(house, "2")
+    large = house.owner(200)
+    large.store(10)
+    assert large.nbytes == 2_000 and old.nbytes == 500
+    assert live.present(*kept, *mixed) == kept + mixed
+
+
+def test_a_refused_put_retires_nothing_and_evicts_nothing(house: House) -> None:
+    old, live = _epoch(house, "1"), house.owner()
+    old.put(*range(20))
+    names = live.store(20)
+    lease_id = live.lease(*names)
+    new = _epoch(house, "2")
+    with pytest.raises(Exception, match="no room for 21 blocks"):
+        new.put(*range(21))
+    house.pool.check_integrity()
+    assert old.present(*range(20)) == list(range(20)) and old.retired
+    new.put(*range(20))
+    assert old.nbytes == 0
+    house.pool.release([lease_id])
+
+
+def test_within_a_quota_the_retired_go_first_too(house: House) -> None:
+    house.quota("tenant:acme", 2_000)
+    old = house.owner(tenant="acme", epoch="1", salt="model")
+    other = house.owner(tenant="acme")
+    kept = other.store(10)
+    old.store(10)
+    new = house.owner(tenant="acme", epoch="2", salt="model")
+    new.store(10)
+    assert other.present(*kept) == kept and old.nbytes == 0
+
+
+@pytest.mark.parametrize(("num_leased", "looked_at"), [(0, 0), (100, 100), (2_000, MAX_SKIPPED)])
+def test_a_put_looks_at_no_more_than_it_takes_and_some_that_are_in_use(
+    monkeypatch: pytest.MonkeyPatch, num_leased: int, looked_at: int
+) -> None:
+    house = House(400)
+    old = _epoch(house, "1")
+    for start in range(0, 4_000, 100):
+        house.pool.put_start(old.fingerprint, [run_of(*range(start, start + 100))], WHOLE)
+    for ticket_id in range(1, 41):
+        house.pool.put_end(ticket_id, [0] * 100)
+    if num_leased:
+        old.lease(*range(4_000 - num_leased, 4_000))
+    new = _epoch(house, "2")
+    newest, seen = Group.newest, 0
+
+    def counted(self: Group) -> Iterator[Entry]:
+        nonlocal seen
+        for entry in newest(self):
+            seen += 1
+            yield entry
+
+    monkeypatch.setattr(Group, "newest", counted)
+    for start in range(0, 500, 10):
+        seen = 0
+        house.pool.put_start(new.fingerprint, [run_of(*range(10_000 + start, 10_010 + start))], WHOLE)
+        assert seen <= 10 + looked_at + 1
