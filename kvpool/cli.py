@@ -113,8 +113,8 @@ def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
         facts.append(f"hits {info.hit_ratio:.1%}")
     if info.spec.tenant:
         facts.append(f"tenant {info.spec.tenant}")
-    if info.retired:
-        facts.append("retired")
+    if info.superseded:
+        facts.append("superseded")
     return "\n    ".join(
         [
             f"{info.fingerprint.hex()[:12]}  {info.spec.model}",

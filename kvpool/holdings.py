@@ -33,7 +33,7 @@ class NamespaceInfo:
         lookup_hits: of them, found complete.
         age_seconds: since it was opened there.
         idle_seconds: since an engine last used it: opened it, put, or looked up with a lease.
-        retired: newer weights have taken its place, and nobody has used it since: evicted first.
+        superseded: newer weights have taken its place, and nobody has used it since: evicted first.
         tiers: what the tiers hold of it, as far as the server knows.
         opened_by: host of the client that opened it first on that server; empty if it did not say.
     """
@@ -46,7 +46,7 @@ class NamespaceInfo:
     lookup_hits: int = 0
     age_seconds: float = 0.0
     idle_seconds: float = 0.0
-    retired: bool = False
+    superseded: bool = False
     tiers: tuple[TierHoldings, ...] = ()
     opened_by: str = ""
 

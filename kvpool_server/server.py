@@ -104,7 +104,7 @@ class Server:
                 self._publisher = self._publish_events()
             if config.tier:
                 self._tiers = await self._open_tiers()
-            self.pool.residents.observer = Observers(self._observers)
+            self.pool.entry_table.observer = Observers(self._observers)
             if config.mooncake != "off":
                 self.engine = await self._register_arena(arena)
             if self.data is not None and not await self.data.ready():

@@ -200,7 +200,7 @@ class _EngineCarrier:
             raise failure
 
     def _legs(self, batch: Batch, here: Bytes) -> list[_Leg]:
-        """Neighbours travel together, in parts that show progress often enough."""
+        """PeerDirectories travel together, in parts that show progress often enough."""
         legs: list[_Leg] = []
         address, base, region_bytes = here.ctypes.data, self._info.base_address, batch.transfer.region_bytes
         for nth, offset in enumerate(batch.offsets):

@@ -559,7 +559,7 @@ class ListNamespacesRequest(_message.Message):
     def __init__(self, without_holdings: bool = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "retired", "tiers", "opened_by")
+    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "superseded", "tiers", "opened_by")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -568,7 +568,7 @@ class NamespaceInfo(_message.Message):
     LOOKUP_HITS_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     OPENED_BY_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
@@ -579,10 +579,10 @@ class NamespaceInfo(_message.Message):
     lookup_hits: int
     age_seconds: float
     idle_seconds: float
-    retired: bool
+    superseded: bool
     tiers: _containers.RepeatedCompositeFieldContainer[TierHoldings]
     opened_by: str
-    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., retired: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., superseded: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ...) -> None: ...
 
 class TierHoldings(_message.Message):
     __slots__ = ("tier", "num_entries", "nbytes")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kvpool.types import BlockRun, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.placement import Space
+from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.base import TICK
@@ -26,7 +26,7 @@ from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.quarantine import Quarantine
 
 
-class Residents:
+class EntryTable:
     """See the module.
 
     Args:
@@ -52,7 +52,7 @@ class Residents:
         counters: Counter[str],
     ):
         self.observer = Observer()
-        self.space = Space(arena, policy, counters)
+        self.placement = Placement(arena, policy, counters)
         self.quarantine = Quarantine()
         self.num_live = 0
         self.num_complete = 0
@@ -66,7 +66,7 @@ class Residents:
         """The stamp of a call that uses entries of these groups."""
         self._stamp += TICK
         for group in groups:
-            self.space.touch(group.spec.slot_bytes, self._stamp)
+            self.placement.touch(group.spec.slot_bytes, self._stamp)
         return self._stamp
 
     # In
@@ -79,7 +79,7 @@ class Residents:
         """
         offsets = iter(self._make_room(group, runs))
         stamp = self.next_stamp([group])
-        policy = self.space.policy(group)
+        policy = self.placement.policy(group)
         statuses = []
         for run in runs:
             parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
@@ -149,7 +149,7 @@ class Residents:
     def offer(self, entry: Entry) -> None:
         """Lets the policies choose an entry, if nothing speaks against that any more."""
         if entry.live and not entry.children and not entry.pending:
-            self.space.policy(entry.group).add(entry)
+            self.placement.policy(entry.group).add(entry)
 
     # Out
 
@@ -165,7 +165,7 @@ class Residents:
         """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
         assert entry.live
         entry.live = False
-        self.space.policy(entry.group).dropped(entry)
+        self.placement.policy(entry.group).dropped(entry)
         entry.group.forget(entry.block_hash)
         self.num_live -= 1
         if entry.complete:
@@ -192,8 +192,8 @@ class Residents:
         """Frees the slots whose time has come: out of quarantine, and of an extent that is being emptied."""
         for entry in self.quarantine.pop_ended(now):
             self._arena.free(entry.offset)
-        if self.space.claim.held:
-            self.evict(self.space.claim.idle(now))
+        if self.placement.drain.held:
+            self.evict(self.placement.drain.idle(now))
 
     # Helpers
 
@@ -208,7 +208,7 @@ class Residents:
         for entry in kept:
             entry.leases += 1
         try:
-            victims = self.space.victims(group, count)
+            victims = self.placement.victims(group, count)
         finally:
             for entry in kept:
                 entry.leases -= 1

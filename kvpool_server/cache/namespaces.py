@@ -20,7 +20,7 @@ class Namespace:
     Attributes:
         kin: its spec without its weights; namespaces with the same one are of one model, as its weights change.
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
-        retired: newer weights have taken its place, and nobody has used it since.
+        superseded: newer weights have taken its place, and nobody has used it since.
         lookup_blocks, lookup_hits: blocks that were asked for, and those of them that were complete.
         opened_by: host of the client that opened it; empty if nobody said.
     """
@@ -33,8 +33,8 @@ class Namespace:
         "lookup_hits",
         "opened_at",
         "opened_by",
-        "retired",
         "spec",
+        "superseded",
         "used",
         "used_at",
     )
@@ -44,7 +44,7 @@ class Namespace:
         self.kin = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
         self.opened_at = self.used_at = now
         self.opened_by = opened_by
-        self.retired = False
+        self.superseded = False
         self.lookup_blocks = self.lookup_hits = 0
         self.spec = spec
         self.fingerprint = fingerprint
@@ -65,12 +65,12 @@ class Namespace:
             lookup_hits=self.lookup_hits,
             age_seconds=now - self.opened_at,
             idle_seconds=now - self.used_at,
-            retired=self.retired,
+            superseded=self.superseded,
             opened_by=self.opened_by,
         )
 
 
-class Catalog:
+class Namespaces:
     """Namespaces by fingerprint.
 
     Args:

@@ -39,13 +39,13 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError
 from kvpool_server.cache.below import Below
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.entry_table import Residents
+from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import Holders
 from kvpool_server.cache.integrity import check_holdings, check_prefixes, check_slots
 from kvpool_server.cache.leases import Lease, Register, Seen, Ticket
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import Catalog, Namespace
+from kvpool_server.cache.namespaces import Namespace, Namespaces
 from kvpool_server.cache.quotas import Accounts
 
 Read = Callable[[int, int], Any]
@@ -64,7 +64,7 @@ class Pool:
     Attributes:
         below: hears what lookups miss, and may bring it up.
         new_id: as given.
-        residents: its entries.
+        entry_table: its entries.
         leases, tickets: who may read them, and write them, now.
     """
 
@@ -81,11 +81,11 @@ class Pool:
         self.counters: Counter[str] = Counter()
         self.below = Below()
         self.new_id = new_id
-        self.residents = Residents(arena, clock, self.limits.grace_ms, policy, self.counters)
+        self.entry_table = EntryTable(arena, clock, self.limits.grace_ms, policy, self.counters)
         self.leases: Register[Lease] = Register()
         self.tickets: Register[Ticket] = Register()
         self._clock = clock
-        self._catalog = Catalog(self.limits, arena.extent_bytes)
+        self._namespaces = Namespaces(self.limits, arena.extent_bytes)
         self._accounts = Accounts(self.limits.max_quotas)
 
     # Namespaces
@@ -102,47 +102,47 @@ class Pool:
             InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
             IncompatibleNamespaceError: it is not the expected one.
         """
-        namespace, created = self._catalog.open(spec, expected_fingerprint, self._clock(), opener)
+        namespace, created = self._namespaces.open(spec, expected_fingerprint, self._clock(), opener)
         if created:
             self._place([namespace])
-        if (surplus := self._catalog.pop_surplus()) is not None:
+        if (surplus := self._namespaces.pop_surplus()) is not None:
             self.expire()
             for entry in surplus.entries():
-                self.residents.drop(entry)
-            self.residents.space.remove(surplus.groups)
+                self.entry_table.drop(entry)
+            self.entry_table.placement.remove(surplus.groups)
         self._used(namespace, self._clock())
-        for older in self._catalog.superseded(namespace):
-            older.retired = True
-            self.residents.space.retired.add(older.groups)
+        for older in self._namespaces.superseded(namespace):
+            older.superseded = True
+            self.entry_table.placement.superseded.add(older.groups)
         return namespace, created
 
     def _used(self, namespace: Namespace, now: float) -> None:
-        """An engine needs it: whatever took its place, it is not retired."""
+        """An engine needs it: whatever took its place, it is not superseded."""
         namespace.used_at = now
-        if namespace.retired:
-            namespace.retired = False
-            self.residents.space.retired.remove(namespace.groups)
+        if namespace.superseded:
+            namespace.superseded = False
+            self.entry_table.placement.superseded.remove(namespace.groups)
 
     def namespaces(self, holdings: bool = True) -> list[NamespaceInfo]:
         """Every open namespace, and what it holds: to count that is to look at every entry."""
         now = self._clock()
-        return [namespace.info(now, holdings) for namespace in self._catalog.values()]
+        return [namespace.info(now, holdings) for namespace in self._namespaces.values()]
 
     @property
     def num_opened(self) -> int:
         """Namespaces that were opened since the start."""
-        return self._catalog.num_opened
+        return self._namespaces.num_opened
 
     def open_namespaces(self) -> list[Namespace]:
-        return self._catalog.values()
+        return self._namespaces.values()
 
     def namespace(self, fingerprint: bytes) -> Namespace | None:
         """An open namespace; to ask for it is no use of it."""
-        return self._catalog.find(fingerprint)
+        return self._namespaces.find(fingerprint)
 
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
         """Bytes of one chunk of a run's group."""
-        return self._catalog.group(fingerprint, run.group_idx).spec.chunk_bytes
+        return self._namespaces.group(fingerprint, run.group_idx).spec.chunk_bytes
 
     # Quotas
 
@@ -157,20 +157,20 @@ class Pool:
             InvalidRequestError: one of them cannot be set; none is.
         """
         self._accounts.set(quotas)
-        self._place(self._catalog.values())
+        self._place(self._namespaces.values())
         self.settle()
 
     def _place(self, namespaces: Sequence[Namespace]) -> None:
         """Puts namespaces' groups under the quotas that there are."""
         under = [(each.groups, self._accounts.of(each.spec.tenant, each.fingerprint)) for each in namespaces]
-        self.residents.space.place((group, accounts) for groups, accounts in under for group in groups)
+        self.entry_table.placement.place((group, accounts) for groups, accounts in under for group in groups)
 
     def settle(self) -> None:
         """Evicts what subjects hold beyond their quotas, and what keeps a slot size from its share. To be called often:
         what is leased or being written stays until it is not."""
         now = self.expire()
-        self.residents.evict(self.residents.space.surplus(self._accounts.values()))
-        self.residents.evict(self.residents.space.vacate(now))
+        self.entry_table.evict(self.entry_table.placement.surplus(self._accounts.values()))
+        self.entry_table.evict(self.entry_table.placement.vacate(now))
 
     # Lookup
 
@@ -178,7 +178,7 @@ class Pool:
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         """Which blocks are complete; with a TTL, a lease on them. Without one nothing is renewed."""
-        namespace, groups = self._catalog.groups(fingerprint, runs)
+        namespace, groups = self._namespaces.groups(fingerprint, runs)
         now = self.expire() if lease_ttl_ms else 0.0  # Before anything is found that might go with it.
         found: list[Entry] = []
         hits: list[RunHits] = []
@@ -218,9 +218,9 @@ class Pool:
 
     def _use(self, lease: Lease, seen: Seen) -> None:
         """Tells the policies what a reader wants."""
-        stamp = self.residents.next_stamp([group for group, _, _ in seen.parts])
+        stamp = self.entry_table.next_stamp([group for group, _, _ in seen.parts])
         for group, start, stop in seen.parts:
-            self.residents.space.policy(group).used(lease.entries[start:stop], stamp)
+            self.entry_table.placement.policy(group).used(lease.entries[start:stop], stamp)
 
     # Put
 
@@ -241,7 +241,7 @@ class Pool:
         Raises:
             OutOfSpaceError: there is no room for all of them; nothing changed.
         """
-        namespace, group = self._catalog.one_group(fingerprint, runs)
+        namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
         self._used(namespace, now)
@@ -250,9 +250,9 @@ class Pool:
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket = Ticket(self.new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
         try:
-            statuses = self.residents.reserve(group, runs, ticket)
+            statuses = self.entry_table.reserve(group, runs, ticket)
         except NoRoomError as error:
-            holders = Holders(self.leases.values(), self.tickets.values(), self.residents.quarantine)
+            holders = Holders(self.leases.values(), self.tickets.values(), self.entry_table.quarantine)
             raise error.because(holders.describe(now, error.account)) from None
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
         if expires:  # What the server itself brings up is no client's put.
@@ -285,7 +285,7 @@ class Pool:
         self.tickets.pop(ticket_id)
         committed = completed = 0
         for idx, entry in enumerate(ticket.entries):
-            committed += self.residents.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
+            committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
             completed += entry.live and entry.complete
         self.counters["put_blocks_completed"] += completed
         return PutReceipt(committed, completed)
@@ -298,7 +298,7 @@ class Pool:
             return False
         self.counters["tickets_revoked"] += 1
         for entry in ticket.entries:
-            self.residents.take_back(entry, ticket)
+            self.entry_table.take_back(entry, ticket)
         return True
 
     def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
@@ -323,7 +323,7 @@ class Pool:
         Raises:
             LeaseExpiredError: the lease is not live.
         """
-        _, group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
         lease = self._lease(lease_id)
@@ -373,7 +373,7 @@ class Pool:
 
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes checksums where the bytes lie, and drops what has changed; (checked, dropped)."""
-        _, group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         checked = dropped = 0
         entries, _ = group.find(runs)
@@ -386,28 +386,28 @@ class Pool:
                 checksum(read(entry.offset + shard * size, size)) != expected
                 for shard, expected in enumerate(entry.checksums)
             ):
-                self.residents.drop(entry)
+                self.entry_table.drop(entry)
                 dropped += 1
         self.counters["corrupt_blocks_dropped"] += dropped
         return checked, dropped
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks; returns how many were there. Readers that hold a lease finish undisturbed."""
-        _, group = self._catalog.one_group(fingerprint, runs)
+        _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         entries, _ = group.find(runs)
         for entry in entries:
-            self.residents.drop(entry)
+            self.entry_table.drop(entry)
         self.counters["removed_blocks"] += len(entries)
         return len(entries)
 
     def clear(self, fingerprint: bytes = b"") -> int:
         """Drops every block of a namespace, or of all; returns how many there were."""
         self.expire()
-        chosen = [self._catalog.get(fingerprint)] if fingerprint else self._catalog.values()
+        chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
         entries = [entry for namespace in chosen for entry in namespace.entries()]
         for entry in entries:
-            self.residents.drop(entry)
+            self.entry_table.drop(entry)
         self.counters["removed_blocks"] += len(entries)
         return len(entries)
 
@@ -422,8 +422,8 @@ class Pool:
         for ticket in self.tickets.pop_expired(now):
             self.counters["tickets_expired"] += 1
             for entry in ticket.entries:
-                self.residents.abandon(entry, ticket)
-        self.residents.free_ended(now)
+                self.entry_table.abandon(entry, ticket)
+        self.entry_table.free_ended(now)
         return now
 
     # State
@@ -433,9 +433,9 @@ class Pool:
             arena_bytes=self.arena.arena_bytes,
             free_bytes=self.arena.arena_bytes - self.arena.used_bytes,
             prefaulted_bytes=prefaulted_bytes,
-            num_entries=self.residents.num_complete,
-            num_incomplete=self.residents.num_live - self.residents.num_complete,
-            num_quarantined=len(self.residents.quarantine),
+            num_entries=self.entry_table.num_complete,
+            num_incomplete=self.entry_table.num_live - self.entry_table.num_complete,
+            num_quarantined=len(self.entry_table.quarantine),
             num_leases=len(self.leases),
             num_tickets=len(self.tickets),
             counters=dict(self.counters),
@@ -443,14 +443,14 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Recomputes the invariants from scratch; raises AssertionError. For tests: it looks at every slot."""
-        entries = [entry for namespace in self._catalog.values() for entry in namespace.entries()]
-        residents = self.residents
-        quarantined = residents.quarantine.entries()
+        entries = [entry for namespace in self._namespaces.values() for entry in namespace.entries()]
+        entry_table = self.entry_table
+        quarantined = entry_table.quarantine.entries()
         check_slots(self.arena, entries, quarantined)
         check_holdings(entries, list(quarantined.values()), self.leases.values(), self.tickets.values())
         check_prefixes(entries)
-        assert len(entries) == residents.num_live, "the count of entries is off"
-        assert sum(entry.complete for entry in entries) == residents.num_complete, "the count of the complete is off"
+        assert len(entries) == entry_table.num_live, "the count of entries is off"
+        assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
 
     # Helpers
 
@@ -474,4 +474,4 @@ class Pool:
         for entry in lease.entries:
             entry.leases -= 1
             if not entry.live:
-                self.residents.settle(entry)
+                self.entry_table.settle(entry)

@@ -51,12 +51,12 @@ class Moves:
         """
         ticket = self._pool.tickets.pop(ticket_id)
         assert ticket is not None, "a ticket that does not expire was lost"
-        residents, raised = self._pool.residents, 0
+        entry_table, raised = self._pool.entry_table, 0
         for entry, sums in zip(ticket.entries, checksums, strict=True):
             if sums is None:
-                residents.take_back(entry, ticket)
+                entry_table.take_back(entry, ticket)
             else:
-                raised += residents.commit(entry, ticket, sums)
+                raised += entry_table.commit(entry, ticket, sums)
         return raised
 
     def restore(self, group: Group, records: Sequence[Record]) -> int:
@@ -65,10 +65,10 @@ class Moves:
         For a pool whose bytes outlive it, before it has an observer. Parents come before their children, and what was
         used last comes last.
         """
-        residents, arena = self._pool.residents, self._pool.arena
+        entry_table, arena = self._pool.entry_table, self._pool.arena
         placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-        policy = residents.space.policy(group)
-        stamp = residents.next_stamp([group])
+        policy = entry_table.placement.policy(group)
+        stamp = entry_table.next_stamp([group])
         restored = 0
         chain: list[Entry] = []
         for record, is_placed in zip(records, placed, strict=True):
@@ -79,12 +79,12 @@ class Moves:
                 if chain and parent is not chain[-1]:
                     policy.stored(chain, chain[0].parent, stamp)
                     chain = []
-                chain.append(residents.restore(group, record, parent, stamp))
+                chain.append(entry_table.restore(group, record, parent, stamp))
                 restored += 1
         if chain:
             policy.stored(chain, chain[0].parent, stamp)
         for entry in group.index.values():
-            residents.offer(entry)
+            entry_table.offer(entry)
         return restored
 
     # Down: the server is the reader
@@ -99,24 +99,24 @@ class Moves:
         return lease.id
 
     def hold_next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Ahead:
-        """Holds entries that should go soon; see `Space.next_victims` and `let_go`. Retired ones go at once."""
+        """Holds entries that should go soon; see `Placement.next_victims` and `let_go`. Superseded ones go at once."""
         self._pool.expire()
-        residents = self._pool.residents
-        residents.evict(residents.space.retired_ahead(reserve, needs))
-        entries = residents.space.next_victims(reserve, needs, max_bytes).entries
-        return Ahead(self.hold(entries), entries, [residents.space.policy(entry.group) for entry in entries])
+        entry_table = self._pool.entry_table
+        entry_table.evict(entry_table.placement.superseded_ahead(reserve, needs))
+        entries = entry_table.placement.next_victims(reserve, needs, max_bytes).entries
+        return Ahead(self.hold(entries), entries, [entry_table.placement.policy(entry.group) for entry in entries])
 
     def let_go(self, ahead: Ahead, *, drop: bool) -> int:
         """Ends that hold, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
         self._pool.release([ahead.lease_id])
-        residents, dropped = self._pool.residents, 0
+        entry_table, dropped = self._pool.entry_table, 0
         for entry, policy in zip(ahead.entries, ahead.policies, strict=True):
             if not entry.live:
                 continue
             if drop and entry.movable and not entry.children:
-                residents.drop(entry)
+                entry_table.drop(entry)
                 dropped += 1
             else:
-                residents.space.spare(entry, policy)
+                entry_table.placement.spare(entry, policy)
         self._pool.counters["evicted_blocks"] += dropped
         return dropped

@@ -87,7 +87,7 @@ class Worker:
         self._nonce = nonce
         self._tally = tally
         self._counting = threading.Lock()
-        self._room = threading.BoundedSemaphore(max_connections)
+        self._watermark = threading.BoundedSemaphore(max_connections)
 
     def serve(self) -> None:
         """Returns when the listening socket is closed."""
@@ -99,12 +99,12 @@ class Worker:
                     return
                 time.sleep(ACCEPT_AGAIN_S)  # Too many files are open, or the client has gone already.
                 continue
-            if self._room.acquire(blocking=False):
+            if self._watermark.acquire(blocking=False):
                 try:
                     threading.Thread(target=self._converse, args=(client,), name="kvpool-data", daemon=True).start()
                     continue
                 except RuntimeError:  # No memory for a thread: those that are there go on.
-                    self._room.release()
+                    self._watermark.release()
             with client:
                 client.setblocking(False)
                 _try_to_say(client, MAGIC + NO_ROOM)
@@ -114,7 +114,7 @@ class Worker:
             with client:
                 Connection(client, self._arena, self._signer, self._nonce, self._count).serve()
         finally:
-            self._room.release()
+            self._watermark.release()
 
     def _count(self, is_write: bool, nbytes: int) -> None:
         with self._counting:

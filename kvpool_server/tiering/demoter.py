@@ -33,7 +33,7 @@ MAX_WAITING = 1 << 17
 """Blocks that may wait: beyond that the oldest are dropped."""
 
 
-class Demotion:
+class Demoter:
     """To one tier.
 
     Args:

@@ -22,7 +22,7 @@ from kvpool_server.cache.entry import Group
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import Moves
-from kvpool_server.tiering.watermark import Room
+from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.tier import Tier, TierError
 
@@ -57,7 +57,7 @@ class _Wish:
     leading: bool
 
 
-class Promotion:
+class Promoter:
     """From one tier.
 
     Args:
@@ -71,14 +71,14 @@ class Promotion:
         memory: npt.NDArray[np.uint8],
         tier: Tier,
         health: Health,
-        room: Room | None = None,
+        room: Watermark | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._moves = Moves(pool)
         self._memory = memory
         self._tier = tier
         self._health = health
-        self._room = room
+        self._watermark = room
         self._clock = clock
         self._wishes: deque[_Wish] = deque()
         self._coming: dict[BlockKey, _Wish] = {}
@@ -210,8 +210,8 @@ class Promotion:
     async def _read(self, namespace: Namespace, run: BlockRun) -> bool:
         group = namespace.groups[run.group_idx]
         size = group.spec.slot_bytes
-        if self._room is not None:
-            await self._room.need(size, len(run))
+        if self._watermark is not None:
+            await self._watermark.need(size, len(run))
         raising, grant = self._reserve(namespace, group, run)
         if grant is None:
             return False

@@ -20,9 +20,9 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
-from kvpool_server.tiering.demoter import Demotion
-from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promotion
-from kvpool_server.tiering.watermark import Room
+from kvpool_server.tiering.demoter import Demoter
+from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promoter
+from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import COUNTERS, Tier, TierError
 
@@ -39,7 +39,7 @@ AGAIN_S = 1.0
 class _Mover:
     """One tier, and what moves blocks to and from it."""
 
-    def __init__(self, down: Demotion, up: Promotion, tier: Tier, health: Health):
+    def __init__(self, down: Demoter, up: Promoter, tier: Tier, health: Health):
         self.down = down
         self.up = up
         self.tier = tier
@@ -59,12 +59,12 @@ class Tiers(Observer, Below):
         self._pool = pool
         health = [Health(tier.name) for tier in tiers]
         down = [
-            Demotion(pool, memory, tier, each, on_evict=late)
+            Demoter(pool, memory, tier, each, on_evict=late)
             for tier, each, late in zip(tiers, health, on_evict or [False] * len(tiers), strict=True)
         ]
         late_ones = [demotion for demotion in down if demotion.on_evict]
-        self._room = Room(pool, late_ones) if late_ones else None
-        up = [Promotion(pool, memory, tier, each, self._room) for tier, each in zip(tiers, health, strict=True)]
+        self._watermark = Watermark(pool, late_ones) if late_ones else None
+        up = [Promoter(pool, memory, tier, each, self._watermark) for tier, each in zip(tiers, health, strict=True)]
         self._movers = list(map(_Mover, down, up, tiers, health))
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
@@ -77,8 +77,8 @@ class Tiers(Observer, Below):
         except BaseException:
             await self.close()
             raise
-        if self._room is not None:
-            self._tasks.append(asyncio.create_task(_for_ever(self._room.run)))
+        if self._watermark is not None:
+            self._tasks.append(asyncio.create_task(_for_ever(self._watermark.run)))
         for mover in self._movers:
             self._open_namespaces(mover.tier)
             self._tasks.append(asyncio.create_task(_for_ever(mover.down.run)))
@@ -155,8 +155,8 @@ class Tiers(Observer, Below):
     def stored(self, entry: Entry) -> None:
         for mover in self._movers:
             mover.down.stored(entry)
-        if self._room is not None:
-            self._room.taken()
+        if self._watermark is not None:
+            self._watermark.taken()
 
     def evicted(self, entry: Entry) -> None:
         for mover in self._movers:

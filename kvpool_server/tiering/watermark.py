@@ -13,21 +13,21 @@ from collections.abc import Sequence
 
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import Moves
-from kvpool_server.tiering.demoter import BATCH_BYTES, Demotion
+from kvpool_server.tiering.demoter import BATCH_BYTES, Demoter
 from kvpool_server.tiers.health import ANSWER_S
 
 RESERVE = 1 / 16
 """Of a slot size's slots."""
 
 
-class Room:
+class Watermark:
     """One pool's.
 
     Args:
         demotions: to the tiers that are written to on eviction.
     """
 
-    def __init__(self, pool: Pool, demotions: Sequence[Demotion]):
+    def __init__(self, pool: Pool, demotions: Sequence[Demoter]):
         self._pool = pool
         self._moves = Moves(pool)
         self._demotions = demotions

@@ -157,7 +157,7 @@ def test_namespaces_say_how_they_are_used(cli: Cli, stored: tuple[Namespace, Nam
     assert row["quotas"] == [
         {"subject": f"namespace:{stored[0].fingerprint.hex()[:12]}", "limit_bytes": 3 << 29, "used_bytes": 2_000}
     ]
-    assert (row["bytes"], row["lookup_hits"], row["retired"], row["tiers"]) == (2_000, 0, False, [])
+    assert (row["bytes"], row["lookup_hits"], row["superseded"], row["tiers"]) == (2_000, 0, False, [])
     assert row["age_seconds"] >= row["idle_seconds"] >= 0 and row["hit_ratio"] is None
     lines = cli("namespaces").splitlines()
     (nth,) = (nth for nth, line in enumerate(lines) if line.endswith("model-x"))

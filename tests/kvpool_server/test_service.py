@@ -1096,11 +1096,11 @@ def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
 
     assert (told().lookup_blocks, told().lookup_hits, told().hit_ratio) == (4, 2, 0.5)
     info = told()
-    assert info.age_seconds >= info.idle_seconds > 0 and not info.retired and info.tiers == ()
+    assert info.age_seconds >= info.idle_seconds > 0 and not info.superseded and info.tiers == ()
     client.open_namespace(newer)
-    assert told().retired
+    assert told().superseded
     client.lookup(namespace, [run])
-    assert not told().retired
+    assert not told().superseded
 
 
 def test_quotas_are_set_listed_and_kept(client: Client) -> None:

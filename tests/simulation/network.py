@@ -144,7 +144,7 @@ class SimServer:
         self.pool = _TieredPool(
             Arena(extent_bytes * num_extents, extent_bytes), self.turns.clock, lambda: next(self._ids), LIMITS
         )
-        self.pool.residents.observer = self._observer
+        self.pool.entry_table.observer = self._observer
         self.pool.lags = self.lags
         offer = Offer(PIECE_BYTES)
         self._service = PoolService(self.pool, self.memory, offer, self.boot_token, _NoMetrics(), self.pool.stats)  # type: ignore[arg-type]

@@ -291,7 +291,7 @@ class World:
         self.turns.clock.advance(seconds)
 
     def _entries(self) -> Iterator[Entry]:
-        for namespace in self.server.pool._catalog.values():
+        for namespace in self.server.pool._namespaces.values():
             if namespace.spec.model != self._foreign_spec.model:
                 yield from (entry for entry in namespace.entries() if entry.complete)
 

@@ -180,7 +180,7 @@ class LeaseIgnoredByEviction(_Unchecked):
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         found = super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
-        for namespace in self._catalog.values():
+        for namespace in self._namespaces.values():
             for group in namespace.groups:
                 for entry in group.index.values():
                     entry.leases = 0
@@ -222,17 +222,17 @@ class RefusalEvicts(_Unchecked):
         try:
             return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
         except OutOfSpaceError:
-            for namespace in self._catalog.values():
+            for namespace in self._namespaces.values():
                 for each in namespace.groups:
                     for entry in [entry for entry in each.index.values() if entry.movable]:
-                        self.residents.drop(entry)
+                        self.entry_table.drop(entry)
             raise
 
 
 class RemoveForgetsReaders(_Unchecked):
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         for block_hash in runs[0].block_hashes:
-            entry = self._catalog.group(fingerprint, runs[0].group_idx).index.get(block_hash)
+            entry = self._namespaces.group(fingerprint, runs[0].group_idx).index.get(block_hash)
             if entry is not None:
                 entry.leases = 0
         return super().remove(fingerprint, runs)
@@ -242,8 +242,8 @@ class QuotaIgnored(_Unchecked):
     def put_start(
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
-        for namespace in self._catalog.values():
-            self.residents.space.place((group, ()) for group in namespace.groups)
+        for namespace in self._namespaces.values():
+            self.entry_table.placement.place((group, ()) for group in namespace.groups)
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
@@ -262,17 +262,17 @@ class QuotaBindsOthers(_Unchecked):
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
-class RetiredLikeOthers(_Unchecked):
+class SupersededLikeOthers(_Unchecked):
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
     ) -> tuple[Namespace, bool]:
         opened = super().open_namespace(spec, expected_fingerprint, opener)
-        for namespace in self._catalog.values():
-            self.residents.space.retired.remove(namespace.groups)
+        for namespace in self._namespaces.values():
+            self.entry_table.placement.superseded.remove(namespace.groups)
         return opened
 
 
-class RetiredForEver(_Unchecked):
+class SupersededForEver(_Unchecked):
     def _used(self, namespace: Namespace, now: float) -> None:
         """Nothing."""
 
@@ -365,7 +365,7 @@ def _a_full_tenant_beside_another(world: World) -> None:
     _store(world, 0, group=(1, 1))
 
 
-def _a_full_pool_with_retired_blocks(world: World) -> None:
+def _a_full_pool_with_superseded_blocks(world: World) -> None:
     _store(world, *range(4), group=NEWER)
     _store(world, *range(4))
     world.open(2)
@@ -390,8 +390,8 @@ SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     QuotaIgnored: _a_quota,
     LoweredQuotaKeepsItsSurplus: _a_lowered_quota,
     QuotaBindsOthers: _a_full_tenant_beside_another,
-    RetiredLikeOthers: _a_full_pool_with_retired_blocks,
-    RetiredForEver: _an_old_namespace_in_use,
+    SupersededLikeOthers: _a_full_pool_with_superseded_blocks,
+    SupersededForEver: _an_old_namespace_in_use,
 }
 
 

@@ -95,7 +95,7 @@ class World:
         self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
         self.tiers = Tiers(self.pool, self.memory, [self.tier], [self._on_evict])
         self.do(self.tiers.open())
-        self.pool.residents.observer = self.pool.below = self.tiers
+        self.pool.entry_table.observer = self.pool.below = self.tiers
         self.namespaces: list[Namespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
 
     # What clients do

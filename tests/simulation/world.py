@@ -128,7 +128,7 @@ class World:
         self.late: list[HeldTicket] = []
         """Expired tickets whose writers may still write."""
         self.reads: list[OpenRead] = []
-        self.retired: set[int] = set()
+        self.superseded: set[int] = set()
         self.quotas: dict[str, int] = {}
         self.allowed: dict[str, int] = {}
         """What a subject may hold: its quota, or, where that was lowered under readers and writers, what is left."""
@@ -164,9 +164,9 @@ class World:
     def open(self, space: int) -> None:
         """An engine opens a namespace; the one with older weights has been replaced."""
         self.pool.open_namespace(SPECS[space])
-        self.retired.discard(space)
+        self.superseded.discard(space)
         if space in OLDER:
-            self.retired.add(OLDER[space])
+            self.superseded.add(OLDER[space])
 
     def set_quota(self, subject: str, limit_bytes: int) -> None:
         """Sets a quota, or takes it away."""
@@ -204,7 +204,7 @@ class World:
         self._expire()
         leases_before = len(self.leases)
         if ttl_ms:
-            self.retired.discard(group[0])
+            self.superseded.discard(group[0])
         found = self.pool.lookup(
             self.fingerprints[group[0]], [self._run(group, names)], prefix_only=prefix_only, lease_ttl_ms=ttl_ms
         )
@@ -232,14 +232,14 @@ class World:
         self.pool.expire()  # So that what a refusal changed is not taken for what had expired before it.
         idle = not self._busy() and not self.pool.stats().num_quarantined
         before, blocks_before = self._observe(), set(self.stored)
-        self.retired.discard(group[0])
+        self.superseded.discard(group[0])
         try:
             grant = self.pool.put_start(self.fingerprints[group[0]], [self._run(group, names, parent)], shards, ttl_ms)
         except OutOfSpaceError as error:
             assert self._observe() == before, "a put that found no room changed something"
             self._check_refusal(group, str(error), alone=idle and len(names) == 1 and parent is None)
             raise
-        self._check_retired_went_first(group, blocks_before - self.stored.keys())
+        self._check_superseded_went_first(group, blocks_before - self.stored.keys())
         chunk_bytes = self._chunk_bytes(group)
         granted: list[tuple[int, int]] = []
         offsets = iter(grant.offsets)
@@ -424,16 +424,16 @@ class World:
         fits = self._slot_bytes(group) <= min(bounds.values(), default=EXTENT_BYTES)
         assert not (alone and fits), f"no room, though nothing is held: {says}"
 
-    def _check_retired_went_first(self, group: Group, evicted: set[Block]) -> None:
-        """Asserts that a put evicted nothing else where it could have had a retired block of its slot size."""
-        if self.quotas or not any(other[0] not in self.retired for other, _ in evicted):
+    def _check_superseded_went_first(self, group: Group, evicted: set[Block]) -> None:
+        """Asserts that a put evicted nothing else where it could have had a superseded block of its slot size."""
+        if self.quotas or not any(other[0] not in self.superseded for other, _ in evicted):
             return
         for other in GROUPS:
-            if other[0] in self.retired and self._slot_bytes(other) == self._slot_bytes(group):
+            if other[0] in self.superseded and self._slot_bytes(other) == self._slot_bytes(group):
                 left = [name for each, name in self.stored if each == other]
                 used = any(each == other for lease in self.leases for each, _ in lease.slots)
                 written = any(ticket.group == other for ticket in [*self.tickets, *self.late])
-                assert used or written or not left, f"{evicted} went, and {left} of retired {other} stayed"
+                assert used or written or not left, f"{evicted} went, and {left} of superseded {other} stayed"
 
     def check_quotas(self) -> None:
         """Nobody holds more than its quota, but for what was held already when that was lowered."""
@@ -449,7 +449,7 @@ class World:
         """What holds after every step."""
         self.check_quotas()
         self.pool.check_integrity()
-        assert {idx for idx, info in enumerate(self.pool.namespaces()) if info.retired} == self.retired
+        assert {idx for idx, info in enumerate(self.pool.namespaces()) if info.superseded} == self.superseded
         self.check_reads()
         for lease in self.leases:
             for block, slot in lease.slots.items():

@@ -64,8 +64,8 @@ class Owner:
         return next(info.nbytes for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
 
     @property
-    def retired(self) -> bool:
-        return next(info.retired for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
+    def superseded(self) -> bool:
+        return next(info.superseded for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
 
 
 class House:

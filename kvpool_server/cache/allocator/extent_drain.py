@@ -14,7 +14,7 @@ from kvpool_server.cache.entry import Entry
 CLAIM_S = 10.0
 
 
-class Claim:
+class ExtentDrain:
     """The one there may be.
 
     Attributes:

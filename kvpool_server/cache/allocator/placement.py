@@ -3,7 +3,7 @@
 A put that would take a subject over its quota takes room from that subject first: slots of the same size, then others.
 Slot sizes share the arena fairly. A size that needs room takes it, in this order:
 1. from slots and extents that are free;
-2. from retired namespaces: entries of its own size, then whole extents of others;
+2. from superseded namespaces: entries of its own size, then whole extents of others;
 3. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
 4. while it has less than its share of extents: the coldest extent of the size that has most; where somebody reads or
    writes in each of those, one is emptied for it (`claim`);
@@ -20,11 +20,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from kvpool.errors import OutOfSpaceError
 from kvpool.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
-from kvpool_server.cache.allocator.extent_drain import Claim
-from kvpool_server.cache.allocator.superseded import Retired
+from kvpool_server.cache.allocator.extent_drain import ExtentDrain
+from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.eviction.partitions import Shelf, Shelves, oldest_stamp, take
+from kvpool_server.cache.eviction.partitions import Partition, Partitions, oldest_stamp, take
 from kvpool_server.cache.eviction.victims import Victims
 from kvpool_server.cache.quotas import Account
 
@@ -53,7 +53,7 @@ class NoRoomError(OutOfSpaceError):
         return OutOfSpaceError(f"{self._what}: {reasons}; {self._fix}" if reasons else str(self))
 
 
-class Space:
+class Placement:
     """The arena, the eviction policies, and the stamp of each slot size's last use.
 
     Args:
@@ -61,32 +61,32 @@ class Space:
         counters: counts refusals and what quotas cost, among others' doings.
 
     Attributes:
-        retired: groups of retired namespaces.
+        superseded: groups of superseded namespaces.
         claim: of a size on an extent that cannot be given up at once.
     """
 
     def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
         self.arena = arena
-        self.retired = Retired()
-        self.claim = Claim(arena)
-        self._shelves = Shelves(policy)
+        self.superseded = Superseded()
+        self.drain = ExtentDrain(arena)
+        self._partitions = Partitions(policy)
         self._counters = counters
         self._last_used: dict[int, int] = {}
         self._stamp = 0
 
     def policy(self, group: Group) -> Policy:
         """The one that a group's entries are under."""
-        return self._shelves.policy(group)
+        return self._partitions.policy(group)
 
     def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
         """Says under which quotas groups are from now on."""
-        self._shelves.place(placed, self._stamp)
+        self._partitions.place(placed, self._stamp)
 
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""
-        self.retired.remove(groups)
+        self.superseded.remove(groups)
         for group in groups:
-            self._shelves.remove(group)
+            self._partitions.remove(group)
 
     def touch(self, slot_bytes: int, stamp: int) -> None:
         self._last_used[slot_bytes] = self._stamp = stamp
@@ -99,7 +99,7 @@ class Space:
         """
         slot_bytes = group.spec.slot_bytes
         victims = Victims()
-        for account in self._shelves.of(group).accounts:
+        for account in self._partitions.of(group).accounts:
             if self._settle(account, victims, slot_bytes, count):
                 self._counters["over_quota"] += 1
                 victims.undo(self.policy)
@@ -141,15 +141,15 @@ class Space:
         for size, short in self._shortages(reserve, needs):
             if max_bytes > 0:
                 count = min(short, max(1, max_bytes // size))
-                max_bytes -= size * take(self._shelves.of_size(size), count, victims, self._stamp)
+                max_bytes -= size * take(self._partitions.of_size(size), count, victims, self._stamp)
         return victims
 
-    def retired_ahead(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
-        """As `next_victims`, of retired namespaces: they come first, and nobody needs their bytes."""
+    def superseded_ahead(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
+        """As `next_victims`, of superseded namespaces: they come first, and nobody needs their bytes."""
         victims = Victims()
-        for size, short in self._shortages(reserve, needs) if self.retired else ():
-            groups = {group for shelf in self._shelves.of_size(size) for group in shelf.groups}
-            self.retired.take(groups, short, victims)
+        for size, short in self._shortages(reserve, needs) if self.superseded else ():
+            groups = {group for partition in self._partitions.of_size(size) for group in partition.groups}
+            self.superseded.take(groups, short, victims)
         return victims.entries
 
     def _shortages(self, reserve: float, needs: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -175,15 +175,15 @@ class Space:
 
     def vacate(self, now: float) -> list[Entry]:
         """Who must go for a size that has less than its share of extents, and found none that could be given up."""
-        if self.claim.held or not self.claim.wanted_by:
+        if self.drain.held or not self.drain.wanted_by:
             return []
-        sizes = [size for size in self.arena.sizes() if size != self.claim.wanted_by]
+        sizes = [size for size in self.arena.sizes() if size != self.drain.wanted_by]
         most = max((self.arena.extents(size) for size in sizes), key=len, default=[])
         if len(most) <= 1:
-            self.claim.wanted_by = 0
+            self.drain.wanted_by = 0
             return []
-        self.claim.begin(min(most, key=_num_in_use), now)
-        return self.claim.idle(now)
+        self.drain.begin(min(most, key=_num_in_use), now)
+        return self.drain.idle(now)
 
     def _settle(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
         """Chooses among a subject's own so that `count` more slots fit its quota; by how many bytes they do not."""
@@ -191,20 +191,20 @@ class Space:
         if over <= 0:
             return 0
         over -= victims.nbytes(account.groups.__contains__)
-        shelves = self._shelves.of_account(account)
-        sizes = sorted({shelf.slot_bytes for shelf in shelves}, key=lambda size: (size != slot_bytes, -size))
+        partitions = self._partitions.of_account(account)
+        sizes = sorted({partition.slot_bytes for partition in partitions}, key=lambda size: (size != slot_bytes, -size))
         for size in sizes:
             if over <= 0:
                 break
-            alike = [shelf for shelf in shelves if shelf.slot_bytes == size]
+            alike = [partition for partition in partitions if partition.slot_bytes == size]
             over -= size * self._take(alike, -(-over // size), victims)
         return max(over, 0)
 
-    def _take(self, shelves: Sequence[Shelf], count: int, victims: Victims) -> int:
-        """Adds up to `count` victims of shelves of one slot size, the retired first; how many there were."""
-        groups = {group for shelf in shelves for group in shelf.groups} if self.retired else ()
-        taken = self.retired.take(groups, count, victims)
-        return taken + take(shelves, count - taken, victims, self._stamp) if taken < count else taken
+    def _take(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
+        """Adds up to `count` victims of partitions of one slot size, the superseded first; how many there were."""
+        groups = {group for partition in partitions for group in partition.groups} if self.superseded else ()
+        taken = self.superseded.take(groups, count, victims)
+        return taken + take(partitions, count - taken, victims, self._stamp) if taken < count else taken
 
     def _make_room(self, slot_bytes: int, count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of this size can be taken; whether they can."""
@@ -212,9 +212,9 @@ class Space:
         short = count - freed - self.arena.available(slot_bytes)
         if short <= 0:
             return True
-        mine = self._shelves.of_size(slot_bytes)
-        if self.retired:
-            short -= self.retired.take({group for shelf in mine for group in shelf.groups}, short, victims)
+        mine = self._partitions.of_size(slot_bytes)
+        if self.superseded:
+            short -= self.superseded.take({group for partition in mine for group in partition.groups}, short, victims)
         per_extent = self.arena.slots_per_extent(slot_bytes)
         for extent in self._donations(slot_bytes, mine, victims):
             if short <= 0:
@@ -223,14 +223,14 @@ class Space:
             short -= per_extent
         return short <= 0 or take(mine, short, victims, self._stamp) == short
 
-    def _donations(self, slot_bytes: int, mine: Sequence[Shelf], victims: Victims) -> Iterator[Extent]:
+    def _donations(self, slot_bytes: int, mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
         """Extents that other sizes give up to this one, coldest first. Looks at a size only when it is to give."""
         held = {size: len(self.arena.extents(size)) for size in self.arena.sizes() if size != slot_bytes}
         if not held:
             return
         num_mine = len(self.arena.extents(slot_bytes))
         given: set[int] = set()
-        for extent in self.retired.extents(self.arena, slot_bytes):
+        for extent in self.superseded.extents(self.arena, slot_bytes):
             given.add(extent.start)
             held[extent.slot_bytes] -= 1
             num_mine += 1
@@ -255,8 +255,8 @@ class Space:
             held[size] -= 1
             num_mine += 1
             yield stock.pop(0)
-        if num_mine < share and any(count > share for count in held_before.values()) and not self.claim.held:
-            self.claim.wanted_by = slot_bytes  # In each of theirs somebody reads or writes.
+        if num_mine < share and any(count > share for count in held_before.values()) and not self.drain.held:
+            self.drain.wanted_by = slot_bytes  # In each of theirs somebody reads or writes.
         if num_mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
             for size in sorted(held, key=lambda size: self._last_used.get(size, 0)):
                 yield from self._movable(size, given)

@@ -18,8 +18,8 @@ MAX_SKIPPED = 256
 SAMPLED_SLOTS = 32
 
 
-class Retired:
-    """Groups of retired namespaces, longest retired first."""
+class Superseded:
+    """Groups of superseded namespaces, longest superseded first."""
 
     def __init__(self) -> None:
         self._groups: dict[Group, None] = {}
@@ -38,7 +38,7 @@ class Retired:
             self._groups.pop(group, None)
 
     def take(self, groups: Container[Group], count: int, victims: Victims) -> int:
-        """Adds up to `count` victims of those of these groups that are retired; how many there were."""
+        """Adds up to `count` victims of those of these groups that are superseded; how many there were."""
         taken = 0
         for group in self._groups:
             if group not in groups:

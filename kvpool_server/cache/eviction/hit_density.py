@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.base import TICK, Policy
-from kvpool_server.cache.eviction.hit_density_model import PERIOD_CALLS, Hazards
+from kvpool_server.cache.eviction.hit_density_model import PERIOD_CALLS, HazardModel
 
 NUM_KINDS = TICK
 """What a stamp says of a use, in the bits below a tick: turn, step, and whether it was the last block of a store.
@@ -59,7 +59,7 @@ class HitDensity(Policy):
         self._rank_at = 0
         self._ghosts: OrderedDict[tuple[Group, bytes], int] = OrderedDict()
         self._num_resident = 0
-        self._hazards = Hazards(NUM_KINDS)
+        self._hazards = HazardModel(NUM_KINDS)
         self._learned_at = 0
 
     # What the pool tells

@@ -35,7 +35,7 @@ EDGES = np.concatenate([[0.0], FIRST_BIN_CALLS * GROWTH ** np.arange(NUM_BINS)])
 """Bin b holds ages [EDGES[b], EDGES[b + 1])."""
 
 
-class Hazards:
+class HazardModel:
     """What is known of some kinds of blocks."""
 
     def __init__(self, num_kinds: int):

@@ -18,7 +18,7 @@ TURNS = 8
 """Where several policies compete, a put's victims are chosen in about so many turns, not one by one."""
 
 
-class Shelf:
+class Partition:
     """Entries of one slot size under the same quotas."""
 
     __slots__ = ("_looked_at", "_worth", "accounts", "groups", "policy", "slot_bytes")
@@ -43,8 +43,8 @@ class Shelf:
         return self._worth
 
 
-class Shelves:
-    """The shelf of every group of an open namespace.
+class Partitions:
+    """The partition of every group of an open namespace.
 
     Args:
         policy: makes one.
@@ -52,20 +52,20 @@ class Shelves:
 
     def __init__(self, policy: Callable[[], Policy]):
         self._policy = policy
-        self._by_key: dict[tuple[int, tuple[Account, ...]], Shelf] = {}
-        self._of: dict[Group, Shelf] = {}
+        self._by_key: dict[tuple[int, tuple[Account, ...]], Partition] = {}
+        self._of: dict[Group, Partition] = {}
 
-    def of(self, group: Group) -> Shelf:
+    def of(self, group: Group) -> Partition:
         return self._of[group]
 
     def policy(self, group: Group) -> Policy:
         return self._of[group].policy
 
-    def of_size(self, slot_bytes: int) -> list[Shelf]:
-        return [shelf for shelf in self._by_key.values() if shelf.slot_bytes == slot_bytes]
+    def of_size(self, slot_bytes: int) -> list[Partition]:
+        return [partition for partition in self._by_key.values() if partition.slot_bytes == slot_bytes]
 
-    def of_account(self, account: Account) -> list[Shelf]:
-        return [shelf for shelf in self._by_key.values() if account in shelf.accounts]
+    def of_account(self, account: Account) -> list[Partition]:
+        return [partition for partition in self._by_key.values() if account in partition.accounts]
 
     def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]], stamp: int) -> None:
         """Says under which quotas groups are from now on; the entries of those that change are queued anew."""
@@ -87,49 +87,49 @@ class Shelves:
 
     def _add(self, group: Group, accounts: tuple[Account, ...], stamp: int) -> None:
         key = (group.spec.slot_bytes, accounts)
-        shelf = self._by_key.get(key)
-        if shelf is None:
-            shelf = self._by_key[key] = Shelf(*key, self._policy())
-        shelf.groups.add(group)
+        partition = self._by_key.get(key)
+        if partition is None:
+            partition = self._by_key[key] = Partition(*key, self._policy())
+        partition.groups.add(group)
         for account in accounts:
             account.groups.add(group)
-        self._of[group] = shelf
+        self._of[group] = partition
         if group.index:
-            shelf.policy.join(group, stamp)
+            partition.policy.join(group, stamp)
 
     def remove(self, group: Group) -> None:
-        """A group is no more on any shelf. What is shared by those without quotas stays: it has learned."""
-        shelf = self._of.pop(group)
-        shelf.groups.remove(group)
-        for account in shelf.accounts:
+        """A group is no more on any partition. What is shared by those without quotas stays: it has learned."""
+        partition = self._of.pop(group)
+        partition.groups.remove(group)
+        for account in partition.accounts:
             account.groups.remove(group)
-        if shelf.accounts and not shelf.groups:
-            del self._by_key[shelf.slot_bytes, shelf.accounts]
+        if partition.accounts and not partition.groups:
+            del self._by_key[partition.slot_bytes, partition.accounts]
 
 
-def oldest_stamp(shelves: Sequence[Shelf], victims: Victims) -> int | None:
+def oldest_stamp(partitions: Sequence[Partition], victims: Victims) -> int | None:
     """No candidate on them was used before this; None if there is none."""
-    stamps = [stamp for shelf in shelves if (stamp := shelf.policy.oldest_stamp(victims.gone)) is not None]
+    stamps = [stamp for partition in partitions if (stamp := partition.policy.oldest_stamp(victims.gone)) is not None]
     return min(stamps, default=None)
 
 
-def take(shelves: Sequence[Shelf], count: int, victims: Victims, stamp: int) -> int:
-    """Adds up to `count` victims of these shelves, those of least worth first; how many there were."""
-    if len(shelves) == 1:
-        return victims.take(shelves[0].policy, count)
+def take(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
+    """Adds up to `count` victims of these partitions, those of least worth first; how many there were."""
+    if len(partitions) == 1:
+        return victims.take(partitions[0].policy, count)
     ranked: list[tuple[float, int]] = []
-    for nth, shelf in enumerate(shelves):
+    for nth, partition in enumerate(partitions):
         # One is looked at a call, on average, however many there are.
-        if (worth := shelf.worth(len(shelves), victims.gone, stamp)) is not None:
+        if (worth := partition.worth(len(partitions), victims.gone, stamp)) is not None:
             ranked.append((worth, nth))
     heapq.heapify(ranked)
     taken, at_once = 0, -(-count // TURNS)
     while ranked and taken < count:
         believed, nth = heapq.heappop(ranked)  # It may be worth more by now, for it was used.
-        worth = shelves[nth].look(victims.gone, stamp)
+        worth = partitions[nth].look(victims.gone, stamp)
         if worth is not None and worth <= max(believed, ranked[0][0] if ranked else worth):
-            taken += victims.take(shelves[nth].policy, min(at_once, count - taken))
-            worth = shelves[nth].look(victims.gone, stamp) if taken < count else None
+            taken += victims.take(partitions[nth].policy, min(at_once, count - taken))
+            worth = partitions[nth].look(victims.gone, stamp) if taken < count else None
         if worth is not None:
             heapq.heappush(ranked, (worth, nth))
     return taken

@@ -29,7 +29,7 @@ PIECE_BYTES = MAX_FRAME_BYTES + 4096
 MAX_LOOKS_LEFT_OUT = 63
 
 
-class Neighbour:
+class PeerDirectory:
     """One other server's directory. For one thread at a time.
 
     Attributes:
@@ -109,7 +109,7 @@ class Neighbour:
             self._journal = None
 
 
-class Neighbours:
+class PeerDirectories:
     """All of them. `refresh` is for one thread at a time, `find` for another."""
 
     def __init__(self, root: Path, own: Path, disk: Disk, files: OpenFiles, direct: bool):
@@ -118,15 +118,15 @@ class Neighbours:
         self._disk = disk
         self._files = files
         self._direct = direct
-        self._all: dict[str, Neighbour] = {}
+        self._all: dict[str, PeerDirectory] = {}
         self._said: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def find(self, group: GroupKey, block_hash: bytes) -> tuple[Shelf, Record] | None:
-        for neighbour in list(self._all.values()):
-            shelf = neighbour.shelf
+        for peer in list(self._all.values()):
+            shelf = peer.shelf
             if shelf is not None and (record := shelf.find(group, block_hash)) is not None:
                 return shelf, record
         return None
@@ -163,9 +163,9 @@ class Neighbours:
             return ""
         if orphans.is_orphaned(directory) and self._is_removed(directory):
             return ""
-        neighbour = self._all.get(name) or Neighbour(directory, lambda nbytes: self._extents_in(directory, nbytes))
-        trouble = neighbour.refresh()
-        self._all[name] = neighbour
+        peer = self._all.get(name) or PeerDirectory(directory, lambda nbytes: self._extents_in(directory, nbytes))
+        trouble = peer.refresh()
+        self._all[name] = peer
         return trouble
 
     def _extents_in(self, directory: Path, extent_bytes: int) -> Extents:
@@ -182,5 +182,5 @@ class Neighbours:
         return True
 
     def _drop(self, name: str) -> None:
-        if (neighbour := self._all.pop(name, None)) is not None:
-            neighbour.close()
+        if (peer := self._all.pop(name, None)) is not None:
+            peer.close()

@@ -43,7 +43,7 @@ from kvpool_server.tiers.file.journal import GroupKey, Inventory, Journal
 from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, take
 from kvpool_server.tiers.file.news import News
 from kvpool_server.tiers.file.open_files import OPEN_FILES, OpenFiles, raise_descriptor_limit
-from kvpool_server.tiers.file.peer_directories import Neighbours
+from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.shelf import Shelf
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.threads import Threads
@@ -105,8 +105,8 @@ class FileTier(Tier):
         self._files = files
         self._ids = itertools.count(1)
         self._journal = Journal(self._directory, self._disk)
-        self._neighbours = Neighbours(root, self._directory, self._disk, files, direct)
-        self._to_close: list[Callable[[], None]] = [self._journal.close, self._neighbours.close]
+        self._peers = PeerDirectories(root, self._directory, self._disk, files, direct)
+        self._to_close: list[Callable[[], None]] = [self._journal.close, self._peers.close]
         self._news = News()
         self._writing = asyncio.Lock()
         self._lock: DirectoryLock | None = None
@@ -205,7 +205,7 @@ class FileTier(Tier):
             for group in opened.groups:
                 if records := inventory.groups.get((fingerprint, group.idx)):
                     self._moves.restore(group, list(records.values()))
-        self._pool.residents.observer = self._news
+        self._pool.entry_table.observer = self._news
         self._journal.begin(inventory.only(self._lies_at))
         self._extents.tidy(arena.num_extents, set(arena.unused_extents()))
         for fingerprint in inventory.specs:
@@ -250,10 +250,10 @@ class FileTier(Tier):
             return [False] * len(block_hashes)
         index = self._index(namespace.fingerprint, group_idx)
         group = (namespace.fingerprint, group_idx)
-        others = len(self._neighbours) > 0
+        others = len(self._peers) > 0
         return [
             ((entry := index.get(block_hash)) is not None and entry.complete)
-            or (others and self._neighbours.find(group, block_hash) is not None)
+            or (others and self._peers.find(group, block_hash) is not None)
             for block_hash in block_hashes
         ]
 
@@ -328,7 +328,7 @@ class FileTier(Tier):
             if entry is not None and entry.complete:
                 place = Place(entry.offset, view, entry.checksums)
                 sources.setdefault(self._extents, {})[nth] = place
-            elif (other := self._neighbours.find(group, block_hash)) is not None:
+            elif (other := self._peers.find(group, block_hash)) is not None:
                 theirs[nth] = other
                 place = Place(other[1].offset, view, other[1].checksums)
                 sources.setdefault(other[0], {})[nth] = place
@@ -447,7 +447,7 @@ class FileTier(Tier):
         except Exception as error:
             self._say("a tier's directory cannot be touched", str(error))
         try:
-            await self._watcher.call(self._neighbours.refresh)
+            await self._watcher.call(self._peers.refresh)
             self._say("a tier's path cannot be read", "")
         except Exception as error:
             self._say("a tier's path cannot be read", str(error))

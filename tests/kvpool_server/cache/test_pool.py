@@ -674,7 +674,7 @@ class Told(Observer):
 
 @pytest.fixture
 def told(bench: Bench) -> Told:
-    bench.pool.residents.observer = told = Told()
+    bench.pool.entry_table.observer = told = Told()
     return told
 
 
@@ -689,7 +689,7 @@ def test_an_observer_hears_of_each_way_to_go(bench: Bench, told: Told) -> None:
     bench.store(*"abc")
     bench.pool.remove(bench.name, [run_of("c")])
     assert told.names(*"abc") == ["a", "b"]
-    bench.memory[bench.pool._catalog.group(bench.name, 0).index[block_hash("a")].offset] ^= 1
+    bench.memory[bench.pool._namespaces.group(bench.name, 0).index[block_hash("a")].offset] ^= 1
     bench.pool.verify(bench.name, [run_of("a")], lambda offset, nbytes: bench.memory[offset : offset + nbytes])
     assert told.names(*"ab") == ["b"]
     bench.store(*range(10))
@@ -727,7 +727,7 @@ def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(ben
 
 def test_a_group_that_has_become_empty_keeps_no_table(bench: Bench) -> None:
     bench.store("a", "b", "c")
-    group = bench.pool._catalog.group(bench.name, 0)
+    group = bench.pool._namespaces.group(bench.name, 0)
     bench.pool.clear(bench.name)
     assert sys.getsizeof(group.index) == sys.getsizeof({})
     bench.store("a")

@@ -308,7 +308,7 @@ class _Slot:
         self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._shapes = shapes
         self._hasher = hasher
-        self._room = torch.empty(max(shape.room(nbytes) for shape in shapes), dtype=torch.int64, device=device)
+        self._watermark = torch.empty(max(shape.room(nbytes) for shape in shapes), dtype=torch.int64, device=device)
         self._host: torch.Tensor | None = None
         self._stages: dict[tuple[int, int], _Stage] = {}
         self.free = driver.Event()
@@ -323,7 +323,7 @@ class _Slot:
             shape = self._shapes[group_idx]
             nbytes = count * shape.layout.region_bytes
             assert nbytes <= self._staged.numel(), f"a batch of {count} blocks with {nbytes} bytes is too large"
-            stage = _Stage(self._staged[:nbytes].view(count, -1), shape, self._hasher, self._room)
+            stage = _Stage(self._staged[:nbytes].view(count, -1), shape, self._hasher, self._watermark)
             self._stages[group_idx, count] = stage
         return stage
 

@@ -2,14 +2,14 @@
 
 import random
 
-from kvpool_server.cache.eviction.hit_density_model import EDGES, Hazards
+from kvpool_server.cache.eviction.hit_density_model import EDGES, HazardModel
 
 OFTEN, LATE, NEVER = 0, 1, 2
 
 
-def _learned(num_blocks: int = 4_000) -> tuple[Hazards, int]:
+def _learned(num_blocks: int = 4_000) -> tuple[HazardModel, int]:
     """Half of OFTEN's blocks are asked for after 10 to 50 calls, half of LATE's after 900 to 1,100, none of NEVER's."""
-    hazards, picks = Hazards(3), random.Random(0)
+    hazards, picks = HazardModel(3), random.Random(0)
     events: list[tuple[int, int, int]] = []
     for now in range(num_blocks):
         for kind, (soonest, latest) in ((OFTEN, (10, 50)), (LATE, (900, 1_100))):
@@ -60,7 +60,7 @@ def test_a_crowd_of_which_none_has_come_back_is_worth_less_than_its_kind() -> No
 
 
 def test_whatever_the_age_there_is_an_answer() -> None:
-    hazards = Hazards(1)
+    hazards = HazardModel(1)
     for age in (0, 1, int(EDGES[-1]) - 1, int(EDGES[-1]) + 1, 10**12):
         hazards.asked(0, 0, age, 1)
         assert hazards.density(0, 0, age) >= 0

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.file import journal, orphans
-from kvpool_server.tiers.file import peer_directories as neighbours
+from kvpool_server.tiers.file import peer_directories as peers
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, take
@@ -209,7 +209,7 @@ def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path, name
     run(test)
 
 
-# What is wrong with a neighbour
+# What is wrong with a peer
 
 
 def _frame_of_nonsense() -> bytes:
@@ -285,20 +285,20 @@ def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_until_its_
 
 def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "journal").write_bytes(journal.head(4096) + b"no frame" * 100)
-    neighbour = neighbours.Neighbour(tmp_path, lambda nbytes: Extents(tmp_path, nbytes, Disk(), OpenFiles(), **_FLAGS))
+    peer = peers.PeerDirectory(tmp_path, lambda nbytes: Extents(tmp_path, nbytes, Disk(), OpenFiles(), **_FLAGS))
     reads: list[int] = []
     really = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, at: (reads.append(at), really(fd, size, at))[1])
     for _ in range(100):
-        neighbour.refresh()
+        peer.refresh()
     assert len(reads) < 12
     monkeypatch.undo()
     spec = TierContract.spec
     (tmp_path / "new").write_bytes(journal.head(4096) + journal.opened(spec))
     (tmp_path / "new").rename(tmp_path / "journal")
-    neighbour.refresh()
-    assert neighbour._inventory.specs == {spec.fingerprint(): spec}, "another one is read at once"
-    neighbour.close()
+    peer.refresh()
+    assert peer._inventory.specs == {spec.fingerprint(): spec}, "another one is read at once"
+    peer.close()
 
 
 _FLAGS = {"writable": False, "direct": False}
@@ -314,7 +314,7 @@ def test_whatever_fails_the_tier_looks_around_again(tmp_path: Path, monkeypatch:
 
     async def test() -> None:
         tier = _tier(tmp_path)
-        tier._neighbours.refresh = fails  # type: ignore[method-assign]
+        tier._peers.refresh = fails  # type: ignore[method-assign]
         with capture_logs() as logs:
             await tier.open()
             while len(looks) < 5:
@@ -336,7 +336,7 @@ def test_a_server_starts_before_it_has_read_what_others_have(
 
     async def test() -> None:
         tier = _tier(tmp_path)
-        tier._neighbours.refresh = lambda: hangs.wait(30)  # type: ignore[assignment, method-assign, return-value]
+        tier._peers.refresh = lambda: hangs.wait(30)  # type: ignore[assignment, method-assign, return-value]
         async with asyncio.timeout(5):
             await tier.open()
             assert await tier.write(namespace, 0, blocks_of("a")) == 1

@@ -30,10 +30,10 @@ def _epoch(house: House, epoch: str, size: int = 100) -> Owner:
 def test_a_namespace_with_newer_weights_retires_the_older_ones(house: House) -> None:
     first, second = _epoch(house, "1"), _epoch(house, "2")
     other, third = house.owner(epoch="1"), _epoch(house, "3")
-    assert [owner.retired for owner in (first, second, other, third)] == [True, True, False, False]
+    assert [owner.superseded for owner in (first, second, other, third)] == [True, True, False, False]
 
 
-def test_retired_entries_go_before_any_other_however_recent_they_are(house: House) -> None:
+def test_superseded_entries_go_before_any_other_however_recent_they_are(house: House) -> None:
     live = house.owner()
     kept = live.store(20)
     old = _epoch(house, "1")
@@ -58,9 +58,9 @@ def test_any_use_brings_it_back(house: House, use: str) -> None:
         "open": old.open,
     }
     old.present(0)
-    assert old.retired, "an existence check is no use"
+    assert old.superseded, "an existence check is no use"
     uses[use]()
-    assert not old.retired and not new.retired
+    assert not old.superseded and not new.superseded
     new.store(30)
     assert old.present(*range(10)) == list(range(10))
 
@@ -69,13 +69,13 @@ def test_opening_the_newer_one_again_retires_the_old_one_again(house: House) -> 
     old, new = _epoch(house, "1"), _epoch(house, "2")
     old.use(1)
     new.open()
-    assert old.retired
+    assert old.superseded
 
 
 def test_an_older_one_that_opens_again_retires_nobody(house: House) -> None:
     old, new = _epoch(house, "1"), _epoch(house, "2")
     old.open()
-    assert not old.retired and not new.retired
+    assert not old.superseded and not new.superseded
 
 
 def test_what_is_leased_stays_and_so_do_its_ancestors(house: House) -> None:
@@ -91,7 +91,7 @@ def test_what_is_leased_stays_and_so_do_its_ancestors(house: House) -> None:
     assert old.nbytes == 0
 
 
-def test_a_put_that_needs_more_than_the_retired_have_takes_the_rest_elsewhere(house: House) -> None:
+def test_a_put_that_needs_more_than_the_superseded_have_takes_the_rest_elsewhere(house: House) -> None:
     old, live = _epoch(house, "1"), house.owner()
     old.put(*range(5))
     live.store(35)
@@ -123,13 +123,13 @@ def test_a_refused_put_retires_nothing_and_evicts_nothing(house: House) -> None:
     with pytest.raises(Exception, match="no room for 21 blocks"):
         new.put(*range(21))
     house.pool.check_integrity()
-    assert old.present(*range(20)) == list(range(20)) and old.retired
+    assert old.present(*range(20)) == list(range(20)) and old.superseded
     new.put(*range(20))
     assert old.nbytes == 0
     house.pool.release([lease_id])
 
 
-def test_within_a_quota_the_retired_go_first_too(house: House) -> None:
+def test_within_a_quota_the_superseded_go_first_too(house: House) -> None:
     house.quota("tenant:acme", 2_000)
     old = house.owner(tenant="acme", epoch="1", salt="model")
     other = house.owner(tenant="acme")

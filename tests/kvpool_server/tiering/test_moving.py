@@ -111,7 +111,7 @@ class Rig:
         self.tiers = Tiers(self.pool, self.memory, tiers, [on_evict] * len(tiers))
         for mover in self.tiers._movers:
             mover.health._clock = mover.up._clock = self.clock
-        self.pool.residents.observer = self.pool.below = self.tiers
+        self.pool.entry_table.observer = self.pool.below = self.tiers
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
 
     def put(self, *names: object, parent: object = None) -> None:
@@ -558,12 +558,12 @@ async def test_at_the_end_everything_is_written(rig: Rig, tier: MemoryTier) -> N
 
 
 @play(on_evict=True)
-async def test_retired_namespaces_go_first_and_are_not_written(rig: Rig, tier: MemoryTier) -> None:
+async def test_superseded_namespaces_go_first_and_are_not_written(rig: Rig, tier: MemoryTier) -> None:
     old, _ = rig.pool.open_namespace(replace(rig.namespace.spec, weights_epoch="old"))
     rig.namespace = old
     rig.put("a", "b", "c")
     rig.namespace, _ = rig.pool.open_namespace(replace(old.spec, weights_epoch="new"))
-    assert old.retired
+    assert old.superseded
     for nth in range(SLOTS - 1):
         rig.put(f"p{nth}")
         await rig.quiet()
@@ -574,7 +574,7 @@ async def test_retired_namespaces_go_first_and_are_not_written(rig: Rig, tier: M
 async def test_a_tier_that_fails_again_and_again_leaves_the_queues_as_they_are(rig: Rig, tier: MemoryTier) -> None:
     for nth in range(SLOTS):
         rig.put(f"p{nth}")
-    policy = rig.pool.residents.space.policy(rig.namespace.groups[0])
+    policy = rig.pool.entry_table.placement.policy(rig.namespace.groups[0])
     before = len(policy)
     tier.failure = "the disk is gone"
     for _ in range(5):
