@@ -286,6 +286,16 @@ class _Method:
         return _Call(self._client, self._name, request, timeout)
 
 
+class _Lookups(_Method):
+    """Instead of the stream of lookups, whose requests another thread makes: calls, made at once."""
+
+    def __call__(self, make: Callable[[], Any], timeout: float) -> Any:
+        return super().__call__(make(), timeout)
+
+    def future(self, make: Callable[[], Any], timeout: float) -> _Call:
+        return super().future(make(), timeout)
+
+
 class _Stub:
     def __init__(self, client: SimClient):
         for name in METHODS:
@@ -301,7 +311,7 @@ class SimClient(Client):
         self.closed = False
         self._channel = self
         self._stub = _Stub(self)
-        self._lookups = self._stub.Lookup
+        self._lookups = _Lookups(self, "Lookup")  # type: ignore[assignment]
         self._attaching = threading.Lock()
         self._choice = None
         self._transport_boot = 0

@@ -17,7 +17,7 @@ from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.file.lock import FILE_NAME as LOCK
 from kvpool_server.tiers.file.open_files import OpenFiles
-from kvpool_server.tiers.file.orphans import ORPHANED_S
+from kvpool_server.tiers.file.orphans import ORPHANED_S, REMOVED_PREFIX
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import Tier, TierError
 from tests.contracts.tier_contract import SLOT, TierContract, blocks_of, run
@@ -279,6 +279,8 @@ class TestFileTier(TierContract):
             await one.open()
             try:
                 await one._look_around()
+                while list(tmp_path.glob(f"{REMOVED_PREFIX}*")):  # The silent one looks around, too, and removes it.
+                    await asyncio.sleep(0.01)
                 assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "not ours", "one", "silent"]
             finally:
                 await one.close()
