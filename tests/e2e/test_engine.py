@@ -15,6 +15,7 @@ from tests.e2e.conftest import FLOAT32, MORE, PATIENT, one_by_one, pool_stats, p
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.more
 def test_an_engine_has_computed_many_tokens_in_a_step_and_its_pool_knows_none(
     pool_server: StartServer, model: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tests.simulation.broken import BROKEN, Break
 from tests.simulation.schedules import Schedule, Setup, make_schedule, play, shrink
 from tests.support.effort import effort
 
-NUM_SCHEDULES = effort(500)
+NUM_SCHEDULES = effort(250)
 NUM_PARTS = 8
 MAX_TO_FIND = 400
 """Schedules in which every broken connector must be found: a fraction of what is played."""
