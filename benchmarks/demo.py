@@ -18,8 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import harness, tiny_model
-from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineError, EngineSpec, kvpool_transfer_config
+from benchmarks.harness import measuring as harness
+from benchmarks.harness.engine import BLOCK_TOKENS, Answer, Engine, EngineError, EngineSpec, kvpool_transfer_config
+from benchmarks.models import tiny_model
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from benchmarks.harness import Row, at_most, free_port, progress, report, until_true
-from benchmarks.mooncake_store import holder_command, listens, master_command
+from benchmarks.harness.measuring import Row, at_most, free_port, progress, report, until_true
+from benchmarks.peers.mooncake_store import holder_command, listens, master_command
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
 from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig

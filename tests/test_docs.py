@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, report
+from benchmarks.harness import figures, report
 from kvpool.config import ClientConfig
 from kvpool_server.config import ServerConfig
 from kvpool_server.metrics import _COUNTERS, _GAUGES, _TIER_COUNTERS, _TIER_GAUGES
@@ -92,7 +92,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "benchmarks": {
         "95 % of all resamplings": ELSEWHERE,
         "what all have at 100 %": ELSEWHERE,
-        "a prompt of 64 MiB": "benchmarks.tiers: PROMPT_BLOCKS * PROMPT_BLOCK_BYTES",
+        "a prompt of 64 MiB": "benchmarks.cases.tiers: PROMPT_BLOCKS * PROMPT_BLOCK_BYTES",
     },
 }
 """Page -> a phrase with a number that nobody measured -> where it is set: "module: expression", or ELSEWHERE."""
@@ -173,19 +173,21 @@ def test_the_tour_runs(shared_server: ServerProcess):
 
 @pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)
 def test_each_figure_is_the_one_of_its_result(document: Path):
-    assert document.read_text() == figures.refresh(document.read_text(), report.TABLES), "python -m benchmarks.report"
+    assert document.read_text() == figures.refresh(document.read_text(), report.TABLES), (
+        "python -m benchmarks.harness.report"
+    )
 
 
 def test_the_page_of_benchmarks_is_what_the_results_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     written = report.DOCUMENT.read_text()
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "benchmarks.md")
-    assert written == report.page(), "python -m benchmarks.report"
+    assert written == report.page(), "python -m benchmarks.harness.report"
 
 
 @pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)
 def test_a_number_with_a_unit_names_its_result_or_is_a_setting(document: Path):
-    """A measured number gets a comment that names its result (`benchmarks.figures`), a setting a phrase in SETTINGS."""
+    """A measured number gets a comment that names its result (`benchmarks.harness.figures`), a setting a phrase in SETTINGS."""
     assert figures.loose(document.read_text(), SETTINGS.get(document.name, {})) == []
 
 

@@ -1,11 +1,11 @@
-"""The figures of benchmarks.clients: who got how much."""
+"""The figures of benchmarks.cases.clients: who got how much."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.clients import WORKS, Tally, measure, rows_of
-from benchmarks.harness import kvpool_server
+from benchmarks.cases.clients import WORKS, Tally, measure, rows_of
+from benchmarks.harness.measuring import kvpool_server
 
 
 def test_the_client_that_got_least_decides_what_is_fair() -> None:

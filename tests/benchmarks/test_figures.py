@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import figures
+from benchmarks.harness import figures
 
 ROWS = [
     {"what": "warm TTFT, kvpool", "figure": 102.3457, "unit": "ms"},

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import harness
-from benchmarks.harness import Row, Series
+from benchmarks.harness import measuring as harness
+from benchmarks.harness.measuring import Row, Series
 
 
 @pytest.fixture

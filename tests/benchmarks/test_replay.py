@@ -2,7 +2,9 @@
 
 import json
 
-from benchmarks import harness, replay, workloads
+from benchmarks.cases import replay
+from benchmarks.harness import measuring as harness
+from benchmarks.harness import workloads
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.replay.references import REFERENCES
 

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import figures, plots, report
-from benchmarks.harness import RESULTS, WITHIN_NOISE
-from benchmarks.sweep import LIMITS
+from benchmarks.cases.sweep import LIMITS
+from benchmarks.harness import figures, plots, report
+from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE
 
 MACHINE = {"cpu": "some", "cores": 2, "memory_gib": 8.0}
 ORIGIN = {"date": "2026-01-02T00:00:00+00:00", "commit": "0123456789abcdef-dirty", "machine": MACHINE}

@@ -1,4 +1,4 @@
-"""The figures of benchmarks.server: whose CPU time and memory they are."""
+"""The figures of benchmarks.cases.server: whose CPU time and memory they are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.harness import until_true
-from benchmarks.server import cpu_of, cpu_s, family, lookups, own_bytes, server_process
+from benchmarks.cases.server import cpu_of, cpu_s, family, lookups, own_bytes, server_process
+from benchmarks.harness.measuring import until_true
 
 BUSY = "import os, time\nwhile sum(os.times()[:2]) < 0.5: pass\nprint('done', flush=True); input()"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, soak
+from benchmarks import soak
+from benchmarks.harness import measuring as harness
 
 pytestmark = pytest.mark.more
 

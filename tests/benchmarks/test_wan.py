@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks import harness, wan
+from benchmarks.cases import wan
+from benchmarks.harness import measuring as harness
 
 
 def test_figures_are_rates_and_ratios_of_the_same_round():

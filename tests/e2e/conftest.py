@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
-from benchmarks.fork_server import fork_server
-from benchmarks.tiny_model import Shape, write
+from benchmarks.harness.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
+from benchmarks.harness.fork_server import fork_server
+from benchmarks.models.tiny_model import Shape, write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.types import PoolStats
@@ -149,7 +149,7 @@ def _small_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def shapes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `benchmarks.tiny_models.write` puts the models of this run."""
+    """Where `benchmarks.models.tiny_models.write` puts the models of this run."""
     return tmp_path_factory.getbasetemp() / "shapes"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import FORK_SERVER, Engine, EngineError, EngineSpec, kvpool_transfer_config
+from benchmarks.harness.engine import FORK_SERVER, Engine, EngineError, EngineSpec, kvpool_transfer_config
 from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, one_by_one, pool_stats, prompt, running
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from benchmarks.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.tiny_models import write
+from benchmarks.harness.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.models.tiny_models import write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.events import Subscriber

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import wan
-from benchmarks.link import DELAY_MS, LOSS, why_not
+from benchmarks.cases import wan
+from benchmarks.harness.link import DELAY_MS, LOSS, why_not
 from tests.support.effort import some
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import BLOCK_TOKENS, EngineSpec, kvpool_transfer_config
-from benchmarks.tiny_models import write
+from benchmarks.harness.engine import BLOCK_TOKENS, EngineSpec, kvpool_transfer_config
+from benchmarks.models.tiny_models import write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from tests.conftest import StartServer

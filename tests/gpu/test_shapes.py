@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.tiny_models import write
+from benchmarks.harness.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.models.tiny_models import write
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tiny_model
-from benchmarks.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.harness.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 

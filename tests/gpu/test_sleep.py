@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.tiny_models import write
+from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config
+from benchmarks.models.tiny_models import write
 
 pytestmark = pytest.mark.gpu
 

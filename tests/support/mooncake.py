@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from benchmarks.harness import free_port
-from benchmarks.mooncake_store import holder_command, listens, master_command
+from benchmarks.harness.measuring import free_port
+from benchmarks.peers.mooncake_store import holder_command, listens, master_command
 from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tiny_model import Shape, write
+from benchmarks.models.tiny_model import Shape, write
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
 

@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from benchmarks.engine import kvpool_transfer_config
+from benchmarks.harness.engine import kvpool_transfer_config
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny_models import write as write_shape
+from benchmarks.models.tiny_models import write as write_shape
 from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec, differences
 from tests.vllm_plugin.conftest import MakeConfig

@@ -1,0 +1,1 @@
+"""What is measured, one file a case: `python -m benchmarks.cases.NAME`."""

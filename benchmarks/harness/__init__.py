@@ -1,0 +1,1 @@
+"""What all cases measure with."""

@@ -1,0 +1,414 @@
+"""A real vLLM engine in a process of its own, driven line by line: for the demo, the benchmarks and the tests.
+
+The parent writes one JSON command a line and reads one JSON answer a line; vLLM's own output goes to a log file.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.harness.fork_server import ForkedProcess
+
+START_TIMEOUT_S = 240.0
+FORK_SERVER = "ENGINE_FORK_SERVER"
+"""Environment variable: the socket of a `benchmarks.harness.fork_server`, which makes the engines' processes then."""
+BLOCK_TOKENS = 32
+"""The CPU attention kernel wants multiples of 32."""
+
+
+def kvpool_transfer_config(endpoint: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """What `--kv-transfer-config` gets."""
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        # Rounds begin with a reset of the engine's own cache; its weights never change.
+        "kv_connector_extra_config": {"endpoint": endpoint, "on_reset": "connector", **extra},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with something besides its token ids.
+
+    Args:
+        lora: directory of an adapter; the engine wants `enable_lora`.
+        cache_salt: prompts share blocks only if it is equal.
+        embeds_seed: of random embeddings that stand in the place of the tokens, one each; wants
+            `enable_prompt_embeds`.
+    """
+
+    tokens: Sequence[int]
+    lora: str = ""
+    cache_salt: str = ""
+    embeds_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of one prompt.
+
+    Args:
+        ttft_s: time to first token, as vLLM measures it.
+        cached_tokens: prompt tokens that were not computed.
+        logprobs: of the chosen tokens.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    ttft_s: float
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class EngineSpec:
+    """How to start an engine.
+
+    Args:
+        transfer: `kv_transfer_config`; None for no connector.
+        options: further arguments of `vllm.LLM`.
+        environment: further variables.
+        in_process: scheduler and worker in the driving process: starts sooner; one rank.
+    """
+
+    model: Path
+    transfer: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    in_process: bool = False
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, died, or did not answer in time; the message ends with its log."""
+
+
+class Engine:
+    """A running engine. Use as a context manager: the process is gone afterwards."""
+
+    def __init__(self, spec: EngineSpec, log_path: Path):
+        self._log_path = log_path
+        num_ranks = spec.options.get("tensor_parallel_size", 1) * spec.options.get("pipeline_parallel_size", 1)
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            # GiB; goes before `kv_cache_memory_bytes` where both are given.
+            **({} if "kv_cache_memory_bytes" in spec.options else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
+            "VLLM_CPU_OMP_THREADS_BIND": _cores(num_ranks),
+            # vLLM's processes wait for each other in a loop of sched_yield, which Linux 6.18 answers by letting nobody
+            # else run, for 20 s and more; this waits in another way.
+            "VLLM_USE_SPINLOOP_EXT": "1",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not spec.in_process)),
+            **spec.environment,
+        }
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = _start_process(environment, log)
+        self._answers: Queue[str | None] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int] | Prompt], max_tokens: int = 8, timeout_s: float = 120.0, **options: Any
+    ) -> list[Answer]:
+        """Greedy answers to prompts, all submitted at once.
+
+        Args:
+            options: further arguments of `SamplingParams`.
+        """
+        given = [asdict(each if isinstance(each, Prompt) else Prompt(list(each))) for each in prompts]
+        command = {"generate": given, "max_tokens": max_tokens, "options": options}
+        return [Answer(**answer) for answer in self._ask(command, timeout_s)]
+
+    def decode(
+        self, background: Sequence[Sequence[int]], arrivals: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[float]:
+        """Seconds between tokens of `background` prompts, while others arrive one after the other.
+
+        Args:
+            arrivals: prompts of which one token each is wanted; the next arrives when the one before is answered.
+        """
+        command = {"decode": [list(each) for each in background], "arrivals": [list(each) for each in arrivals]}
+        return list(self._ask({**command, "max_tokens": max_tokens}, 120.0))
+
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        """Empties the engine's own prefix cache; with `external` its connector is reset, too."""
+        return bool(self._ask({"reset": external}, 60.0))
+
+    def sleep(self, level: int = 1) -> None:
+        """Lets the engine sleep; in a process of its own, whatever its connector is doing."""
+        self._ask({"sleep": level}, 60.0)
+
+    def wake_up(self) -> None:
+        self._ask({"wake_up": True}, 60.0)
+
+    def call(self, function: str, *arguments: Any, timeout_s: float = 120.0) -> Any:
+        """What `function(llm, *arguments)` returns in the engine's process; arguments and result as JSON.
+
+        Args:
+            function: as "module:name".
+        """
+        return self._ask({"call": function, "arguments": list(arguments)}, timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges, and sum and count of its histograms, over all labels; as of the last answer."""
+        return dict(self._ask({"metrics": True}, 60.0))
+
+    def log(self) -> str:
+        """What the engine has logged so far."""
+        return self._log_path.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Of the driving process; also the id of its process group."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Shuts the engine down; kills its process group if that takes too long."""
+        if self._process.poll() is None:
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+                self._process.wait(timeout=30)
+            except (OSError, subprocess.TimeoutExpired):
+                pass
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills every process of the engine."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(timeout=10)
+
+    def _ask(self, command: dict[str, Any], timeout_s: float) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=timeout_s)
+        except (OSError, Empty):
+            line = None
+        if line is None:
+            self.kill()
+            tail = "\n".join(self.log().splitlines()[-40:])
+            raise EngineError(f"the engine did not answer {next(iter(command))} within {timeout_s:.0f} s\n{tail}")
+        return json.loads(line)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+
+def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> dict[str, Engine]:
+    """Starts engines at the same time.
+
+    Args:
+        stack: stops them when it ends.
+        logs: folder of their logs.
+    """
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(specs)) as threads:
+        starts = {
+            name: threads.submit(Engine, spec, logs / f"{name.replace(' ', '-')}.log") for name, spec in specs.items()
+        }
+    engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
+    print(f"{', '.join(specs)}: started in {time.monotonic() - started:.0f} s", flush=True)
+    return engines
+
+
+def _start_process(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str] | ForkedProcess:
+    """Starts the process that runs `serve`, in a session of its own: `Engine.kill` reaches vLLM's processes alone."""
+    if address := os.environ.get(FORK_SERVER):
+        from benchmarks.harness.fork_server import ForkedProcess
+
+        return ForkedProcess(address, environment, log)
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.harness.engine"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
+
+
+def _cores(num_ranks: int) -> str:
+    """All of them: "auto" leaves one idle in some set-ups and not in others, and a comparison would compare that."""
+    return "nobind" if num_ranks > 1 or "OMP_NUM_THREADS" in os.environ else f"0-{(os.cpu_count() or 1) - 1}"
+
+
+def serve() -> None:
+    """The engine's process: one command a line until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Whatever vLLM prints is not an answer.
+    from vllm import LLM, SamplingParams
+
+    spec = json.loads(sys.stdin.readline())["spec"]
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": False,
+        **spec["options"],
+    }
+    llm = LLM(model=spec["model"], kv_transfer_config=spec["transfer"], **arguments)
+    _warm_up(llm)
+    print("true", file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: Any
+        if "reset" in command:
+            _wait_for_stores(llm)
+            answer = llm.reset_prefix_cache(reset_connector=command["reset"])
+        elif "sleep" in command:
+            _end_stores(llm)
+            answer = llm.sleep(level=command["sleep"])
+        elif "wake_up" in command:
+            answer = llm.wake_up()
+        elif "decode" in command:
+            answer = _decode(llm, command["decode"], command["arrivals"], command["max_tokens"])
+        elif "call" in command:
+            module, _, name = command["call"].partition(":")
+            answer = getattr(importlib.import_module(module), name)(llm, *command["arguments"])
+        elif "metrics" in command:
+            answer = {}
+            for metric in llm.get_metrics():
+                for field, suffix in (("value", ""), ("sum", "_sum"), ("count", "_count")):
+                    if (value := getattr(metric, field, None)) is not None:
+                        answer[metric.name + suffix] = answer.get(metric.name + suffix, 0) + value
+        else:
+            sampling = SamplingParams(
+                max_tokens=command["max_tokens"],
+                **{"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True, **command["options"]},
+            )
+            given = [Prompt(**each) for each in command["generate"]]
+            prompts = [_vllm_prompt(each, llm.model_config.get_hidden_size()) for each in given]
+            adapters = [_adapter(each.lora) for each in given]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
+            answer = [asdict(_answer(output)) for output in outputs]
+        print(json.dumps(answer), file=answers, flush=True)
+    gc.collect = lambda generation=2: 0  # vLLM would search a heap that is about to go; it takes a second.
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # Taking a large interpreter apart takes seconds more.
+
+
+def _warm_up(llm: Any) -> None:
+    """Computes and decodes several prompts at once, each too short for a block: none is looked up, stored or cached.
+
+    On processors with AMX vLLM's CPU build dies of SIGILL if the first step of an engine computes one token in
+    bfloat16, which is what a hit leaves to be computed (docs/operations.md).
+    """
+    from vllm import SamplingParams
+
+    if llm.model_config.runner_type != "generate":
+        return
+    short = min(BLOCK_TOKENS, llm.llm_engine.vllm_config.cache_config.block_size) // 2
+    sampling = SamplingParams(temperature=0, max_tokens=short // 2, detokenize=False, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [5] * short}] * 4, sampling, use_tqdm=False)
+
+
+def _decode(llm: Any, background: list[list[int]], arrivals: list[list[int]], max_tokens: int) -> list[float]:
+    from vllm import SamplingParams
+
+    def add(name: str, tokens: list[int], count: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+        engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+    engine = llm.llm_engine
+    for nth, tokens in enumerate(background):
+        add(f"background {nth}", tokens, max_tokens)
+    waiting = list(enumerate(arrivals))
+    last: dict[str, float] = {}
+    between: list[float] = []
+    arrived = ""
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.request_id.startswith("background"):
+                if output.request_id in last:
+                    between.append(now - last[output.request_id])
+                last[output.request_id] = now
+            elif output.finished:
+                arrived = ""
+        if waiting and not arrived and len(last) == len(background):
+            nth, tokens = waiting.pop(0)
+            arrived = f"arrival {nth}"
+            add(arrived, tokens, 1)
+    return between
+
+
+def _end_stores(llm: Any) -> None:
+    """In its own process vLLM steps by itself while blocks are being stored; in this one, only while it generates."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    while core is not None and core.scheduler.has_requests():
+        llm.llm_engine.engine_core.get_output()
+
+
+def _wait_for_stores(llm: Any) -> None:
+    """Returns when no block is being stored: in its own process vLLM's core takes so long to pause."""
+    _end_stores(llm)
+    if getattr(llm.llm_engine.engine_core, "engine_core", None) is None:
+        llm.sleep(level=0, mode="wait")
+        llm.wake_up(["scheduling"])
+
+
+def _vllm_prompt(prompt: Prompt, hidden_size: int) -> dict[str, Any]:
+    salt = {"cache_salt": prompt.cache_salt} if prompt.cache_salt else {}
+    if prompt.embeds_seed is None:
+        return {"prompt_token_ids": prompt.tokens, **salt}
+    import torch
+
+    generator = torch.Generator().manual_seed(prompt.embeds_seed)
+    return {"prompt_embeds": torch.randn(len(prompt.tokens), hidden_size, generator=generator) * 0.08, **salt}
+
+
+def _adapter(directory: str) -> Any:
+    if not directory:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(Path(directory).name, 1 + zlib.crc32(directory.encode()), directory)
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs or [], strict=False)]
+    return Answer(tokens, logprobs, output.metrics.first_token_latency, output.num_cached_tokens or 0)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,191 @@
+"""Writes docs/benchmarks.md and docs/plots from benchmarks/results: no figure in them is typed by hand.
+
+python -m benchmarks.harness.report
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.cases import kv_bytes, weights
+from benchmarks.harness import figures
+from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE, change, spread, verdict
+from benchmarks.harness.plots import draw
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+TABLES = {"memory": kv_bytes.table, "digest": weights.table}
+PLOTS = DOCUMENT.parent / "plots"
+
+INTRODUCTION = """# Benchmarks
+
+`make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` those that do, with whatever
+python3, vLLM and kvpool are installed. Each is one module that prints a table, beside the result before, and writes
+`benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
+are measured in alternation in one run. A figure of several rounds is their median. A ratio is the median of the rounds'
+ratios, and not the ratio of two medians: load that comes and goes hits both sides of a round alike. "Spread" is the
+noise: 95 % of all resamplings of the rounds give a figure between its two ends.
+
+"Reach" is the target that was set before measuring. "Met" says "yes" or "no" where all of the spread lies on one side
+of the reach, and "within noise" where the reach lies inside the spread. A verdict in brackets belongs to a result that
+was written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half
+and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
+
+`python -m benchmarks.harness.report` writes this page, its plots, and the figures in the other pages that name a result.
+"""
+
+QUESTIONS = {
+    "vllm": "What a pool does to a real engine (vLLM on the CPU), beside none, a dead one, and MooncakeStoreConnector.",
+    "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
+stream. What shm misses beside memcpy + xxh3 is the latency of the two or three calls around a batch. A bare TCP socket
+is itself not twice Mooncake here, and a put of stream has to be summed before it is sent: on two cores, which sender
+and receiver keep busy, that adds to its time.""",
+    "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
+3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, which is why threads of their own compute the
+checksums where cores are many (`kvpool.sums`).""",
+    "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
+keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores. Ping is slower
+than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one call that stays open.""",
+    "step_time": """What the connector costs the scheduler's thread in each step, and the whole step on that thread
+without the forward pass, beside no connector: 256 requests at once, prompts of up to 130,000 tokens. "CPU" is the time
+in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on the same cores.
+The worker is a process of its own here, as with several GPUs.""",
+    "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
+puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
+client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
+second: 64 clients that each ask again at once keep every core busy, and then wait 64 turns for each answer. A client
+whose turn takes longer than that (more of them, fewer cores) wants a higher `timeout_ms`.""",
+    "replay": """Which share of the blocks of a chat service's prompts a pool of a given size would have had when they
+came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
+more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. Then made-up
+traces of one shape each (`benchmarks.harness.workloads`), where the default policy is not to lose what `lru` has. Without the
+trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
+    "tiers": """What lies under the arena. The file tier beside its disk (a virtual machine's, whose own cache flatters
+writes); a restart with a million blocks; a prompt of 64 MiB that a server which has just started brings up; and what a
+tier costs those who put, also one that stands still (Mooncake's, with a stopped master).""",
+    "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
+cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
+compared with what it must be; at the end nothing may be held or lost.""",
+    "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
+bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
+no netem; `benchmarks.harness.link`). What it can carry at most is the link without delay and loss.""",
+    "server": """What a server costs, beside its arena: CPU time of all its processes (the clients' is not in it), and
+memory as PSS, without shared memory. Through shm the server moves no bytes, so it pays for the calls alone.""",
+    "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take
+`python -m benchmarks.cases.memory --entries 10000000` and `python -m benchmarks.cases.lookup --entries 10000000`: a few minutes,
+and no part of `make bench`.""",
+    "lookup-10-million": "The lookups above with ten million entries; the change is against one million.",
+    "weights": """How fast an engine digests the files of its weights when it first starts with them; the disk is a
+virtual machine's.""",
+    "memory-10-million": "Server memory beyond the arena with ten million entries.",
+    "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
+connector over TCP. Warm: what one process stored, another loads, checksums on.""",
+    "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
+flight, 64 tokens each; neither can keep more than two documents. Pairs take turns; Mooncake's is asked a quarter of the
+questions, and the one without a pool a tenth. In this run Mooncake's had not answered them when it was ended, after
+three minutes.""",
+    "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
+A rank's rate is of its whole load, from asking where the blocks lie to the last checksum. What is not bytes takes as
+long for many ranks as for one, and their shares are smaller.""",
+    "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
+}
+
+
+def main() -> None:
+    """Writes the page, its plots, and the figures in other pages; says where."""
+    DOCUMENT.write_text(page())
+    print(DOCUMENT)
+    for path in figures.documents():
+        text = path.read_text()
+        if (written := figures.refresh(text, TABLES)) != text:
+            path.write_text(written)
+            print(path)
+
+
+def page() -> str:
+    """docs/benchmarks.md; draws its plots."""
+    parts = [INTRODUCTION]
+    for name, question in QUESTIONS.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            parts.append(_section(name, figures.refresh(question), json.loads(path.read_text())))
+    return "\n".join(parts)
+
+
+def _section(name: str, question: str, result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    plot = draw(name, result, PLOTS)
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    lines = [
+        f"## {name}",
+        "",
+        question,
+        "",
+        f"`{result['command']}`, {result['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, "
+        f"load {machine.get('load_average_1_min', '?')}, commit {_short(result['commit'])}; {versions}.",
+        "",
+        *_facts(result),
+        *([f"![{name}]({plot.relative_to(DOCUMENT.parent)})", ""] if plot else []),
+        *_misses(result),
+        *_table(result),
+        *_sweep(result),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _facts(result: dict[str, Any]) -> list[str]:
+    """What a reader must know of how it was measured."""
+    told = [(name.replace("_", " "), value) for name, value in result["facts"].items()]
+    lines = [f"- {name}: {value:,}" for name, value in told if isinstance(value, int | float)]
+    lines += [f"- {name}: {value}" for name, value in told if isinstance(value, str)]
+    return [*lines, ""] if lines else []
+
+
+def _misses(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for met, words in ((False, "Not reached"), (WITHIN_NOISE, "Within noise")):
+        if rows := [row["what"] for row in result["rows"] if row["met"] == met]:
+            lines += [f"**{words}:** {'; '.join(rows)}.", ""]
+    return lines
+
+
+def _table(result: dict[str, Any]) -> list[str]:
+    """The rows, and how they have changed since the result before."""
+    before = result.get("before")
+    lines = []
+    if before:
+        same = "the same kind of machine" if _kind(before["machine"]) == _kind(result["machine"]) else "another machine"
+        lines = [f"Changes are against {before['date'][:10]}, commit {_short(before['commit'])}, on {same}.", ""]
+    lines += ["| what | figure | spread | reach | met | change |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        figure = f"{row['figure']:.4g} {row['unit']}".rstrip()
+        met = verdict(row).replace("no", "**no**") if row["met"] is False else verdict(row)
+        changed = change(row["figure"], row.get("before"))
+        lines.append(f"| {row['what']} | {figure} | {spread(row)} | {row['reach']} | {met} | {changed} |")
+    return lines
+
+
+def _sweep(result: dict[str, Any]) -> list[str]:
+    """The plot's lines, one a row, a table a panel."""
+    tables: dict[str, list[str]] = {}
+    for series in result.get("series", ()):
+        sizes = [f"{x:,} {series['x_unit']}" for x in series["x"]]
+        heading = f"| {series['plot']}, {series['y_unit']} | {' | '.join(sizes)} |"
+        table = tables.setdefault(heading, ["", heading, "|---" * (len(sizes) + 1) + "|"])
+        table.append(f"| {series['name']} | {' | '.join(f'{y:.3g}' for y in series['y'])} |")
+    return [line for table in tables.values() for line in table]
+
+
+def _short(commit: str) -> str:
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
+
+
+def _kind(machine: dict[str, Any]) -> tuple[Any, ...]:
+    return machine["cpu"], machine["cores"], machine["memory_gib"]
+
+
+if __name__ == "__main__":
+    typer.run(main)

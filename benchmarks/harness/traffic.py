@@ -1,0 +1,85 @@
+"""One batch of blocks on its way to the pool and back, and the copy that it is measured against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.harness.measuring import timed
+from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
+from kvpool.transport.base import Buffers
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Traffic:
+    """One batch of blocks that goes to the pool and back.
+
+    Args:
+        source, sink: uint8 [num_blocks, block_bytes], warm.
+        num_shards: chunks in a block.
+        transport: "shm", "stream" or "mooncake".
+    """
+
+    def __init__(self, endpoint: str, transport: str, source: Bytes, sink: Bytes, num_shards: int):
+        num_blocks, block_bytes = source.shape
+        group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, block_bytes // num_shards)
+        spec = NamespaceSpec(f"benchmark-{transport}-{num_shards}", (group,))
+        self._client = Client(ClientConfig(endpoint, transport=transport, stall_timeout_ms=5_000))
+        self._namespace = self._client.open_namespace(spec)
+        self._run = BlockRun(0, [idx.to_bytes(32, "big") for idx in range(num_blocks)])
+        self._source, self._sink = source, sink
+        self.last_get_s = 0.0
+
+    def put(self) -> float:
+        """Seconds of one put into an empty pool."""
+        self._client.remove(self._namespace, [self._run])
+        return timed(lambda: self._client.put_blocks(self._namespace, self._run, list(self._source)))
+
+    def get(self) -> float:
+        """Seconds of lookup, get and release; `last_get_s` is the get's part."""
+        started = time.perf_counter()
+        found = self._client.lookup(self._namespace, [self._run])
+        looked_up = time.perf_counter()
+        self._client.get(self._namespace, found.lease_id, [self._run], self._drain)
+        self.last_get_s = time.perf_counter() - looked_up
+        self._client.release([found.lease_id])
+        return time.perf_counter() - started
+
+    def get_without_lookup(self) -> float:
+        """Seconds of the get's part of `get`."""
+        self.get()
+        return self.last_get_s
+
+    def check(self) -> None:
+        """Asserts that what was put is what comes back."""
+        self._sink[:] = 0
+        self.put()
+        self.get()
+        assert np.array_equal(self._source, self._sink), "the pool returned other bytes"
+
+    def close(self) -> None:
+        """Leaves the pool as empty as it was."""
+        self._client.remove(self._namespace, [self._run])
+        self._client.close()
+
+    def _drain(self, indices: Sequence[int], buffers: Buffers) -> None:
+        for idx, buffer in zip(indices, buffers, strict=True):
+            self._sink[idx] = buffer
+
+
+def copy_and_sum(source: Bytes, sink: Bytes, chunk_bytes: int) -> None:
+    """The least that a verified copy costs: memcpy of each block, then xxh3 of each of its chunks."""
+    for there, here in zip(source, sink, strict=True):
+        here[:] = there
+        for at in range(0, len(here), chunk_bytes):
+            checksum(here[at : at + chunk_bytes])
+
+
+def pair(nbytes: int) -> tuple[Bytes, Bytes]:
+    """A random source and a touched sink, uint8 [nbytes]."""
+    source = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    return source, np.ones_like(source)

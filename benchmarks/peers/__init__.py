@@ -1,0 +1,1 @@
+"""What kvpool is measured beside."""
