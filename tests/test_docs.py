@@ -187,7 +187,7 @@ def test_the_page_of_benchmarks_is_what_the_results_give(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)
 def test_a_number_with_a_unit_names_its_result_or_is_a_setting(document: Path):
-    """A measured number gets a comment that names its result (`benchmarks.harness.figures`), a setting a phrase in SETTINGS."""
+    """A measured number has a comment that names its result (`benchmarks.harness.figures`), a setting its SETTINGS."""
     assert figures.loose(document.read_text(), SETTINGS.get(document.name, {})) == []
 
 

@@ -4,8 +4,8 @@ Needs no privileges, and no netem in the kernel: each end is a user namespace wi
 of its own, and a process in between carries packets from one device to the other, late, and now and then not at all.
 Loss is drawn from a seed. Packets are as large as jumbo frames, so that Python keeps up with a few Gbit/s.
 
-`python -m benchmarks.harness.link end SOCKET ADDRESS MTU CONGESTION` and `... carry FD FD DELAY_MS LOSS SEED` are the processes
-of a link. They end with the process that made them, however that ends: the first when their sockets close, the second
+`python -m benchmarks.harness.link end SOCKET ADDRESS MTU CONGESTION` and `... carry FD FD DELAY_MS LOSS SEED` are the
+processes of a link. They end with the process that made them, however that ends: the first when their sockets close, the second
 when its standard input does.
 
 Source: Linux, Documentation/networking/tuntap.rst; user_namespaces(7).

@@ -34,7 +34,7 @@ of the reach, and "within noise" where the reach lies inside the spread. A verdi
 was written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half
 and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
 
-`python -m benchmarks.harness.report` writes this page, its plots, and the figures in the other pages that name a result.
+`python -m benchmarks.harness.report` writes this page, its plots, and the figures of other pages that name a result.
 """
 
 QUESTIONS = {
@@ -61,8 +61,8 @@ whose turn takes longer than that (more of them, fewer cores) wants a higher `ti
     "replay": """Which share of the blocks of a chat service's prompts a pool of a given size would have had when they
 came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
 more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. Then made-up
-traces of one shape each (`benchmarks.harness.workloads`), where the default policy is not to lose what `lru` has. Without the
-trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
+traces of one shape each (`benchmarks.harness.workloads`), where the default policy is not to lose what `lru` has. Without
+the trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
     "tiers": """What lies under the arena. The file tier beside its disk (a virtual machine's, whose own cache flatters
 writes); a restart with a million blocks; a prompt of 64 MiB that a server which has just started brings up; and what a
 tier costs those who put, also one that stands still (Mooncake's, with a stopped master).""",
@@ -75,8 +75,8 @@ no netem; `benchmarks.harness.link`). What it can carry at most is the link with
     "server": """What a server costs, beside its arena: CPU time of all its processes (the clients' is not in it), and
 memory as PSS, without shared memory. Through shm the server moves no bytes, so it pays for the calls alone.""",
     "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take
-`python -m benchmarks.cases.memory --entries 10000000` and `python -m benchmarks.cases.lookup --entries 10000000`: a few minutes,
-and no part of `make bench`.""",
+`python -m benchmarks.cases.memory --entries 10000000` and `python -m benchmarks.cases.lookup --entries 10000000`: a few
+minutes, and no part of `make bench`.""",
     "lookup-10-million": "The lookups above with ten million entries; the change is against one million.",
     "weights": """How fast an engine digests the files of its weights when it first starts with them; the disk is a
 virtual machine's.""",
