@@ -1,7 +1,8 @@
 """How many blocks of a real service's prompts would a pool of a given size have had, by policy of eviction?
 
 The Mooncake trace, and made-up ones of one shape each (`benchmarks.harness.workloads`), replayed against the server's
-own pool (`kvpool_server.replay`). The hit ratio is hits over all blocks. Capacities are shares of a trace's distinct blocks.
+own pool (`kvpool_server.replay`). The hit ratio is hits over all blocks. Capacities are shares of a trace's distinct
+blocks.
 
 The Mooncake trace is not part of this repository; `--trace` names it.
 

@@ -5,8 +5,8 @@ of its own, and a process in between carries packets from one device to the othe
 Loss is drawn from a seed. Packets are as large as jumbo frames, so that Python keeps up with a few Gbit/s.
 
 `python -m benchmarks.harness.link end SOCKET ADDRESS MTU CONGESTION` and `... carry FD FD DELAY_MS LOSS SEED` are the
-processes of a link. They end with the process that made them, however that ends: the first when their sockets close, the second
-when its standard input does.
+processes of a link. They end with the process that made them, however that ends: the first when their sockets close,
+the second when its standard input does.
 
 Source: Linux, Documentation/networking/tuntap.rst; user_namespaces(7).
 """

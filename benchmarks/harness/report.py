@@ -61,8 +61,8 @@ whose turn takes longer than that (more of them, fewer cores) wants a higher `ti
     "replay": """Which share of the blocks of a chat service's prompts a pool of a given size would have had when they
 came: 12,031 requests of the Mooncake trace, through the server's own pool, in memory and without bytes. Nobody can have
 more than the clairvoyant, who knows what comes next; what all have at 100 % is what the trace repeats. Then made-up
-traces of one shape each (`benchmarks.harness.workloads`), where the default policy is not to lose what `lru` has. Without
-the trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
+traces of one shape each (`benchmarks.harness.workloads`), where the default policy is not to lose what `lru` has.
+Without the trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
     "tiers": """What lies under the arena. The file tier beside its disk (a virtual machine's, whose own cache flatters
 writes); a restart with a million blocks; a prompt of 64 MiB that a server which has just started brings up; and what a
 tier costs those who put, also one that stands still (Mooncake's, with a stopped master).""",
