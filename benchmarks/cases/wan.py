@@ -1,8 +1,9 @@
 """How fast do blocks travel between two machines, with 1 ms of delay and 0.1 % of loss on the way? And are they whole?
 
 Server and client are in two network namespaces (`benchmarks.harness.link`), the client uses the `stream` transport, and
-every byte of every get is compared. Beside it, one bare TCP connection over the same link; both over a link without delay and loss, which is what its carrier can do at most; and both with TCP Reno, which halves its
-rate at every loss, where the machine's own congestion control may not.
+every byte of every get is compared. Beside it, one bare TCP connection over the same link; both over a link without
+delay and loss, which is what its carrier can do at most; and both with TCP Reno, which halves its rate at every loss,
+where the machine's own congestion control may not.
 `python -m benchmarks.cases.wan --role client ...` is the client's process.
 """
 
