@@ -164,7 +164,7 @@ class Server:
         specs = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
         made = [make_tier(spec, listen, policy, handover_s) for spec in specs]
-        tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "evict" for spec in specs])
+        tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "back" for spec in specs])
         await tiers.open()
         self._observers.append(tiers)
         self.pool.below = tiers

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvpool import wire
 from kvpool.errors import PoolTimeoutError, TransferError
 from kvpool.transport.base import Drain, Fill, batches
-from kvpool.transport.patience import Patience
+from kvpool.transport.stall_watchdog import StallWatchdog
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 
@@ -112,16 +112,16 @@ class StreamTransport:
         request = pb.ReadRequest(lease_id=lease_id, offsets=offsets, region_bytes=region_bytes)
         call: Any = self._read(request, timeout=timeout_s)
         staging = _staging(len(offsets), region_bytes, batch_bytes)
-        patience = Patience(self._stall_timeout_s, call.cancel)
+        watchdog = StallWatchdog(self._stall_timeout_s, call.cancel)
         try:
-            with patience:
+            with watchdog:
                 for start, stop in batches(len(offsets), region_bytes, batch_bytes):
                     rows = zip(staging, offsets[start:stop], strict=False)
-                    drained = drain(start, [self._receive(call, patience, row, offset) for row, offset in rows])
+                    drained = drain(start, [self._receive(call, watchdog, row, offset) for row, offset in rows])
                     if drained is not None:
                         drained()
         except grpc.RpcError as error:
-            if patience.lost:
+            if watchdog.lost:
                 raise PoolTimeoutError(
                     f"kvpool-server at {self._endpoint} sent nothing for {self._stall_timeout_s:.3f} s"
                 ) from None
@@ -129,13 +129,13 @@ class StreamTransport:
         finally:
             call.cancel()
 
-    def _receive(self, call: Iterator[Piece], patience: Patience, row: Bytes, offset: int) -> Bytes:
+    def _receive(self, call: Iterator[Piece], watchdog: StallWatchdog, row: Bytes, offset: int) -> Bytes:
         """One region: in `row`, or where it arrived if it came in one piece."""
         filled = 0
         while filled < len(row):
-            patience.wait()
+            watchdog.wait()
             piece = next(call, None)
-            patience.came()
+            watchdog.came()
             if piece is None:
                 raise TransferError(f"the stream ended {len(row) - filled} bytes short of region {offset}")
             payload = np.frombuffer(piece.payload, np.uint8)

@@ -27,7 +27,7 @@ class FileSpec(BaseModel):
     io: Literal["direct", "buffered", "usrbio"] = Field(
         "direct", description="direct passes by the page cache, where it can; usrbio is for mounts of 3FS"
     )
-    write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+    write: Literal["through", "back"] = Field("through", description="when a block is written down")
     create: bool = Field(False, description="yes: the directory is made where it is not there")
 
     @field_validator("path")
@@ -64,7 +64,7 @@ class MooncakeSpec(BaseModel):
     device: str = Field("", description="its RDMA devices")
     host: str = Field("", description="name or address by which the others reach this server; default: as in --listen")
     threads: int = Field(2, ge=1, le=64, description="reads and writes at once")
-    write: Literal["through", "evict"] = Field("through", description="when a block is written down")
+    write: Literal["through", "back"] = Field("through", description="when a block is written down")
 
     @property
     def place(self) -> str:

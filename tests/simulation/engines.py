@@ -1,4 +1,4 @@
-"""Toy engines whose connector runs in turns, and everything that is promised of them.
+"""Toy engines whose connector runs in runtime, and everything that is promised of them.
 
 The engine is vLLM's real scheduler around a model whose KV is known (`tests.vllm_plugin.toy`); the connector is the
 real one, sessions and transfer threads included. What is checked, and when:
@@ -41,8 +41,8 @@ from kvpool.namespace import GroupSpec
 from kvpool_server import service
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.observer import Observer
+from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
-from tests.simulation.turns import Turns
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from tests.vllm_plugin.support import full_attention, make_request
 from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
@@ -97,8 +97,8 @@ class Setup:
 class Prefixes(Observer):
     """What each block hash stands for, and so what the bytes under it must be; watches the pool."""
 
-    def __init__(self, turns: Turns):
-        self._turns = turns
+    def __init__(self, runtime: DeterministicRuntime):
+        self._runtime = runtime
         self._of: dict[tuple[int, bytes], tuple[Sequences, int]] = {}
         self._weights: dict[str, int] = {}
         self.new_weights = itertools.count(2)
@@ -129,11 +129,11 @@ class Prefixes(Observer):
         name = f"block {entry.block_hash.hex()[:8]} of group {entry.group.idx}"
         weights = self._weights.get(namespace, 1)
         if (weights, entry.block_hash) not in self._of:
-            self._turns.broken.append(f"{name} is of other weights")
+            self._runtime.broken.append(f"{name} is of other weights")
             return
         held = self._memory()[entry.offset : entry.offset + size].tobytes()
         if held != self.expected(entry.group.idx, entry.group.spec, entry.block_hash, weights):
-            self._turns.broken.append(f"{name} became readable with other bytes")
+            self._runtime.broken.append(f"{name} became readable with other bytes")
 
     def expected(self, group_idx: int, spec: GroupSpec, name: bytes, weights: int) -> bytes:
         """A block's bytes in the pool's order: shard, layer, head, token, K and V."""
@@ -160,14 +160,14 @@ class Prefixes(Observer):
 
 
 class SimDevice(Device):
-    """A device that threads wait for in turns."""
+    """A device that threads wait for in runtime."""
 
-    def __init__(self, late: bool, turns: Turns):
+    def __init__(self, late: bool, runtime: DeterministicRuntime):
         super().__init__(late)
-        self._turns = turns
+        self._runtime = runtime
 
     def wait(self, mark: int) -> None:
-        self._turns.wait(lambda: self.has_reached(mark))
+        self._runtime.wait(lambda: self.has_reached(mark))
 
 
 class WatchedCopier:
@@ -209,13 +209,13 @@ class SimEngine(ToyEngine):
         config: VllmConfig,
         setup: Setup,
         specs: Sequence[KVCacheSpec],
-        turns: Turns,
+        runtime: DeterministicRuntime,
         prefixes: Prefixes,
         between: Callable[[], None],
     ):
         self.setup = setup
         self.layer_names: list[list[str]] = []
-        self._turns, self._prefixes, self._between = turns, prefixes, between
+        self._runtime, self._prefixes, self._between = runtime, prefixes, between
         super().__init__(
             _config(config, setup),
             num_blocks=setup.num_blocks,
@@ -237,10 +237,10 @@ class SimEngine(ToyEngine):
             self._watch_rank(rank)
 
     def _make_device(self, late: bool) -> Device:
-        return SimDevice(late, self._turns)
+        return SimDevice(late, self._runtime)
 
     def broke(self, promise: str) -> None:
-        self._turns.broken.append(promise)
+        self._runtime.broken.append(promise)
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         """Adds a request, unless one of that name is still known."""
@@ -289,7 +289,7 @@ class SimEngine(ToyEngine):
         running = self.scheduler.running
         if running:
             self.num_stale += running[-1].num_in_flight_tokens > 0
-            self.scheduler._preempt_request(running.pop(), self._turns.clock())
+            self.scheduler._preempt_request(running.pop(), self._runtime.clock())
             self.scheduler.prev_step_scheduled_req_ids.clear()
 
     def send_back(self) -> None:
@@ -416,40 +416,40 @@ def _speculative(num_drafts: int) -> SpeculativeConfig:
 class _Log:
     """Of the transfer threads: what they did not foresee is a broken promise."""
 
-    def __init__(self, turns: Turns):
-        self._turns = turns
+    def __init__(self, runtime: DeterministicRuntime):
+        self._runtime = runtime
 
     def exception(self, text: str) -> None:
         import traceback
 
-        self._turns.broken.append(f"{text}\n{traceback.format_exc()}")
+        self._runtime.broken.append(f"{text}\n{traceback.format_exc()}")
 
     def warning(self, *_: Any) -> None:
         """Expected here."""
 
 
-def take_over(patch: pytest.MonkeyPatch, turns: Turns, server: SimServer) -> None:
+def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: SimServer) -> None:
     """Puts what the connector has of threads, time and network under a schedule's control."""
-    time, threading = turns.time(), turns.threading()
+    time, threading = runtime.time(), runtime.threading()
     for module in (lookups, loads, step_budget, stores, transfer, _kvpool_client()):
         patch.setattr(module, "time", time)
     patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
     patch.setattr(session, "Client", functools.partial(SimClient, server))
-    patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, turns.clock))
-    patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=turns.clock))
+    patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))
+    patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))
     ids = itertools.count(1)
     patch.setattr(scheduler, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
-    patch.setattr(transfer, "queue", turns.queue())
-    patch.setattr(transfer, "logger", _Log(turns))
+    patch.setattr(transfer, "queue", runtime.queue())
+    patch.setattr(transfer, "logger", _Log(runtime))
     patch.setattr(transfer, "PUT_BYTES", 3 * 2048)
     coroutines: dict[int, Any] = {}
 
     def start(thread: transfer.TransferThread[Any]) -> None:
-        coroutines[id(thread)] = turns.spawn(thread.name, thread.run)
+        coroutines[id(thread)] = runtime.spawn(thread.name, thread.run)
 
     def join(thread: transfer.TransferThread[Any], timeout: float) -> None:
-        turns.join(coroutines[id(thread)], timeout)
+        runtime.join(coroutines[id(thread)], timeout)
 
     patch.setattr(transfer.TransferThread, "start", start)
     patch.setattr(transfer.TransferThread, "join", join)

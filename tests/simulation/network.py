@@ -28,7 +28,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.service import PIECE_BYTES, PoolService
-from tests.simulation.turns import Message, Turns
+from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
 
 LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)
 METHODS = (
@@ -123,9 +123,15 @@ class SimServer:
     """
 
     def __init__(
-        self, turns: Turns, extent_bytes: int, num_extents: int, observer: Observer, *, shares_memory: bool = True
+        self,
+        runtime: DeterministicRuntime,
+        extent_bytes: int,
+        num_extents: int,
+        observer: Observer,
+        *,
+        shares_memory: bool = True,
     ):
-        self.turns = turns
+        self.runtime = runtime
         self.shares_memory = shares_memory
         self.up, self.hung = True, False
         self.lags: list[Lag] = []
@@ -142,7 +148,7 @@ class SimServer:
         self.memory = np.full(extent_bytes * num_extents, POISON, np.uint8)
         self.boot_token = next(self._ids)
         self.pool = _TieredPool(
-            Arena(extent_bytes * num_extents, extent_bytes), self.turns.clock, lambda: next(self._ids), LIMITS
+            Arena(extent_bytes * num_extents, extent_bytes), self.runtime.clock, lambda: next(self._ids), LIMITS
         )
         self.pool.entry_table.observer = self._observer
         self.pool.lags = self.lags
@@ -182,15 +188,15 @@ class _Call:
 
     def __init__(self, client: SimClient, method: str, request: Any, timeout_s: float):
         self._client, self._method, self._request = client, method, request
-        self._turns = client.server.turns
-        self._deadline = self._turns.clock.now + timeout_s
+        self._runtime = client.server.runtime
+        self._deadline = self._runtime.clock.now + timeout_s
         self._outcome: tuple[Any, RpcFailed | None] | None = None
         self._callbacks: list[Callable[[Any], None]] = []
         self._loss = client.server.pop_loss()
         self._wait(self._arrive, lambda: client.closed or (self._loss != "request" and client.server.reachable()))
 
     def _wait(self, step: Callable[[], None], ready: Callable[[], bool]) -> None:
-        self._turns.add(Message(f"{self._method} {step.__name__}", step, ready, self._deadline))
+        self._runtime.add(Message(f"{self._method} {step.__name__}", step, ready, self._deadline))
 
     def _arrive(self) -> None:
         if self._has_failed():
@@ -214,7 +220,7 @@ class _Call:
     def _has_failed(self) -> bool:
         if self._outcome is None and self._client.closed:
             self._end(None, RpcFailed(grpc.StatusCode.CANCELLED))
-        elif self._outcome is None and self._turns.clock.now >= self._deadline:
+        elif self._outcome is None and self._runtime.clock.now >= self._deadline:
             self._client.server.is_lossless = False
             self._end(None, RpcFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "injected: no answer"))
         return self._outcome is not None
@@ -231,7 +237,7 @@ class _Call:
     def result(self, timeout: float | None = None) -> Any:
         if not self._has_failed():
             assert timeout is not None, "nobody may wait for ever"
-            self._turns.clock.advance(timeout)
+            self._runtime.clock.advance(timeout)
             if not self._has_failed():
                 raise grpc.FutureTimeoutError
         assert self._outcome is not None
@@ -258,16 +264,16 @@ class _Method:
         self._client, self._name = client, name
 
     def __call__(self, request: Any, timeout: float) -> Any:
-        client, server, turns = self._client, self._client.server, self._client.server.turns
+        client, server, runtime = self._client, self._client.server, self._client.server.runtime
         client.check_open()
-        deadline = turns.clock.now + timeout
+        deadline = runtime.clock.now + timeout
         loss = server.pop_loss()
 
         def way(is_lost: bool) -> None:
-            turns.wait(lambda: client.closed or (not is_lost and server.reachable()), deadline)
+            runtime.wait(lambda: client.closed or (not is_lost and server.reachable()), deadline)
             if client.closed:
                 raise RpcFailed(grpc.StatusCode.CANCELLED)
-            if turns.clock.now >= deadline:
+            if runtime.clock.now >= deadline:
                 server.is_lossless = False
                 raise RpcFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "injected: no answer")
 
@@ -358,7 +364,7 @@ class SimTransport:
             buffers = [np.empty(region_bytes, np.uint8) for _ in offsets]
             fill(first, buffers)
             for offset, buffer in zip(offsets, buffers, strict=True):
-                self._server.turns.yields()
+                self._server.runtime.yields()
                 self._ask(lambda offset=offset: self._server.pool.writable(ticket_id, offset, region_bytes))  # type: ignore[misc]
                 self._server.memory[offset : offset + region_bytes] = buffer
 
@@ -387,19 +393,19 @@ class SimTransport:
     def _visit(
         self, offsets: Sequence[int], visit: Callable[[int, Sequence[int], Bytes], None], timeout_s: float
     ) -> None:
-        arena, turns = self._arena, self._server.turns
+        arena, runtime = self._arena, self._server.runtime
         if not len(arena):
             raise TransferError("the segment was closed")
-        deadline = turns.clock.now + timeout_s
+        deadline = runtime.clock.now + timeout_s
         for start, stop in batches(len(offsets), 1, 2):
             if self._server.shares_memory:
-                turns.yields()
+                runtime.yields()
             else:
-                turns.wait(self._server.reachable, deadline)
-            if turns.clock.now > deadline:
+                runtime.wait(self._server.reachable, deadline)
+            if runtime.clock.now > deadline:
                 raise PoolTimeoutError(f"the transfer took more than {timeout_s:.3f} s")
             visit(start, offsets[start:stop], arena)
-        turns.yields()
+        runtime.yields()
 
     def _ask(self, check: Callable[[], None]) -> None:
         """What the server checks before each piece."""

@@ -17,9 +17,9 @@ from kvpool.errors import OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, ShardRange
 from kvpool_server.cache.entry import Entry
+from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
 from tests.simulation.network import LIMITS, Lag, SimServer
-from tests.simulation.turns import Turns
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.vllm_plugin.conftest import BLOCK_TOKENS
 from tests.vllm_plugin.support import tokens
@@ -55,28 +55,28 @@ class World:
     """Two engines and a pool. Every public method is an event."""
 
     def __init__(self, schedule: Schedule, config: Any, patch: pytest.MonkeyPatch):
-        self.turns = Turns()
-        self._prefixes = Prefixes(self.turns)
+        self.runtime = DeterministicRuntime()
+        self._prefixes = Prefixes(self.runtime)
         self.server = SimServer(
-            self.turns,
+            self.runtime,
             EXTENT_BYTES,
             schedule.num_extents,
             self._prefixes,
             shares_memory=schedule.shares_memory,
         )
-        take_over(patch, self.turns, self.server)
+        take_over(patch, self.runtime, self.server)
         self._mix = random.Random(0)
         self._num_between = 0
         self._num_foreign = 0
         self.engines: list[SimEngine] = []
         self._prefixes.watch(lambda: self.server.memory, self.engines)
         for setup in schedule.setups:
-            engine = SimEngine(config, setup, SHAPES[schedule.shape], self.turns, self._prefixes, self._between)
+            engine = SimEngine(config, setup, SHAPES[schedule.shape], self.runtime, self._prefixes, self._between)
             self.engines.append(engine)
         self._foreign_spec = namespace_spec(
             group_spec(chunk_bytes=2048), model="kvpool simulation", salt="kvpool simulation"
         )
-        self.turns.run_all(6)
+        self.runtime.run_all(6)
 
     # Engines
 
@@ -97,7 +97,7 @@ class World:
             each.submit(name, *each.prompts[name][:2])
 
     def step(self, engine: int, mix: int = 0) -> None:
-        """A step of the engine's core; between its ranks others may have turns."""
+        """A step of the engine's core; between its ranks others may have runtime."""
         self._mix, self._num_between = random.Random(mix), mix % 4
         self._engine(engine).step()
         self._advance(STEP_S)
@@ -128,20 +128,20 @@ class World:
             for engine in self.engines:
                 if engine.scheduler.has_requests():
                     engine.step()
-            self.turns.run_all(2)
+            self.runtime.run_all(2)
             self._advance(STEP_S)
 
     # Threads, messages and time
 
     def turn(self, which: int) -> None:
         """One thread goes on to its next wait, or one message arrives."""
-        able = self.turns.able()
+        able = self.runtime.able()
         if able:
-            self.turns.run(able[which % len(able)])
+            self.runtime.run(able[which % len(able)])
             self._advance(TURN_S)
 
     def turn_all(self, rounds: int) -> None:
-        self.turns.run_all(rounds)
+        self.runtime.run_all(rounds)
         self._advance(TURN_S)
 
     def advance(self, ms: int) -> None:
@@ -228,7 +228,7 @@ class World:
 
     def check(self) -> None:
         """What holds after every event."""
-        self.turns.check()
+        self.runtime.check()
 
     def check_end(self) -> None:
         """All faults have stopped: everything comes to its end, and nothing is left."""
@@ -242,18 +242,18 @@ class World:
             for engine in busy:
                 engine.step()
             self._advance(STEP_S)
-            self.turns.run_all(2)
-            if not self.turns.able():
+            self.runtime.run_all(2)
+            if not self.runtime.able():
                 self._advance(0.05)
         else:
             raise AssertionError(f"requests without an end: {[engine.scheduler.requests for engine in self.engines]}")
         for engine in self.engines:
             engine.check_answers()
             engine.check_idle()
-        self.turns.run_all(8)
+        self.runtime.run_all(8)
         pool = self.server.pool
         pool.check_integrity()
-        self.turns.check()
+        self.runtime.check()
         if self.server.is_lossless:
             leases = pool.stats().num_leases
             assert leases == 0, f"{leases} leases were never released"
@@ -264,7 +264,7 @@ class World:
         pool.expire()
         pool.check_integrity()
         assert pool.stats().free_bytes == pool.stats().arena_bytes
-        self.turns.check()
+        self.runtime.check()
 
     def counted(self) -> Counter[str]:
         """What the connectors have counted, and what else tells how far a schedule has come."""
@@ -288,7 +288,7 @@ class World:
             self.turn(self._mix.randrange(1 << 16))
 
     def _advance(self, seconds: float) -> None:
-        self.turns.clock.advance(seconds)
+        self.runtime.clock.advance(seconds)
 
     def _entries(self) -> Iterator[Entry]:
         for namespace in self.server.pool._namespaces.values():
@@ -329,7 +329,7 @@ def play(schedule: Schedule, config: Any, broken: Callable[[pytest.MonkeyPatch],
             return world.counted()
         finally:
             if world is not None:
-                world.turns.end()
+                world.runtime.end()
 
 
 # How schedules are made

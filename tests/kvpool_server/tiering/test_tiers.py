@@ -77,7 +77,7 @@ LATER = [f"later{nth}" for nth in range(16)]
 def test_written_on_eviction_it_comes_back_from_an_orderly_stop(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
-    spec, tier = _spec(), _file(tmp_path, write="evict")
+    spec, tier = _spec(), _file(tmp_path, write="back")
     server = pool_server("--memory", "8MiB", *tier)
     client = connect(server)
     namespace = client.open_namespace(spec)
@@ -287,7 +287,7 @@ def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
     pool_server: StartServer, connect: Connect, tmp_path: Path, shm_dir: str
 ) -> None:
     """A rolling update: the new server starts while the old one still answers, and drains."""
-    spec, tier = _spec(), _file(tmp_path, write="evict")
+    spec, tier = _spec(), _file(tmp_path, write="back")
     old = pool_server("--memory", "64MiB", "--drain-ms", "20000", *tier)
     _put(client := connect(old), client.open_namespace(spec), NAMES)
     with ThreadPoolExecutor() as threads:

@@ -98,7 +98,7 @@ class Coroutine(Turn):
             self._others.release()
 
 
-class Turns:
+class DeterministicRuntime:
     """All that waits for a turn. The test's own thread is the one that gives them.
 
     Attributes:
@@ -187,17 +187,17 @@ class Turns:
 
     def threading(self) -> Any:
         """What `vllm_plugin` uses of the module `threading`."""
-        turns = self
+        runtime = self
 
         class Thread:
             def __init__(self, target: Callable[[], None], name: str, daemon: bool):
                 self.name, self._target = name, target
 
             def start(self) -> None:
-                self.coroutine = turns.spawn(self.name, self._target)
+                self.coroutine = runtime.spawn(self.name, self._target)
 
             def join(self, timeout: float) -> None:
-                turns.join(self.coroutine, timeout)
+                runtime.join(self.coroutine, timeout)
 
         class Event:
             def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Turns:
                 return self._set
 
             def wait(self, timeout: float = inf) -> bool:
-                return turns.wait(self.is_set, turns.clock.now + timeout)
+                return runtime.wait(self.is_set, runtime.clock.now + timeout)
 
         class Module:
             Lock = staticmethod(threading.Lock)  # Never held while a thread waits.
@@ -224,7 +224,7 @@ class Turns:
 
     def queue(self) -> Any:
         """What `vllm_plugin` uses of the module `queue`."""
-        turns = self
+        runtime = self
 
         class SimpleQueue:
             def __init__(self) -> None:
@@ -237,7 +237,7 @@ class Turns:
                 self._items.append(item)
 
             def get(self) -> Any:
-                turns.wait(lambda: bool(self._items))
+                runtime.wait(lambda: bool(self._items))
                 return self._items.popleft()
 
         class Module:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Patience:
+class StallWatchdog:
     """Ends a call that brings nothing for too long. A context manager; the time between two waits does not count.
 
     Args:
@@ -23,10 +23,10 @@ class Patience:
         self._give_up = give_up
         self._waiting_since = 0.0
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="kvpool-patience", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="kvpool-watchdog", daemon=True)
         self.lost = False
 
-    def __enter__(self) -> Patience:
+    def __enter__(self) -> StallWatchdog:
         self._thread.start()
         return self
 
