@@ -11,7 +11,7 @@ import msgspec
 from kvpool.events import EventMessage, Subscriber
 from kvpool_server.events.history import Message
 
-RecentStores = tuple[str, int | None, int | bytes]
+Known = tuple[str, int | None, int | bytes]
 """(namespace, group_idx, block's name)"""
 
 
@@ -34,7 +34,7 @@ class View:
 
     def __init__(self) -> None:
         self.seq = -1
-        self.blocks: set[RecentStores] = set()
+        self.blocks: set[Known] = set()
 
     def apply(self, message: EventMessage) -> None:
         namespace = message.topic.partition("@")[2]
@@ -75,7 +75,7 @@ class Listener:
             self.messages.append(message)
             self.view.apply(message)
 
-    def wait_for(self, blocks: Iterable[RecentStores], deadline_s: float = 10.0) -> None:
+    def wait_for(self, blocks: Iterable[Known], deadline_s: float = 10.0) -> None:
         """Listens until the view is just these blocks."""
         wanted, ends_at = set(blocks), time.monotonic() + deadline_s
         while self.view.blocks != wanted:
