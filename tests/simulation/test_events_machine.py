@@ -23,7 +23,7 @@ from kvpool_server.events.ledger import Ledger
 from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
 from tests.simulation.world import GROUPS, SPECS, World
 from tests.support.effort import effort
-from tests.support.events import RecentStores, View, decoded, low_64_bits
+from tests.support.events import Known, View, decoded, low_64_bits
 from tests.support.values import block_hash
 
 FIRST_SEQ = 1_000
@@ -113,7 +113,7 @@ class Network:
             self.ask(view, view.seq + 1)
             assert view.blocks == complete
 
-    def complete(self) -> list[RecentStores]:
+    def complete(self) -> list[Known]:
         """By what an existence check says."""
         return [
             (f"{self.world.fingerprints[space].hex()}@{SPECS[space].model}", idx, low_64_bits(block_hash(name)))
