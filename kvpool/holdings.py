@@ -62,6 +62,11 @@ class NamespaceInfo:
         return f"{whose}, {duration_text(self.age_seconds)} ago"
 
 
+def printable(text: str) -> str:
+    """What others have written as it may stand in logs and on terminals: without control characters and line ends."""
+    return "".join(char for char in text if char.isprintable())
+
+
 def duration_text(seconds: float) -> str:
     """A duration in the largest unit of which it has two: "3 min"."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
