@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
-from kvpool.holdings import NamespaceInfo, duration_text
+from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, differences
 from kvpool.quotas import parse_quota, size_text
 from kvpool.types import HASH_BYTES, Quota
@@ -115,14 +115,13 @@ def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
         facts.append(f"tenant {info.spec.tenant}")
     if info.superseded:
         facts.append("superseded")
-    return "\n    ".join(
-        [
-            f"{info.fingerprint.hex()[:12]}  {info.spec.model}",
-            "; ".join(facts),
-            f"{info.opened}; last used {duration_text(info.idle_seconds)} ago",
-            *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
-        ]
-    )
+    lines = [
+        f"{info.fingerprint.hex()[:12]}  {info.spec.model}",
+        "; ".join(facts),
+        f"{info.opened}; last used {duration_text(info.idle_seconds)} ago",
+        *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
+    ]
+    return "\n    ".join(map(printable, lines))  # Models and tenants are called what their engines say.
 
 
 def _row(info: NamespaceInfo, bounds: Sequence[Quota]) -> dict[str, Any]:

@@ -58,7 +58,13 @@ class NamespaceInfo:
     @property
     def opened(self) -> str:
         """For people: "opened by HOST, 3 min ago"."""
-        return f"opened by {self.opened_by or 'a host that did not say'}, {duration_text(self.age_seconds)} ago"
+        whose = f"opened by {self.opened_by}" if self.opened_by else "found in a tier, or opened by a nameless host"
+        return f"{whose}, {duration_text(self.age_seconds)} ago"
+
+
+def printable(text: str) -> str:
+    """What others have written as it may stand in logs and on terminals: without control characters and line ends."""
+    return "".join(char for char in text if char.isprintable())
 
 
 def duration_text(seconds: float) -> str:

@@ -182,12 +182,13 @@ class _Stream:
             self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
         except IndexError:  # Whatever answers what nobody asked is no kvpool-server.
             self._call.cancel()
-        with self._lock:
-            self._ended = True
-        self._unsent.put(None)  # gRPC's thread ends.
-        waiting, self._waiting = self._waiting, deque()  # Nobody adds to what has ended.
-        for lookup in waiting:
-            lookup.settle(None, self.error)
+        finally:
+            with self._lock:
+                self._ended = True
+            self._unsent.put(None)  # gRPC's thread ends.
+            waiting, self._waiting = self._waiting, deque()  # Nobody adds to what has ended.
+            for lookup in waiting:
+                lookup.settle(None, self.error)
 
     def _settle_next(self, reply: pb.LookupReply) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from kvpool import errors
-from kvpool.holdings import NamespaceInfo, TierHoldings
+from kvpool.holdings import NamespaceInfo, TierHoldings, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import (
     HASH_BYTES,
@@ -127,7 +127,7 @@ MAX_OPENER_CHARS = 64
 
 def decode_opener(opener: str) -> str:
     """A host's name as it may stand in logs: printable, and at most `MAX_OPENER_CHARS` long."""
-    return "".join(char for char in opener[:MAX_OPENER_CHARS] if char.isprintable())
+    return printable(opener[:MAX_OPENER_CHARS])
 
 
 def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:

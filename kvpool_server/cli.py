@@ -16,6 +16,7 @@ import structlog
 import typer
 
 from kvpool.errors import ConfigError
+from kvpool.quotas import size_text
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.allocator import keep_freed_memory
@@ -149,7 +150,7 @@ def _told_vllm(endpoint: str) -> dict[str, Any]:
 
 
 def _welcome(endpoint: str, server: Server) -> str:
-    size = server.config.memory.human_readable()
+    size = size_text(server.pool.arena.arena_bytes)
     return f"""kvpool-server {__version__}: {size} on {endpoint}; metrics and health: {_http_url(server)}
 Point vLLM at it:
   vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\

@@ -33,7 +33,10 @@ class ServerConfig(BaseModel):
         "a free one; empty: none, and the bytes go through gRPC.",
     )
     data_workers: int = Field(
-        0, ge=0, le=64, description="Processes that serve --data-listen; 0: one for each four cores, four at most."
+        0,
+        ge=0,
+        le=64,
+        description="Processes that serve --data-listen; 0: one for each four cores, from one to four.",
     )
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
@@ -91,13 +94,16 @@ class ServerConfig(BaseModel):
         description="Where subscribers are told that blocks lie; change it if your router means another word.",
     )  # fmt: skip
     kv_events_hashes: Literal["int", "bytes"] = Field(
-        "int", description="How blocks are named: low 64 bits of their hash, or all of it. As the engines do."
+        "int",
+        description="How blocks are named: int (low 64 bits of their hash) or bytes (all of it), as by engines.",
     )
     kv_events_buffer: int = Field(
         10_000, ge=1_000, le=1_000_000, description="Messages kept for subscribers that missed some."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    log_format: Literal["console", "json"] = Field("console", description="How log lines look.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged: debug, info, warning or error."
+    )
+    log_format: Literal["console", "json"] = Field("console", description="How log lines look: console or json.")
 
     @field_validator("listen", "http_listen", "data_listen")
     @classmethod
@@ -201,6 +207,8 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
         field = ServerConfig.model_fields.get(key)
         wanted = f". {field.description}" if field is not None else ""
         wrong = first["msg"].removeprefix("Value error, ")
+        if first["type"].startswith("byte_size"):
+            wrong = "it is no size; give bytes, or 512MiB, 20GiB, 1.5TiB"
         raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.harness.fork_server import ForkedProcess
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0
 FORK_SERVER = "ENGINE_FORK_SERVER"
 """Environment variable: the socket of a `benchmarks.harness.fork_server`, which makes the engines' processes then."""
 BLOCK_TOKENS = 32

@@ -29,7 +29,8 @@ from tests.e2e.conftest import (
 from tests.e2e.test_shapes import SHAPES
 from tests.support.processes import ServerProcess
 
-pytestmark = pytest.mark.vllm
+# With other engines beside them, two ranks on two cores take minutes to start.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LENGTHS = (33, 500, 1024)
 FULL = [hit_tokens(length) for length in LENGTHS]
@@ -86,7 +87,11 @@ STATES = ("qwen3_next", "granite_hybrid", "falcon_h1", "mamba2")
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "gemma3"])
+@pytest.mark.parametrize(
+    # Gemma 3 is above; the one key head of Qwen3-Next's linear attention cannot be cut in two.
+    "shape",
+    [name for name in SHAPES if name not in ("gemma3", "qwen3_next")],
+)
 def test_two_ranks_of_every_shape(shape: str, tmp_path: Path, shapes_dir: Path, pool_server: StartServer) -> None:
     """What two ranks store they load, and one rank of a model without states loads, too."""
     alignment, options = SHAPES[shape]

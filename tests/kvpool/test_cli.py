@@ -166,6 +166,20 @@ def test_namespaces_say_how_they_are_used(cli: Cli, stored: tuple[Namespace, Nam
     cli("quota", f"namespace:{stored[0].fingerprint.hex()[:12]}=0")
 
 
+def test_names_of_others_reach_no_terminal_as_control_characters(
+    pool_server: StartServer,
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cli = Cli(pool_server(), monkeypatch, capsys)
+    spec = namespace_spec(group_spec(chunk_bytes=1_000), model="evil\x1b[2J\nffffffffffff  forged", tenant="t\rx")
+    connect(cli.server).open_namespace(spec)
+    lines = cli("namespaces").split("\n")
+    assert not any("\x1b" in line or "\r" in line or line.startswith("ffffffffffff") for line in lines)
+    assert any(line.endswith("  evil[2Jffffffffffff  forged") for line in lines)
+
+
 def test_a_narrow_terminal_shows_whole_fingerprints(
     cli: Cli, stored: tuple[Namespace, Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
