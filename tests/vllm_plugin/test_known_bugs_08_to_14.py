@@ -258,7 +258,7 @@ def test_bug_12_null_block_is_moved(fresh_fleet: FreshFleet) -> None:
         second = fleet.start(specs=specs)
         with submitted(SendThread) as sent, submitted(ReceiveThread) as received:
             first.generate(prompt, max_tokens=60)
-            first.connector._stores._known.forget_all()
+            first.connector._stores._recent.forget_all()
             first.connector._stores.proven = lambda *_: None  # type: ignore[method-assign]
             first.generate([*prompt, *tokens(40, "next")])  # Its own blocks, and none before their window.
             assert 0 not in blocks_of(sent), "the null block is stored"

@@ -579,7 +579,7 @@ async def test_a_tier_that_fails_again_and_again_leaves_the_queues_as_they_are(r
     tier.failure = "the disk is gone"
     for _ in range(5):
         rig.clock.advance(AWAY_S[1] + 1)
-        rig.tiers._room.taken()
+        rig.tiers._watermark.taken()
         await rig.quiet()
     assert tier.calls["write"] >= 5 and len(policy) == before
     rig.pool.check_integrity()
