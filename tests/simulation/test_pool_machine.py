@@ -139,8 +139,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.set_quota(subject, limit_bytes)
 
     @rule()
-    def settle(self) -> None:
-        self.world.settle()
+    def rebalance(self) -> None:
+        self.world.rebalance()
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.1, 0.2, 0.3, 1.0]), tell_pool=st.booleans())
     def advance(self, seconds: float, tell_pool: bool) -> None:
@@ -243,12 +243,12 @@ class QuotaIgnored(_Unchecked):
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
         for namespace in self._namespaces.values():
-            self.entry_table.placement.place((group, ()) for group in namespace.groups)
+            self.placement.assign_quotas((group, ()) for group in namespace.groups)
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
 class LoweredQuotaKeepsItsSurplus(_Unchecked):
-    def settle(self) -> None:
+    def rebalance(self) -> None:
         """Nothing."""
 
 
@@ -268,12 +268,12 @@ class SupersededLikeOthers(_Unchecked):
     ) -> tuple[Namespace, bool]:
         opened = super().open_namespace(spec, expected_fingerprint, opener)
         for namespace in self._namespaces.values():
-            self.entry_table.placement.superseded.remove(namespace.groups)
+            self.placement.unmark_superseded(namespace.groups)
         return opened
 
 
 class SupersededForEver(_Unchecked):
-    def _used(self, namespace: Namespace, now: float) -> None:
+    def _mark_used(self, namespace: Namespace, now: float) -> None:
         """Nothing."""
 
 

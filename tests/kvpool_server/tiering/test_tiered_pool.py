@@ -1,4 +1,4 @@
-"""What moves blocks down and up, with tiers that are slow, dead, forgetful, or have to be asked."""
+"""A pool above tiers that are slow, dead, forgetful, or have to be asked."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.metrics import _TIER_COUNTERS
-from kvpool_server.tiering import demoter as demotion
-from kvpool_server.tiering import promoter as promotion
-from kvpool_server.tiering.tiers import Tiers
+from kvpool_server.tiering import demoter, promoter, watermark
+from kvpool_server.tiering import tiered_pool as tiering
+from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
 from kvpool_server.tiers.tier import COUNTERS, Block, Tier, TierError
 from tests.support.clock import FakeClock
@@ -103,15 +103,12 @@ class MemoryTier(Tier):
 class Rig:
     """A pool of sixteen slots, and tiers."""
 
-    def __init__(self, *tiers: MemoryTier, on_evict: bool = False):
+    def __init__(self, *tiers: MemoryTier, write_back: bool = False):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.pool = Pool(Arena(SLOTS * SLOT, 4 * SLOT), self.clock, lambda: next(ids))
         self.memory = np.zeros(SLOTS * SLOT, np.uint8)
-        self.tiers = Tiers(self.pool, self.memory, tiers, [on_evict] * len(tiers))
-        for mover in self.tiers._movers:
-            mover.health._clock = mover.up._clock = self.clock
-        self.pool.entry_table.observer = self.pool.below = self.tiers
+        self.tiered = TieredPool(self.pool, self.memory, tiers, [write_back] * len(tiers), self.clock)
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
 
     def put(self, *names: object, parent: object = None) -> None:
@@ -125,7 +122,7 @@ class Rig:
 
     def lookup(self, *names: object, prefix_only: bool = True) -> Lookup:
         runs = [BlockRun(0, [block_hash(name) for name in names])]
-        return self.pool.lookup(self.namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
+        return self.tiered.lookup(self.namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
 
     async def hits(self, *names: object, prefix_only: bool = True) -> RunHits:
         """Once nothing is on its way."""
@@ -143,7 +140,7 @@ class Rig:
     async def quiet(self) -> None:
         for _ in range(200):
             await turns()
-            if not any(len(mover.down) or mover.health._calls for mover in self.tiers._movers):
+            if self.tiered.is_idle:
                 return
         raise AssertionError("something moves for ever")
 
@@ -154,7 +151,7 @@ async def turns(count: int = 20) -> None:
 
 
 def play(
-    *tiers: Callable[[], MemoryTier], on_evict: bool = False
+    *tiers: Callable[[], MemoryTier], write_back: bool = False
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
     """Runs a test with a rig that is open, and closes it."""
 
@@ -162,14 +159,14 @@ def play(
         def run() -> None:
             async def within() -> None:
                 made = [make() for make in (tiers or (MemoryTier,))]
-                rig = Rig(*made, on_evict=on_evict)
-                await rig.tiers.open()
+                rig = Rig(*made, write_back=write_back)
+                await rig.tiered.open()
                 try:
                     async with asyncio.timeout(30):
                         await test(rig, *made)
                     rig.pool.check_integrity()
                 finally:
-                    await rig.tiers.close()
+                    await rig.tiered.close()
                 rig.clock.advance(1_000)
                 rig.pool.expire()
                 assert not rig.pool.stats().num_leases and not rig.pool.stats().num_tickets
@@ -221,7 +218,7 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
     assert tier.calls["find"] == 1
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 2
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 2
-    rig.clock.advance(promotion.ANSWER_GOOD_S + 1)
+    rig.clock.advance(promoter.ANSWER_VALID_S + 1)
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 3
 
 
@@ -249,30 +246,30 @@ async def test_a_tier_that_stands_still_slows_no_put(rig: Rig, tier: MemoryTier)
     assert rig.pool.stats().num_leases == 1, "more than what is being written is kept from eviction"
     rig.clock.advance(ANSWER_S + 1)
     rig.put("later")
-    assert not rig.tiers.stats()[0].up
+    assert not rig.tiered.stats().tiers[0].up
     before = tier.counters["dropped_demotions"]
     rig.put("later still")
     assert tier.counters["dropped_demotions"] == before + 1
     tier.gate.set()
     await rig.quiet()
-    assert rig.tiers.stats()[0].up
+    assert rig.tiered.stats().tiers[0].up
     assert tier.counters["dropped_demotions"] + len(tier.kept) == 103
 
 
 @play()
 async def test_no_more_wait_than_may(rig: Rig, tier: MemoryTier) -> None:
-    most, demotion.MAX_WAITING = demotion.MAX_WAITING, 5
+    most, demoter.MAX_QUEUED = demoter.MAX_QUEUED, 5
     try:
         tier.gate.clear()
         for nth in range(12):
             rig.put(f"p{nth}")
             await turns(2)
-        assert len(rig.tiers._movers[0].down) == 5 and tier.counters["dropped_demotions"] == 6
+        assert rig.tiered.num_queued == 5 and tier.counters["dropped_demotions"] == 6
         tier.gate.set()
         await rig.quiet()
         assert len(tier.kept) == 6
     finally:
-        demotion.MAX_WAITING = most
+        demoter.MAX_QUEUED = most
 
 
 @play()
@@ -282,14 +279,14 @@ async def test_a_tier_that_fails_is_left_alone_and_tried_again(rig: Rig, tier: M
     tier.failure = "the disk is gone"
     rig.put("b")
     await rig.quiet()
-    assert not rig.tiers.stats()[0].up and tier.counters["dropped_demotions"] == 1
+    assert not rig.tiered.stats().tiers[0].up and tier.counters["dropped_demotions"] == 1
     rig.evict_all()
     assert rig.lookup("a").hits[0].num_pending == 0, "who asks waits for a dead tier"
     tier.failure = ""
     rig.clock.advance(AWAY_S[0] + 0.1)
-    assert not rig.tiers.stats()[0].up, "nothing has shown yet that it works"
+    assert not rig.tiered.stats().tiers[0].up, "nothing has shown yet that it works"
     assert (await rig.hits("a")).num_leading == 1
-    assert rig.tiers.stats()[0].up
+    assert rig.tiered.stats().tiers[0].up
 
 
 @play()
@@ -342,7 +339,7 @@ async def test_without_room_nothing_comes_and_nobody_waits(rig: Rig, tier: Memor
     assert (await rig.hits("a", "b")).num_leading == 0
     assert tier.counters["dropped_promotions"] == 2
     rig.pool.release([held.lease_id])
-    rig.clock.advance(promotion.ANSWER_GOOD_S + 1)
+    rig.clock.advance(promoter.ANSWER_VALID_S + 1)
     assert (await rig.hits("a", "b")).num_leading == 2
 
 
@@ -369,7 +366,7 @@ async def test_what_nobody_asks_for_any_more_is_not_read(rig: Rig, tier: MemoryT
     tier.kept[block_hash("c")] = (payload("c", SLOT).tobytes(), [checksum(payload("c", SLOT))])
     rig.evict_all()
     rig.lookup("c")
-    rig.clock.advance(promotion.STALE_S + 1)
+    rig.clock.advance(promoter.STALE_S + 1)
     tier.gate.set()
     await rig.quiet()
     assert tier.counters["dropped_promotions"] == 1 and rig.lookup("c").hits[0].num_leading == 0
@@ -414,9 +411,9 @@ async def test_drain_says_what_is_left(rig: Rig, tier: MemoryTier) -> None:
     rig.put("a")
     await turns()
     rig.put("b", "c")
-    assert await rig.tiers.drain(0.05) == 2
+    assert await rig.tiered.drain(0.05) == 2
     tier.gate.set()
-    assert await rig.tiers.drain(5) == 0 and len(tier.kept) == 3
+    assert await rig.tiered.drain(5) == 0 and len(tier.kept) == 3
 
 
 @pytest.mark.parametrize("blocks", [1, 100])
@@ -425,18 +422,16 @@ def test_a_long_prompt_is_brought_up_in_parts(blocks: int) -> None:
 
     @play()
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        import kvpool_server.tiering.tiers as module
-
         names = [f"n{nth}" for nth in range(12)]
         rig.put(*names)
         await rig.quiet()
         rig.evict_all()
-        most, module.MAX_AHEAD_BLOCKS = module.MAX_AHEAD_BLOCKS, blocks
+        most, tiering.MAX_PREFETCH_BLOCKS = tiering.MAX_PREFETCH_BLOCKS, blocks
         try:
             assert rig.lookup(*names).hits[0].num_pending == min(blocks, 12)
             assert (await rig.hits(*names)).num_leading == 12
         finally:
-            module.MAX_AHEAD_BLOCKS = most
+            tiering.MAX_PREFETCH_BLOCKS = most
 
     test()
 
@@ -444,9 +439,7 @@ def test_a_long_prompt_is_brought_up_in_parts(blocks: int) -> None:
 def test_an_exception_of_our_own_does_not_end_the_moving(caplog: Any) -> None:
     @play()
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        import kvpool_server.tiering.tiers as module
-
-        again, module.AGAIN_S = module.AGAIN_S, 0.0
+        again, tiering.RESTART_S = tiering.RESTART_S, 0.0
         write = tier.write
 
         async def broken(*_: object) -> int:
@@ -460,19 +453,19 @@ def test_an_exception_of_our_own_does_not_end_the_moving(caplog: Any) -> None:
         rig.put("b")
         await rig.quiet()
         assert block_hash("b") in tier.kept
-        module.AGAIN_S = again
+        tiering.RESTART_S = again
 
     test()
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_on_eviction_nothing_is_written_while_there_is_room(rig: Rig, tier: MemoryTier) -> None:
     rig.put(*(f"a{nth}" for nth in range(SLOTS // 2)))
     await turns()
     assert not tier.kept
 
 
-@play(MemoryTier, MemoryTier, on_evict=True)
+@play(MemoryTier, MemoryTier, write_back=True)
 async def test_on_eviction_room_is_made_before_it_is_needed(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
     names = [f"p{nth}" for nth in range(3 * SLOTS)]
     for name in names:  # Prefixes of one block.
@@ -493,7 +486,7 @@ async def test_on_eviction_room_is_made_before_it_is_needed(rig: Rig, first: Mem
     assert (await rig.hits("p0")).num_leading == 1
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_on_eviction_parents_are_written_before_their_children(rig: Rig, tier: MemoryTier) -> None:
     for chain in range(4):
         for nth in range(6):
@@ -504,7 +497,7 @@ async def test_on_eviction_parents_are_written_before_their_children(rig: Rig, t
         assert (await rig.hits(*(f"{chain}-{nth}" for nth in range(6)))).num_leading == 6
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_a_slow_tier_keeps_no_put_waiting_and_what_is_lost_is_counted(rig: Rig, tier: MemoryTier) -> None:
     tier.gate.clear()
     names = [f"p{nth}" for nth in range(3 * SLOTS)]
@@ -519,7 +512,7 @@ async def test_a_slow_tier_keeps_no_put_waiting_and_what_is_lost_is_counted(rig:
     assert len(tier.kept) + rig.pool.stats().num_entries + tier.counters["dropped_demotions"] >= len(names)
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_what_is_read_while_it_is_written_down_stays(rig: Rig, tier: MemoryTier) -> None:
     tier.gate.clear()
     names = [f"p{nth}" for nth in range(SLOTS)]
@@ -539,7 +532,7 @@ async def test_what_is_read_while_it_is_written_down_stays(rig: Rig, tier: Memor
     assert rig.pool.stats().num_entries <= SLOTS
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_where_the_tier_fails_nothing_goes_before_its_time(rig: Rig, tier: MemoryTier) -> None:
     tier.failure = "the disk is gone"
     rig.put(*(f"p{nth}" for nth in range(SLOTS)))
@@ -549,15 +542,15 @@ async def test_where_the_tier_fails_nothing_goes_before_its_time(rig: Rig, tier:
     assert tier.counters["dropped_demotions"] == 1
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_at_the_end_everything_is_written(rig: Rig, tier: MemoryTier) -> None:
     rig.put("a", "b", "c")
     rig.put("d")
-    assert await rig.tiers.drain(5) == 0
+    assert await rig.tiered.drain(5) == 0
     assert set(tier.kept) == {block_hash(name) for name in "abcd"}
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_superseded_namespaces_go_first_and_are_not_written(rig: Rig, tier: MemoryTier) -> None:
     old, _ = rig.pool.open_namespace(replace(rig.namespace.spec, weights_epoch="old"))
     rig.namespace = old
@@ -570,16 +563,16 @@ async def test_superseded_namespaces_go_first_and_are_not_written(rig: Rig, tier
     assert not old.entries() and not tier.kept, "what nobody needs was written, or what is needed had to go"
 
 
-@play(on_evict=True)
+@play(write_back=True)
 async def test_a_tier_that_fails_again_and_again_leaves_the_queues_as_they_are(rig: Rig, tier: MemoryTier) -> None:
     for nth in range(SLOTS):
         rig.put(f"p{nth}")
-    policy = rig.pool.entry_table.placement.policy(rig.namespace.groups[0])
+    policy = rig.pool.placement.policy(rig.namespace.groups[0])
     before = len(policy)
     tier.failure = "the disk is gone"
     for _ in range(5):
         rig.clock.advance(AWAY_S[1] + 1)
-        rig.tiers._room.taken()
+        rig.tiered.stored(rig.namespace.entries()[0])  # Wakes the watermark.
         await rig.quiet()
     assert tier.calls["write"] >= 5 and len(policy) == before
     rig.pool.check_integrity()
@@ -615,13 +608,13 @@ async def test_behind_a_hole_nothing_more_comes_up(rig: Rig, tier: MemoryTier) -
     rig.evict_all()
     del tier.kept[block_hash("n2")]
     tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]
-    most, promotion.BATCH_BYTES = promotion.BATCH_BYTES, 2 * SLOT
+    most, promoter.BATCH_BYTES = promoter.BATCH_BYTES, 2 * SLOT
     try:
         assert (await rig.hits(*names)).num_leading == 2
     finally:
-        promotion.BATCH_BYTES = most
+        promoter.BATCH_BYTES = most
     assert rig.pool.stats().num_entries <= 6, "blocks came up that are of no use"
-    assert not rig.tiers._movers[0].up._coming
+    assert rig.tiered.is_idle
 
 
 @play()
@@ -645,8 +638,7 @@ async def test_what_is_removed_while_it_is_written_does_not_stay(rig: Rig, tier:
     await turns()
     assert tier.calls["write"] == 1
     fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("b")])
-    rig.pool.remove(fingerprint, [run])
-    await rig.tiers.forget(fingerprint, [run])
+    await rig.tiered.remove(fingerprint, [run])
     tier.gate.set()
     await rig.quiet()
     assert set(tier.kept) == {block_hash("a")}
@@ -657,7 +649,6 @@ async def test_what_is_being_removed_does_not_come_up(rig: Rig, tier: MemoryTier
     rig.put("a", "b")
     await rig.quiet()
     fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("a")])
-    rig.pool.remove(fingerprint, [run])
     really, gate = tier.remove, asyncio.Event()
 
     async def slowly(*args: Any) -> None:
@@ -665,7 +656,7 @@ async def test_what_is_being_removed_does_not_come_up(rig: Rig, tier: MemoryTier
         await really(*args)
 
     tier.remove = slowly  # type: ignore[method-assign]
-    removing = asyncio.create_task(rig.tiers.forget(fingerprint, [run]))
+    removing = asyncio.create_task(rig.tiered.remove(fingerprint, [run]))
     await turns()
     assert rig.lookup("a").hits[0].num_pending == 0
     gate.set()
@@ -683,8 +674,8 @@ async def test_a_tier_that_cannot_forget_says_so(rig: Rig, tier: MemoryTier) -> 
 
     tier.clear = fails  # type: ignore[method-assign]
     with pytest.raises(TierError, match="the master has gone"):
-        await rig.tiers.clear()
-    assert not rig.tiers.stats()[0].up
+        await rig.tiered.clear()
+    assert not rig.tiered.stats().tiers[0].up
 
 
 def test_health_survives_any_number_of_failures() -> None:
@@ -701,13 +692,11 @@ def test_health_survives_any_number_of_failures() -> None:
     assert health.works
 
 
-@play(MemoryTier, MemoryTier, on_evict=True)
+@play(MemoryTier, MemoryTier, write_back=True)
 async def test_a_tier_that_stands_still_does_not_keep_the_others(
     rig: Rig, first: MemoryTier, second: MemoryTier
 ) -> None:
-    import kvpool_server.tiering.watermark as room
-
-    answer, room.ANSWER_S = room.ANSWER_S, 0.02
+    answer, watermark.ANSWER_S = watermark.ANSWER_S, 0.02
     try:
         first.gate.clear()
         for nth in range(3 * SLOTS):
@@ -720,7 +709,7 @@ async def test_a_tier_that_stands_still_does_not_keep_the_others(
         first.gate.set()
         await rig.quiet()
     finally:
-        room.ANSWER_S = answer
+        watermark.ANSWER_S = answer
 
 
 def test_every_counter_of_a_tier_has_a_series() -> None:
