@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvpool.types import RunHits, ShardRange
@@ -109,9 +109,11 @@ class HoldTable(Generic[Held]):
     def pop(self, id: int) -> Held | None:
         return self._live.pop(id, None)
 
-    def pop_expired(self, now: float) -> Iterator[Held]:
-        """Removes and yields every hold that has reached its deadline."""
+    def pop_expired(self, now: float) -> list[Held]:
+        """Removes and returns every hold that has reached its deadline."""
+        expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             hold = self._live.pop(heapq.heappop(self._deadlines)[1], None)
             if hold is not None:
-                yield hold
+                expired.append(hold)
+        return expired

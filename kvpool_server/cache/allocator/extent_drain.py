@@ -1,9 +1,9 @@
 """Drains an extent for a slot size that has less than its share.
 
 Where every extent of a busy size holds a leased entry, no extent can be given up at once, and perhaps none ever: a new
-size would starve. So one extent is drained: none of its slots is allocated any more, entries without a hold are evicted,
-the others as soon as their readers and writers have ended, and the empty extent is then reserved for the size that
-waits. One extent at a time, and for a bounded time, because an entry may always be in use.
+size would starve. So one extent is drained: none of its slots is allocated any more; entries without a hold are
+evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the size
+that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ def _table(*leases: Lease) -> HoldTable[Lease]:
 
 def test_holdings_end_at_their_deadline_and_not_before() -> None:
     table = _table(_lease(1, 5.0), _lease(2, 3.0), _lease(3, 9.0))
-    assert list(table.pop_expired(2.999)) == []
-    assert [held.id for held in table.pop_expired(5.0)] == [2, 1]
-    assert [held.id for held in table.values()] == [3]
-    assert list(table.pop_expired(5.0)) == []
+    assert table.pop_expired(2.999) == []
+    assert [hold.id for hold in table.pop_expired(5.0)] == [2, 1]
+    assert [hold.id for hold in table.values()] == [3]
+    assert table.pop_expired(5.0) == []
 
 
 def test_what_was_given_back_does_not_expire() -> None:
@@ -30,7 +30,7 @@ def test_what_was_given_back_does_not_expire() -> None:
     table = _table(first, _lease(2, 5.0))
     assert table.pop(1) is first
     assert table.pop(1) is None and table.get(1) is None
-    assert [held.id for held in table.pop_expired(5.0)] == [2]
+    assert [hold.id for hold in table.pop_expired(5.0)] == [2]
     assert len(table) == 0
 
 
@@ -38,7 +38,7 @@ def test_what_was_added_is_found_until_it_ends() -> None:
     lease = _lease(7, 1.0)
     table = _table(lease)
     assert table.get(7) is lease and table.get(8) is None and len(table) == 1
-    list(table.pop_expired(1.0))
+    table.pop_expired(1.0)
     assert table.get(7) is None
 
 
