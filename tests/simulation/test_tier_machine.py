@@ -188,19 +188,20 @@ class World:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        self.tier._pool.check_integrity()
+        self.tier.check_integrity()
 
     def end(self) -> None:
         try:
-            self.stop()
+            self.wait_idle()
             self.check()
+            self.do(self.tiered.clear())
+            assert not self.tier.stats().used_bytes, "slots of the tier leak"  # Or a lease or a ticket of its own pool.
+            self.stop()
             self.clock.advance(1_000)
-            for pool in (self.pool, self.tier._pool):
-                pool.expire()
-                assert not len(pool.leases) and not len(pool.tickets), "a lease or a ticket leaks"
-                pool.clear()
-                stats = pool.stats()
-                assert stats.free_bytes == stats.arena_bytes and not stats.num_quarantined, "slots leak"
+            self.pool.expire()
+            stats = self.pool.stats()
+            assert not stats.num_leases and not stats.num_tickets, "a lease or a ticket leaks"
+            assert stats.free_bytes == stats.arena_bytes and not stats.num_quarantined, "slots leak"
         finally:
             self.loop.close()
             shutil.rmtree(self.root)

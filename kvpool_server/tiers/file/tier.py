@@ -418,6 +418,10 @@ class FileTier(Tier):
             counters=counters,
         )
 
+    def check_integrity(self) -> None:
+        """Recomputes the invariants of its slots; raises AssertionError. For tests: it visits every slot."""
+        self._pool.check_integrity()
+
     # Helpers
 
     def _running(self) -> Threads:
