@@ -25,10 +25,16 @@ SLOTS = 16
 
 
 class MemoryTier(Tier):
-    """Keeps everything, as fast or slow as it is told.
+    """Keeps every block it is given.
 
     Args:
-        answers_at_once: whether it knows without being asked.
+        answers_at_once: whether `known` can tell which blocks it has, or `find` must be called.
+
+    Attributes:
+        kept: payload and checksums, by block hash.
+        calls: how many there were of each kind.
+        gate: calls wait until it is set.
+        failure: if not empty, calls raise TierError with it.
     """
 
     def __init__(self, name: str = "memory:", answers_at_once: bool = True):
@@ -94,7 +100,7 @@ class MemoryTier(Tier):
 
 
 class Rig:
-    """A pool of sixteen slots, and tiers."""
+    """A pool of sixteen slots of one shard, above tiers."""
 
     def __init__(self, *tiers: MemoryTier, write_back: bool = False):
         ids = itertools.count(1)
@@ -118,14 +124,14 @@ class Rig:
         return self.tiered.lookup(self.namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
 
     async def hits(self, *names: object, prefix_only: bool = True) -> RunHits:
-        """Once nothing is on its way."""
+        """The hits of a lookup, once no block is pending."""
         for _ in range(100):
             found = self.lookup(*names, prefix_only=prefix_only)
             self.pool.release([found.lease_id])
             if not found.retry_after_ms:
                 return found.hits[0]
             await turns()
-        raise AssertionError("blocks are on their way for ever")
+        raise AssertionError("blocks stay pending")
 
     def evict_all(self) -> None:
         self.pool.clear()
@@ -135,10 +141,11 @@ class Rig:
             await turns()
             if self.tiered.is_idle:
                 return
-        raise AssertionError("something moves for ever")
+        raise AssertionError("transfers do not end")
 
 
 async def turns(count: int = 20) -> None:
+    """Gives other tasks so many turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -146,7 +153,7 @@ async def turns(count: int = 20) -> None:
 def play(
     *tiers: Callable[[], MemoryTier], write_back: bool = False
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Runs a test with a rig that is open, and closes it."""
+    """Has a test run with an open rig, which is then closed and checked for leaks. Without tiers: with a `MemoryTier`."""
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
         def run() -> None:
@@ -173,4 +180,5 @@ def play(
 
 
 def asked() -> MemoryTier:
+    """A tier whose `find` must be called."""
     return MemoryTier("asked:", answers_at_once=False)
