@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import os
 import re
@@ -30,7 +29,6 @@ from kvpool.version import __version__
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.observer import Observer, Observers
 from kvpool_server.cache.pool import Pool
 from kvpool_server.config import ServerConfig, split_address
 from kvpool_server.data_plane.workers import DataWorkers, default_count
@@ -41,9 +39,10 @@ from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
-from kvpool_server.tiering.tiers import Tiers
+from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import make_tier
-from kvpool_server.tiers.spec import parse
+from kvpool_server.tiers.spec import Spec, parse
+from kvpool_server.tiers.tier import Tier
 
 log = structlog.get_logger()
 
@@ -72,8 +71,6 @@ class Server:
         self._failure = ""
         self._draining = False
         self._publisher: Publisher | None = None
-        self._tiers: Tiers | None = None
-        self._observers: list[Observer] = []
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
         self._prefaulted_bytes = 0
@@ -95,16 +92,16 @@ class Server:
             self.pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
+        specs, tiers = self._make_tiers()
         self._segment = await self._create_segment(arena.arena_bytes)
+        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [spec.write == "back" for spec in specs])
         try:
             if config.data_listen:
                 self.data = self._start_workers()
             arena.back(self._prefault_step())
             if config.kv_events:
                 self._publisher = self._publish_events()
-            if config.tier:
-                self._tiers = await self._open_tiers()
-            self.pool.entry_table.observer = Observers(self._observers)
+            await self._tiered.open()
             if config.mooncake != "off":
                 self.engine = await self._register_arena(arena)
             if self.data is not None and not await self.data.ready():
@@ -139,8 +136,7 @@ class Server:
             raise _cannot_listen(config.data_listen, " for the data port", "--data-listen", error) from None
 
     async def _abandon(self) -> None:
-        if self._tiers is not None:
-            await self._tiers.close()
+        await self._tiered.close()
         if self.data is not None:
             self.data.stop()
         if self._publisher is not None:
@@ -154,21 +150,17 @@ class Server:
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
         history = History(ledger, encoder, counters, config.kv_events_buffer)
         publisher = Publisher(ledger, history, config.kv_events, config.kv_events_replay)
-        self._observers.append(ledger)
+        self.pool.observe(ledger)
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
         return publisher
 
-    async def _open_tiers(self) -> Tiers:
+    def _make_tiers(self) -> tuple[list[Spec], list[Tier]]:
+        """The tiers of the settings, not opened yet. Raises ConfigError."""
         config = self.config
         listen, policy = split_address(config.listen), POLICIES[config.policy]
         specs = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
-        made = [make_tier(spec, listen, policy, handover_s) for spec in specs]
-        tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "back" for spec in specs])
-        await tiers.open()
-        self._observers.append(tiers)
-        self.pool.below = tiers
-        return tiers
+        return specs, [make_tier(spec, listen, policy, handover_s) for spec in specs]
 
     async def _register_arena(self, arena: Arena) -> Engine:
         """Starts Mooncake's engine, and registers the arena and its nonce with it."""
@@ -227,14 +219,13 @@ class Server:
             ]
         )
         self._service = PoolService(
-            self.pool,
+            self._tiered,
             self._segment.bytes,
             self._offer(),
             self.boot_token,
             RpcMetrics(registry, self.data.nbytes if self.data is not None else dict),
             self._stats,
             self.data.signer if self.data is not None else None,
-            self._tiers,
         )
         add_service(self._service, self._grpc)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -256,8 +247,7 @@ class Server:
         await self._set_serving(True)
 
     def _stats(self) -> PoolStats:
-        stats = self.pool.stats(self._prefaulted_bytes)
-        return stats if self._tiers is None else dataclasses.replace(stats, tiers=self._tiers.stats())
+        return self._tiered.stats(self._prefaulted_bytes)
 
     async def _set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -282,10 +272,8 @@ class Server:
         self._service.end_streams()
         ends_at = time.monotonic() + self.config.drain_ms / 1000
         await self._grpc.stop(self.config.drain_ms / 1000)
-        if self._tiers is not None:
-            left = await self._tiers.drain(max(0.0, ends_at - time.monotonic()))
-            log.info("tiers drained", blocks_left=left)
-            await self._tiers.close()
+        await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
+        await self._tiered.close()
         if self.data is not None and self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.to_thread(self.data.stop)
@@ -304,7 +292,7 @@ class Server:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
             try:
-                self.pool.settle()
+                self.pool.rebalance()
             except Exception:
                 log.exception("expiring failed")  # Every call expires, too: the server goes on.
 

@@ -22,9 +22,8 @@ from kvpool.types import BlockRun, Chunk, Offer, OpenedNamespace, Piece, PoolKey
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from kvpool.version import __version__
-from kvpool_server.cache.pool import Pool
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.tiering.tiers import Tiers
+from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
 
 log = structlog.get_logger()
@@ -43,35 +42,33 @@ Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 
 class PoolService(PoolServicer):
-    """Serves one pool.
+    """Serves one pool and its tiers.
 
     Args:
         memory: the arena, uint8 [arena_bytes].
         offer: how clients can get at that memory.
         stats: a snapshot of the pool and its tiers.
         signer: makes permits for the data port; None if there is none.
-        tiers: None if there are none.
     """
 
     def __init__(
         self,
-        pool: Pool,
+        pool: TieredPool,
         memory: npt.NDArray[np.uint8],
         offer: Offer,
         boot_token: int,
         metrics: RpcMetrics,
         stats: Callable[[], PoolStats],
         signer: Signer | None = None,
-        tiers: Tiers | None = None,
     ):
-        self._pool = pool
+        self._tiered = pool
+        self._pool = pool.pool
         self._memory = memory
         self._offer = offer
         self._boot_token = boot_token
         self._metrics = metrics
         self._stats = stats
         self._signer = signer
-        self._tiers = tiers
         self._started = time.monotonic()
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -146,7 +143,9 @@ class PoolService(PoolServicer):
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
         fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
-        found = self._pool.lookup(fingerprint, runs, prefix_only=request.prefix_only, lease_ttl_ms=request.lease_ttl_ms)
+        found = self._tiered.lookup(
+            fingerprint, runs, prefix_only=request.prefix_only, lease_ttl_ms=request.lease_ttl_ms
+        )
         return wire.encode_lookup(found, runs, self._boot_token)
 
     async def LookupStream(
@@ -325,7 +324,7 @@ class PoolService(PoolServicer):
         """A lease on a block that is there, or comes up from a tier in time; else 0."""
         ends_at = time.monotonic() + INLINE_PATIENCE_S
         while True:
-            found = self._pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=INLINE_TTL_MS)
+            found = self._tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=INLINE_TTL_MS)
             if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
                 return found.lease_id
             await asyncio.sleep(found.retry_after_ms / 1000)
@@ -346,19 +345,12 @@ class PoolService(PoolServicer):
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
-        removed = self._pool.remove(fingerprint, runs)
-        if self._tiers is not None:
-            await _forgotten(self._tiers.forget(fingerprint, runs))
+        removed = await _removed(self._tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         fingerprint = wire.decode_namespace(request.namespace) if request.namespace else b""
-        below = self._tiers is not None and (not fingerprint or self._tiers.has_any(fingerprint))
-        is_open = not fingerprint or self._pool.namespace(fingerprint) is not None
-        # What was stored before a restart lies in a tier, and nobody has opened its namespace yet.
-        removed = self._pool.clear(fingerprint) if is_open or not below else 0
-        if self._tiers is not None:
-            await _forgotten(self._tiers.clear(fingerprint))
+        removed = await _removed(self._tiered.clear(fingerprint))
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self._boot_token, num_removed=removed)
 
@@ -371,8 +363,8 @@ class PoolService(PoolServicer):
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
         infos = self._pool.namespaces(holdings=not request.without_holdings)
-        if self._tiers is not None and not request.without_holdings:
-            infos = [dataclasses.replace(info, tiers=self._tiers.holdings(info.fingerprint)) for info in infos]
+        if not request.without_holdings:
+            infos = [dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint)) for info in infos]
         return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=map(wire.encode_namespace_info, infos))
 
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
@@ -382,9 +374,10 @@ class PoolService(PoolServicer):
         return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
 
 
-async def _forgotten(removal: Awaitable[None]) -> None:
+async def _removed(removal: Awaitable[int]) -> int:
+    """How many blocks the pool has removed. Raises UnavailableError where a tier has not removed them."""
     try:
-        await removal
+        return await removal
     except TierError as error:
         raise UnavailableError(
             f"removed from memory, and not from every tier: {error}; ask again when it is back"

@@ -1,1 +1,1 @@
-"""Storage: the pool and what it is made of. No network, no clock of its own, no generated code."""
+"""The pool and what it is made of. It uses no network, no clock of its own and no generated code."""

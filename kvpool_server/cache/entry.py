@@ -1,10 +1,10 @@
-"""The pool's record of one block, and of the group it belongs to.
+"""The pool's record of a block, and the index of the group that the block belongs to.
 
 States of an entry, by its bitmaps over shards (bit s: shard s):
-    reserved    pending != 0           some shard is being written under a live ticket
-    incomplete  present != full mask   some shard is missing; nobody can read it
+    reserved    pending != 0           a shard is being written under a live ticket
+    incomplete  present != full mask   a shard is missing; the entry is not readable
     complete    present == full mask   readable
-A dropped entry (`live` False) is out of its group's index; its slot may still wait in quarantine.
+A dropped entry (`live` False) is no longer in its group's index; its slot may still be in quarantine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Group:
     """One KV-cache group of an open namespace: its index of entries by block hash.
 
     Args:
-        idx: its place among the namespace's groups.
-        namespace: what tells its namespace from others outside the pool, as text.
+        idx: `group_idx` in its namespace.
+        namespace: its namespace's name in KV events.
         fingerprint: of its namespace.
     """
 
@@ -38,19 +38,19 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Of the slots of its live entries."""
+        """Bytes of the slots of its live entries."""
         return len(self.index) * self.spec.slot_bytes
 
     def newest(self) -> Iterator[Entry]:
-        """Its entries, from the one that came last: each after its children. Not good for longer than they stay."""
+        """Its entries, the last inserted first: each after its children. Valid until the index changes."""
         if self.index:
-            # A dict steps over everything that was deleted at its end, each time anew, until `popitem` lets go of it.
+            # A dict iterates over the items deleted at its end each time anew, until `popitem` releases them.
             block_hash, entry = self.index.popitem()
             self.index[block_hash] = entry
         return reversed(self.index.values())
 
     def hits(self, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
-        """The hits of one run; their entries are added to `found`."""
+        """The hits of one run; appends the complete entries to `found`."""
         full_mask, before = self.full_mask, len(found)
         entries = map(self.index.get, run.block_hashes)
         for entry in entries:
@@ -70,15 +70,15 @@ class Group:
         return RunHits(leading, int("".join(reversed(flags)), 2))
 
     def find(self, runs: Sequence[BlockRun]) -> tuple[list[Entry], int]:
-        """The entries of these blocks, each once, and how many of the blocks have none."""
+        """The entries of these blocks, each once, and how many of the blocks have no entry."""
         named = list(map(self.index.get, dict.fromkeys(block_hash for run in runs for block_hash in run.block_hashes)))
         return [entry for entry in named if entry is not None], named.count(None)
 
     def forget(self, block_hash: bytes) -> None:
-        """Takes a block out of the index."""
+        """Removes a block from the index."""
         del self.index[block_hash]
         if not self.index:
-            self.index = {}  # A dict never gives its table back, and an empty group may never be used again.
+            self.index = {}  # A dict never frees its table, and an empty group may never be used again.
 
 
 class Entry:
@@ -86,16 +86,16 @@ class Entry:
 
     Attributes:
         offset: of its slot in the arena, bytes.
-        parent: the entry of the block before it, if that was there when this one came.
-        parent_hash: of the block before it, there or not; empty at the start of a prefix.
-        children: live entries whose parent this is; only entries without any are evicted (deepest first).
+        parent: the entry of the preceding block, if that block had one when this entry was made.
+        parent_hash: of the preceding block, with or without an entry; empty at the start of a prefix.
+        children: live entries whose parent this is; only entries without children are evicted (deepest first).
         present, pending: bitmaps over shards.
-        pending_until: the latest deadline of a ticket there ever was for it.
+        pending_until: the latest deadline of all tickets that ever covered it.
         checksums: xxh3-64 of each present shard.
-        leases: live leases that cover it.
-        used: the stamp of its last use: which call of the pool it was and, for policies that ask, of which kind.
-        depth: how many blocks of its prefix were there before it.
-        queued: whether the eviction queue holds it.
+        leases: how many live leases cover it.
+        used: the stamp of its last use: the number of the pool's call and, below `TICK`, the policy's kind of use.
+        depth: how many ancestors it had when it was made.
+        queued: whether its eviction policy holds it as a candidate.
     """
 
     __slots__ = (
@@ -141,12 +141,12 @@ class Entry:
 
     @property
     def movable(self) -> bool:
-        """No reader or writer may touch its slot."""
+        """True if no lease and no ticket covers it."""
         return self.leases == 0 and self.pending == 0
 
 
 class Record(NamedTuple):
-    """What is written down of a complete entry, where its bytes outlive the process."""
+    """A complete entry as a journal stores it, where its bytes outlive the process."""
 
     block_hash: bytes
     parent_hash: bytes

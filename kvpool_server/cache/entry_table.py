@@ -1,11 +1,10 @@
-"""Entries in their slots: how they come, become readable, and go.
+"""Entries in their slots: how they are reserved, become readable, and are dropped.
 
-The file stands in the order of an entry's life: reserve; commit, take_back or abandon, or restore; offer; evict, drop;
-settle, free_ended.
-Who holds entries, and until when, the pool knows: it says so by `Entry.leases`, and with tickets. Not thread-safe: the
-pool's event loop owns it.
+The file stands in the order of an entry's life: reserve; commit, revoke or expire, or restore; evict, drop; free.
+The pool decides which lease or ticket covers an entry, and says so by `Entry.leases` and by the ticket that it passes.
+Not thread-safe: the pool's event loop owns it.
 
-A slot is free again only when no lease covers it and no ticket, nor the grace after one, could still write to it.
+A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from kvpool.types import BlockRun, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group, Record
-from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.eviction.base import TICK
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.quarantine import Quarantine
@@ -30,56 +27,53 @@ class EntryTable:
     """See the module.
 
     Args:
-        arena: slots to give out.
+        placement: chooses the victims of an allocation, and knows each group's policy.
+        quarantine: takes the slots that cannot be freed yet.
         clock: monotonic seconds.
-        grace_ms: how long the slot of an expired ticket waits for a late writer.
-        policy: makes what decides who goes, for each slot size and each set of quotas.
-        counters: counts who was evicted, among others' doings.
+        grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
+        counters: evictions are counted here.
 
     Attributes:
-        observer: hears what becomes readable and what stops being so. Give one before the first call.
-        space: which slots to take, and whom to evict for them.
-        quarantine: slots of dropped entries.
-        num_live, num_complete: entries in an index, and those of them that are readable.
+        num_live, num_complete: entries in an index, and the readable ones of them.
     """
 
     def __init__(
         self,
         arena: Arena,
+        placement: Placement,
+        quarantine: Quarantine,
         clock: Callable[[], float],
         grace_ms: int,
-        policy: Callable[[], Policy],
         counters: Counter[str],
     ):
-        self.observer = Observer()
-        self.placement = Placement(arena, policy, counters)
-        self.quarantine = Quarantine()
         self.num_live = 0
         self.num_complete = 0
         self._arena = arena
+        self._placement = placement
+        self._quarantine = quarantine
         self._clock = clock
         self._grace_s = grace_ms / 1000
         self._counters = counters
-        self._stamp = 0
+        self._observers: list[Observer] = []
 
-    def next_stamp(self, groups: Sequence[Group]) -> int:
-        """The stamp of a call that uses entries of these groups."""
-        self._stamp += TICK
-        for group in groups:
-            self.placement.touch(group.spec.slot_bytes, self._stamp)
-        return self._stamp
+    def observe(self, observer: Observer) -> None:
+        """Calls an observer on every change from now on."""
+        self._observers.append(observer)
 
     # In
 
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus]:
-        """Has a ticket cover its shards of every block that is neither there nor being written; of each, what it is.
+        """Has a ticket cover its shards of every block that is neither present nor being written.
+
+        Returns:
+            The status of each block.
 
         Raises:
-            OutOfSpaceError: there is no room for all of them; nothing changed.
+            OutOfSpaceError: there are not enough slots for all of them; nothing has changed.
         """
-        offsets = iter(self._make_room(group, runs))
-        stamp = self.next_stamp([group])
-        policy = self.placement.policy(group)
+        offsets = iter(self._allocate(group, runs))
+        stamp = self._placement.next_stamp([group])
+        policy = self._placement.policy(group)
         statuses = []
         for run in runs:
             parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
@@ -100,10 +94,10 @@ class EntryTable:
         return statuses
 
     def commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
-        """Makes a ticket's shards of an entry present, unless it was dropped meanwhile."""
+        """Makes a ticket's shards of an entry present; False if the entry was dropped meanwhile."""
         entry.pending &= ~ticket.shards.mask
         if not entry.live:
-            self.settle(entry)
+            self.free_if_unheld(entry)
             return False
         start = ticket.shards.start
         for nth, value in enumerate(checksums):
@@ -111,110 +105,112 @@ class EntryTable:
         entry.present |= ticket.shards.mask
         if entry.complete:
             self.num_complete += 1
-            self.observer.stored(entry)
-        self.offer(entry)
+            for observer in self._observers:
+                observer.stored(entry)
+        self.make_candidate(entry)
         return True
 
-    def take_back(self, entry: Entry, ticket: Ticket) -> None:
-        """Frees what a ticket's writer has not written, and will not write."""
+    def revoke(self, entry: Entry, ticket: Ticket) -> None:
+        """Ends a ticket's reservation of an entry whose writer has stopped; frees the slot if it holds no shard."""
         entry.pending &= ~ticket.shards.mask
         if not entry.live:
-            self.settle(entry)
+            self.free_if_unheld(entry)
         elif not entry.present and not entry.pending:
             self.drop(entry)
         else:
-            self.offer(entry)
+            self.make_candidate(entry)
 
-    def abandon(self, entry: Entry, ticket: Ticket) -> None:
-        """Drops what the writer of a ticket that has expired may still write, for it may be alive and late.
+    def expire(self, entry: Entry, ticket: Ticket) -> None:
+        """Drops an entry of an expired ticket, for its writer may be alive and late.
 
-        Nobody else may be handed its slot before the grace is over, and nobody need wait for that: the entry goes, the
-        next put gets a fresh one.
+        The slot stays in quarantine until the grace is over; the next put of the block gets another slot at once.
         """
         grace_ends = ticket.deadline + self._grace_s
         entry.pending &= ~ticket.shards.mask
         if entry.live:
             self.drop(entry, grace_ends)
         else:
-            self.quarantine.hold(entry, grace_ends)
+            self._quarantine.add(entry, grace_ends)
 
     def restore(self, group: Group, record: Record, parent: Entry | None, stamp: int) -> Entry:
-        """Puts in an entry whose bytes lie in its slot, which is taken. To be offered once its children are there."""
+        """Inserts a complete entry in its slot, which is allocated; `make_candidate` once its children are inserted."""
         entry = self._insert(group, record.block_hash, parent, record.parent_hash, record.offset, stamp)
         entry.checksums = array("Q", record.checksums)
         entry.present = group.full_mask
         self.num_complete += 1
         return entry
 
-    def offer(self, entry: Entry) -> None:
-        """Lets the policies choose an entry, if nothing speaks against that any more."""
+    def make_candidate(self, entry: Entry) -> None:
+        """Lets the policy choose an entry as a victim, if it is a live leaf that is not being written."""
         if entry.live and not entry.children and not entry.pending:
-            self.placement.policy(entry.group).add(entry)
+            self._placement.policy(entry.group).add(entry)
 
     # Out
 
     def evict(self, victims: Sequence[Entry]) -> None:
-        """Drops who was chosen to make room."""
+        """Drops entries to free their slots."""
         for victim in victims:
             if victim.complete:
-                self.observer.evicted(victim)
+                for observer in self._observers:
+                    observer.evicted(victim)
             self.drop(victim)
         self._counters["evicted_blocks"] += len(victims)
 
     def drop(self, entry: Entry, not_before: float = 0.0) -> None:
-        """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
+        """Removes an entry from the index; frees its slot once no hold covers it, and not before a time."""
         assert entry.live
         entry.live = False
-        self.placement.policy(entry.group).dropped(entry)
+        self._placement.policy(entry.group).dropped(entry)
         entry.group.forget(entry.block_hash)
         self.num_live -= 1
         if entry.complete:
             self.num_complete -= 1
-            self.observer.removed(entry)
+            for observer in self._observers:
+                observer.removed(entry)
         if (parent := entry.parent) is not None:
             entry.parent = None
             parent.children -= 1
-            self.offer(parent)
+            self.make_candidate(parent)
         if entry.pending:
             not_before = max(not_before, entry.pending_until + self._grace_s)
-        # What another ticket that has expired, too, has yet to let go of is freed then, and only then.
+        # Another ticket of the entry may have expired unnoticed: `expire` then frees the slot, and nothing else does.
         if not entry.movable or not_before > self._clock():
-            self.quarantine.hold(entry, not_before)
+            self._quarantine.add(entry, not_before)
         else:
             self._arena.free(entry.offset)
 
-    def settle(self, entry: Entry) -> None:
-        """Frees a dropped entry's slot if nobody can touch it any more."""
-        if self.quarantine.settle(entry, self._clock()):
+    def free_if_unheld(self, entry: Entry) -> None:
+        """Frees a dropped entry's slot if its quarantine is over and no hold covers it."""
+        if self._quarantine.remove_if_over(entry, self._clock()):
             self._arena.free(entry.offset)
 
-    def free_ended(self, now: float) -> None:
-        """Frees the slots whose time has come: out of quarantine, and of an extent that is being emptied."""
-        for entry in self.quarantine.pop_ended(now):
+    def free_expired(self, now: float) -> None:
+        """Frees slots whose quarantine is over, and slots of the extent that is being drained."""
+        for entry in self._quarantine.pop_over(now):
             self._arena.free(entry.offset)
-        if self.placement.drain.held:
-            self.evict(self.placement.drain.idle(now))
+        if victims := self._placement.drain_victims(now):
+            self.evict(victims)
 
     # Helpers
 
-    def _make_room(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
-        """Slots for the blocks that are not there yet."""
-        there, count = group.find(runs)
+    def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
+        """Slots for the blocks that have no entry yet. Raises OutOfSpaceError."""
+        entries, count = group.find(runs)
         if not count:
             return []
-        # Nothing that the put itself names may be evicted for it.
+        # The put must not evict any block that it names, or that its runs continue.
         parents = [group.index.get(run.parent_hash) for run in runs]
-        kept = [*there, *(parent for parent in parents if parent is not None)]
+        kept = [*entries, *(parent for parent in parents if parent is not None)]
         for entry in kept:
             entry.leases += 1
         try:
-            victims = self.placement.victims(group, count)
+            victims = self._placement.victims(group, count)
         finally:
             for entry in kept:
                 entry.leases -= 1
         self.evict(victims)
-        offsets = self._arena.take(group.spec.slot_bytes, count)
-        assert offsets is not None, "evicting made too little room"
+        offsets = self._arena.allocate(group.spec.slot_bytes, count)
+        assert offsets is not None, "the victims left too few free slots"
         return offsets
 
     def _insert(
@@ -235,7 +231,7 @@ def _reserve(entry: Entry, ticket: Ticket) -> PutStatus:
     if entry.pending & mask:
         return PutStatus.BUSY
     entry.pending |= mask
-    if ticket.deadline < math.inf:  # Such a writer may be late. One that ends its tickets itself is not.
+    if ticket.deadline < math.inf:  # The writer may be late; the server, which has no deadline, never is.
         entry.pending_until = max(entry.pending_until, ticket.deadline)
     entry.present &= ~mask
     ticket.entries.append(entry)

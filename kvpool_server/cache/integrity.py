@@ -1,4 +1,4 @@
-"""Recomputes a pool's invariants from scratch: for tests, and for whoever doubts a running one."""
+"""Recomputes a pool's invariants from scratch; for tests, and for debugging a running server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpool_server.cache.leases import Lease, Ticket
 
 
 def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int, Entry]) -> None:
-    """free + reserved + resident + quarantined = capacity, and every slot has the one owner the index says."""
+    """free + reserved + resident + quarantined = capacity, and the index and the arena agree on each slot's owner."""
     by_offset = {entry.offset: entry for entry in entries}
     assert len(by_offset) == len(entries), "two entries share a slot"
     assert not by_offset.keys() & quarantined.keys(), "a quarantined slot is in use"
@@ -24,7 +24,7 @@ def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int
             for slot, owner in enumerate(extent.owners):
                 offset = extent.start + slot * size
                 expected = by_offset.get(offset) or quarantined.get(offset)
-                assert owner is expected, f"slot {offset} has another owner than the index says"
+                assert owner is expected, f"slot {offset} is owned by another entry than the index has there"
                 assert (owner is None) == (slot in free_slots), f"slot {offset} is both free and owned"
     reserved = sum(1 for entry in entries if entry.pending)
     resident = len(entries) - reserved
@@ -32,10 +32,10 @@ def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int
     assert free + reserved + resident + len(quarantined) == capacity, "slots are lost"
 
 
-def check_holdings(
+def check_holds(
     entries: Sequence[Entry], quarantined: Sequence[Entry], leases: Sequence[Lease], tickets: Sequence[Ticket]
 ) -> None:
-    """Leases, tickets and entries agree on who holds what."""
+    """Leases and tickets agree with the counts and bitmaps of entries."""
     leased = Counter(id(entry) for lease in leases for entry in lease.entries)
     pending: Counter[int] = Counter()
     for ticket in tickets:
@@ -49,7 +49,7 @@ def check_holdings(
 
 
 def check_prefixes(entries: Sequence[Entry]) -> None:
-    """Children are counted, and nothing idle is out of eviction's reach."""
+    """Children are counted right, and every idle leaf is a candidate of its policy."""
     children = Counter(id(entry.parent) for entry in entries if entry.parent is not None and entry.parent.live)
     for entry in entries:
         assert entry.live and entry.children == children[id(entry)], "a child count is off"

@@ -1,70 +1,76 @@
-"""Leases and tickets: references that end at a deadline, whatever becomes of their holder."""
+"""Leases and tickets: holds on entries that end at a deadline, whether or not their client is still alive."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from kvpool.types import ShardRange
+from kvpool.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import Namespace
 
 SWEEP_AT_LEAST = 1_000
 
 
-class Holding:
+class Hold:
     """Entries held until a deadline."""
 
-    __slots__ = ("_members", "deadline", "entries", "id")
+    __slots__ = ("_entry_ids", "deadline", "entries", "id")
 
     def __init__(self, id: int, deadline: float, entries: list[Entry]):
         self.id = id
         self.deadline = deadline
         self.entries = entries
-        self._members: set[int] | None = None
+        self._entry_ids: set[int] | None = None
 
     @property
-    def members(self) -> set[int]:
-        """The ids of the (now final) entries, as Python gives them."""
-        if self._members is None:
-            self._members = set(map(id, self.entries))
-        return self._members
+    def entry_ids(self) -> set[int]:
+        """Python's `id` of each entry. Read it only when `entries` has become final."""
+        if self._entry_ids is None:
+            self._entry_ids = set(map(id, self.entries))
+        return self._entry_ids
 
     def covers(self, entry: Entry) -> bool:
-        """Whether the entries contain this one."""
-        return id(entry) in self.members
+        """Whether this very entry is held; a later entry of the same block is not."""
+        return id(entry) in self.entry_ids
 
 
-class Seen(NamedTuple):
-    """What a lookup came to.
+class Found(NamedTuple):
+    """What a lookup found, and the lease on it.
 
     Args:
-        num_asked, num_found: blocks.
-        parts: of the entries that were found, those of each group: [start, stop).
+        hits: one a run.
+        num_blocks: blocks that were asked for.
+        entries: the complete ones.
+        spans: [start, stop) of each group's entries in `entries`.
+        lease_id: 0: no lease.
     """
 
     namespace: Namespace
-    num_asked: int
-    num_found: int
-    parts: Sequence[tuple[Group, int, int]]
+    hits: tuple[RunHits, ...]
+    num_blocks: int
+    entries: Sequence[Entry]
+    spans: Sequence[tuple[Group, int, int]]
+    lease_id: int = 0
+    lease_ttl_ms: int = 0
 
 
-class Lease(Holding):
+class Lease(Hold):
     """Keeps entries from eviction between lookup and load.
 
     Attributes:
-        seen: what the lookup came to, while it is open whether it was the last of its request; else None.
+        unrecorded: the lookup that made the lease, if the first get under the lease is to record it as a use.
     """
 
-    __slots__ = ("seen",)
+    __slots__ = ("unrecorded",)
 
     def __init__(self, id: int, deadline: float, entries: list[Entry]):
         super().__init__(id, deadline, entries)
-        self.seen: Seen | None = None
+        self.unrecorded: Found | None = None
 
 
-class Ticket(Holding):
+class Ticket(Hold):
     """The right to write `shards` of `entries` until the deadline."""
 
     __slots__ = ("shards",)
@@ -77,8 +83,8 @@ class Ticket(Holding):
 Held = TypeVar("Held", Lease, Ticket)
 
 
-class Register(Generic[Held]):
-    """Live leases or tickets, by id and by deadline."""
+class HoldTable(Generic[Held]):
+    """Live leases or live tickets, by id and by deadline."""
 
     def __init__(self) -> None:
         self._live: dict[int, Held] = {}
@@ -90,11 +96,11 @@ class Register(Generic[Held]):
     def values(self) -> list[Held]:
         return list(self._live.values())
 
-    def add(self, held: Held) -> None:
-        self._live[held.id] = held
-        heapq.heappush(self._deadlines, (held.deadline, held.id))
+    def add(self, hold: Held) -> None:
+        self._live[hold.id] = hold
+        heapq.heappush(self._deadlines, (hold.deadline, hold.id))
         if len(self._deadlines) > 2 * len(self._live) + SWEEP_AT_LEAST:
-            self._deadlines = [(held.deadline, held.id) for held in self._live.values()]
+            self._deadlines = [(hold.deadline, hold.id) for hold in self._live.values()]
             heapq.heapify(self._deadlines)
 
     def get(self, id: int) -> Held | None:
@@ -103,9 +109,11 @@ class Register(Generic[Held]):
     def pop(self, id: int) -> Held | None:
         return self._live.pop(id, None)
 
-    def pop_expired(self, now: float) -> Iterator[Held]:
-        """Removes and yields what has reached its deadline."""
+    def pop_expired(self, now: float) -> list[Held]:
+        """Removes and returns every hold that has reached its deadline."""
+        expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            held = self._live.pop(heapq.heappop(self._deadlines)[1], None)
-            if held is not None:
-                yield held
+            hold = self._live.pop(heapq.heappop(self._deadlines)[1], None)
+            if hold is not None:
+                expired.append(hold)
+        return expired

@@ -1,4 +1,4 @@
-"""Bounds on what callers can ask of a pool."""
+"""Bounds on what clients can ask of a pool."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Limits:
 
     Args:
         max_batch_blocks: blocks in one request.
-        max_ttl_ms: of leases and tickets; longer wishes are cut to it.
-        default_ticket_ttl_ms: where the caller names none.
-        grace_ms: how long the slot of an expired ticket waits for a late writer.
+        max_ttl_ms: of leases and tickets; a longer TTL is cut to it.
+        default_ticket_ttl_ms: where the client gives no TTL.
+        grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
         max_leases, max_tickets: live at once.
-        max_namespaces: open at once; beyond it the one that was idle longest is closed.
-        max_quotas: at once.
+        max_namespaces: open at once; beyond it the least recently used one is closed.
+        max_quotas: in force at once.
     """
 
     max_batch_blocks: int = 65_536

@@ -1,4 +1,4 @@
-"""The open namespaces, and what a request's blocks mean in them."""
+"""The open namespaces, and the groups that a request names in them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ class Namespace:
     """An open namespace and its groups.
 
     Attributes:
-        kin: its spec without its weights; namespaces with the same one are of one model, as its weights change.
+        spec_without_weights: equal for namespaces of one model that differ in their weights only.
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
-        superseded: newer weights have taken its place, and nobody has used it since.
-        lookup_blocks, lookup_hits: blocks that were asked for, and those of them that were complete.
-        opened_by: host of the client that opened it; empty if nobody said.
+        superseded: a namespace with newer weights was opened after it, and no engine has used it since.
+        lookup_blocks, lookup_hits: blocks that lookups asked for, and the complete ones of them.
+        opened_by: host of the client that opened it; empty if unknown.
+        last_use: the number of its last use, among those of all namespaces.
     """
 
     __slots__ = (
         "fingerprint",
         "groups",
-        "kin",
+        "last_use",
         "lookup_blocks",
         "lookup_hits",
         "opened_at",
         "opened_by",
         "spec",
+        "spec_without_weights",
         "superseded",
-        "used",
         "used_at",
     )
 
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
-        self.used = 0  # The catalog's count at its last use.
-        self.kin = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
+        self.last_use = 0
+        self.spec_without_weights = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
         self.opened_at = self.used_at = now
         self.opened_by = opened_by
         self.superseded = False
@@ -77,7 +78,7 @@ class Namespaces:
         max_block_bytes: the largest block the arena can hold.
 
     Attributes:
-        num_opened: namespaces that were new here when they were opened.
+        num_opened: namespaces opened since the start; opening an open one does not count.
     """
 
     def __init__(self, limits: Limits, max_block_bytes: int):
@@ -93,7 +94,7 @@ class Namespaces:
     def open(
         self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float, opener: str = ""
     ) -> tuple[Namespace, bool]:
-        """The namespace of a spec, and whether it is new here. See `Pool.open_namespace` for what it raises."""
+        """The namespace of a spec, and whether this call opened it. Raises as `Pool.open_namespace`."""
         spec.check()
         fingerprint = spec.fingerprint()
         if expected_fingerprint and fingerprint != expected_fingerprint:
@@ -109,37 +110,37 @@ class Namespaces:
                 )
         namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now, opener)
         self.num_opened += 1
-        namespace.used = next(self._uses)
+        namespace.last_use = next(self._uses)
         return namespace, True
 
     def superseded(self, newest: Namespace) -> list[Namespace]:
-        """Namespaces that were there before one of the same model with other weights, oldest first."""
+        """Namespaces opened before `newest` that differ from it in their weights only, oldest first."""
         older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
-        return [namespace for namespace in older if namespace.kin == newest.kin]
+        return [namespace for namespace in older if namespace.spec_without_weights == newest.spec_without_weights]
 
     def pop_surplus(self) -> Namespace | None:
-        """Takes out the namespace that was idle longest, if there is one too many; its users open it again."""
+        """Removes and returns the least recently used namespace, if there are too many; its clients open it again."""
         if len(self._open) <= self._limits.max_namespaces:
             return None
-        coldest = min(self._open.values(), key=lambda namespace: namespace.used)
-        return self._open.pop(coldest.fingerprint)
+        oldest = min(self._open.values(), key=lambda namespace: namespace.last_use)
+        return self._open.pop(oldest.fingerprint)
 
     def find(self, fingerprint: bytes) -> Namespace | None:
-        """An open namespace, without counting as a use of it."""
+        """An open namespace; does not count as a use of it."""
         return self._open.get(fingerprint)
 
     def get(self, fingerprint: bytes) -> Namespace:
         namespace = self._open.get(fingerprint)
         if namespace is None:
             raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
-        namespace.used = next(self._uses)
+        namespace.last_use = next(self._uses)
         return namespace
 
     def group(self, fingerprint: bytes, group_idx: int) -> Group:
         return _group(self.get(fingerprint), group_idx)
 
     def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, list[Group]]:
-        """The namespace, and the group of each run. Raises InvalidRequestError for a batch of a bad size."""
+        """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
         namespace = self.get(fingerprint)
         found = [_group(namespace, run.group_idx) for run in runs]
         total, most = sum(map(len, runs)), self._limits.max_batch_blocks
@@ -148,7 +149,7 @@ class Namespaces:
         return namespace, found
 
     def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, Group]:
-        """The namespace, and the group of all runs."""
+        """The namespace, and the one group of all runs. Raises InvalidRequestError for runs of several groups."""
         namespace, found = self.groups(fingerprint, runs)
         if any(group is not found[0] for group in found):
             raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")

@@ -1,19 +1,18 @@
-"""The pool: a synchronous state machine over entries, leases and tickets. It decides; its callers move bytes.
+"""The pool: a synchronous state machine over entries, leases and tickets. It decides; its callers move the bytes.
 
-It answers requests; where entries lie, how they come and how they go is in `residents`. The file stands in the order of
-its paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
-Clock, ids and arena come from outside, so a simulation can drive it. Not thread-safe: one event loop owns it.
+The pool answers requests; `entry_table` keeps the entries, `placement` their slots. The file stands in the order of its
+paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
+Clock, ids and arena come from outside, so that a simulation can drive it. Not thread-safe: one event loop owns it.
 
 Invariants (`check_integrity`):
 - free + reserved + resident + quarantined slots = capacity.
 - An entry is readable only when every shard has been covered by a put_end.
-- A slot is free again only when no lease covers it and no ticket, nor the grace after one, could still write to it.
-- A call that raises has changed nothing, but for what had expired before it; and its namespace has been used.
+- A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
+- A call that raises has changed nothing, except that holds may have expired and its namespace counts as used.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,17 +35,18 @@ from kvpool.types import (
     ShardRange,
 )
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.placement import NoRoomError
-from kvpool_server.cache.below import Below
-from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.allocator.placement import NoRoomError, Placement
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
-from kvpool_server.cache.holders import Holders
-from kvpool_server.cache.integrity import check_holdings, check_prefixes, check_slots
-from kvpool_server.cache.leases import Lease, Register, Seen, Ticket
+from kvpool_server.cache.holders import describe_holders
+from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
+from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespace, Namespaces
-from kvpool_server.cache.quotas import Accounts
+from kvpool_server.cache.observer import Observer
+from kvpool_server.cache.quarantine import Quarantine
+from kvpool_server.cache.quotas import Quotas
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -56,16 +56,16 @@ class Pool:
     """See the module.
 
     Args:
-        arena: slots to give out.
+        arena: the slots to allocate.
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
-        policy: makes what decides who goes, for each slot size and each set of quotas.
+        policy: makes an eviction policy, for each slot size and each set of quotas.
 
     Attributes:
-        below: hears what lookups miss, and may bring it up.
         new_id: as given.
-        entry_table: its entries.
-        leases, tickets: who may read them, and write them, now.
+        placement: where entries lie, and which are evicted.
+        entry_table: the entries.
+        leases, tickets: the live ones.
     """
 
     def __init__(
@@ -79,65 +79,72 @@ class Pool:
         self.arena = arena
         self.limits = limits or Limits()
         self.counters: Counter[str] = Counter()
-        self.below = Below()
         self.new_id = new_id
-        self.entry_table = EntryTable(arena, clock, self.limits.grace_ms, policy, self.counters)
-        self.leases: Register[Lease] = Register()
-        self.tickets: Register[Ticket] = Register()
+        self.placement = Placement(arena, policy, self.counters)
+        self._quarantine = Quarantine()
+        self.entry_table = EntryTable(
+            arena, self.placement, self._quarantine, clock, self.limits.grace_ms, self.counters
+        )
+        self.leases: HoldTable[Lease] = HoldTable()
+        self.tickets: HoldTable[Ticket] = HoldTable()
         self._clock = clock
         self._namespaces = Namespaces(self.limits, arena.extent_bytes)
-        self._accounts = Accounts(self.limits.max_quotas)
+        self._quotas = Quotas(self.limits.max_quotas)
+
+    def observe(self, observer: Observer) -> None:
+        """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
+        self.entry_table.observe(observer)
 
     # Namespaces
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
     ) -> tuple[Namespace, bool]:
-        """The namespace of a spec, and whether it is new here.
+        """The namespace of a spec, and whether this call opened it.
 
         Args:
             opener: host of the client.
 
         Raises:
-            InvalidRequestError: the spec cannot name one, or its slots do not fit the arena.
-            IncompatibleNamespaceError: it is not the expected one.
+            InvalidRequestError: the spec is malformed, or a block of it does not fit an extent of the arena.
+            IncompatibleNamespaceError: the spec's fingerprint is not the expected one.
         """
         namespace, created = self._namespaces.open(spec, expected_fingerprint, self._clock(), opener)
         if created:
-            self._place([namespace])
+            self._assign_quotas([namespace])
         if (surplus := self._namespaces.pop_surplus()) is not None:
             self.expire()
             for entry in surplus.entries():
                 self.entry_table.drop(entry)
-            self.entry_table.placement.remove(surplus.groups)
-        self._used(namespace, self._clock())
+            self.placement.remove(surplus.groups)
+        self._mark_used(namespace, self._clock())
         for older in self._namespaces.superseded(namespace):
             older.superseded = True
-            self.entry_table.placement.superseded.add(older.groups)
+            self.placement.mark_superseded(older.groups)
         return namespace, created
 
-    def _used(self, namespace: Namespace, now: float) -> None:
-        """An engine needs it: whatever took its place, it is not superseded."""
+    def _mark_used(self, namespace: Namespace, now: float) -> None:
+        """An engine uses the namespace: it is not superseded, whatever was opened after it."""
         namespace.used_at = now
         if namespace.superseded:
             namespace.superseded = False
-            self.entry_table.placement.superseded.remove(namespace.groups)
+            self.placement.unmark_superseded(namespace.groups)
 
     def namespaces(self, holdings: bool = True) -> list[NamespaceInfo]:
-        """Every open namespace, and what it holds: to count that is to look at every entry."""
+        """Every open namespace. With `holdings`, which visits every entry, also what each holds."""
         now = self._clock()
         return [namespace.info(now, holdings) for namespace in self._namespaces.values()]
 
     @property
     def num_opened(self) -> int:
-        """Namespaces that were opened since the start."""
+        """Namespaces opened since the start."""
         return self._namespaces.num_opened
 
     def open_namespaces(self) -> list[Namespace]:
         return self._namespaces.values()
 
     def namespace(self, fingerprint: bytes) -> Namespace | None:
-        """An open namespace; to ask for it is no use of it."""
+        """An open namespace; does not count as a use of it."""
         return self._namespaces.find(fingerprint)
 
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
@@ -147,135 +154,155 @@ class Pool:
     # Quotas
 
     def quotas(self) -> list[Quota]:
-        """All there are, by subject."""
-        return self._accounts.quotas()
+        """All quotas and their usage, by subject."""
+        return self._quotas.usage()
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
-        """Bounds what subjects may hold; those of 0 bytes are taken away. What is too much is evicted, see `settle`.
+        """Sets quotas, deletes those whose limit is 0 bytes, and evicts what exceeds them; see `rebalance`.
 
         Raises:
-            InvalidRequestError: one of them cannot be set; none is.
+            InvalidRequestError: a quota cannot be set; nothing has changed.
         """
-        self._accounts.set(quotas)
-        self._place(self._namespaces.values())
-        self.settle()
+        self._quotas.set(quotas)
+        self._assign_quotas(self._namespaces.values())
+        self.rebalance()
 
-    def _place(self, namespaces: Sequence[Namespace]) -> None:
-        """Puts namespaces' groups under the quotas that there are."""
-        under = [(each.groups, self._accounts.of(each.spec.tenant, each.fingerprint)) for each in namespaces]
-        self.entry_table.placement.place((group, accounts) for groups, accounts in under for group in groups)
+    def _assign_quotas(self, namespaces: Sequence[Namespace]) -> None:
+        """Tells the placement which quotas cover each group of these namespaces."""
+        covering = [(each.groups, self._quotas.covering(each.spec.tenant, each.fingerprint)) for each in namespaces]
+        self.placement.assign_quotas((group, accounts) for groups, accounts in covering for group in groups)
 
-    def settle(self) -> None:
-        """Evicts what subjects hold beyond their quotas, and what keeps a slot size from its share. To be called often:
-        what is leased or being written stays until it is not."""
+    def rebalance(self) -> None:
+        """Evicts what exceeds a quota, and starts to drain an extent for a slot size below its share.
+
+        Call it often: entries that are leased or being written stay until a later call.
+        """
         now = self.expire()
-        self.entry_table.evict(self.entry_table.placement.surplus(self._accounts.values()))
-        self.entry_table.evict(self.entry_table.placement.vacate(now))
+        self.entry_table.evict(self.placement.over_quota(self._quotas.accounts()))
+        self.entry_table.evict(self.placement.start_drain(now))
 
     # Lookup
 
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
-        """Which blocks are complete; with a TTL, a lease on them. Without one nothing is renewed."""
+        """Which blocks are complete. With a TTL, leases them, which is a use; without one renews nothing."""
+        found = self.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        self.record_use(found)
+        return Lookup(found.hits, found.lease_id, found.lease_ttl_ms)
+
+    def find(self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0) -> Found:
+        """As `lookup`, without recording it: call `record_use` or `record_use_on_get` next."""
         namespace, groups = self._namespaces.groups(fingerprint, runs)
-        now = self.expire() if lease_ttl_ms else 0.0  # Before anything is found that might go with it.
-        found: list[Entry] = []
+        now = self.expire() if lease_ttl_ms else 0.0  # First: it may evict entries of an extent that is being drained.
+        entries: list[Entry] = []
         hits: list[RunHits] = []
-        stops: list[int] = []
+        spans: list[tuple[Group, int, int]] = []
+        num_blocks = 0
         for group, run in zip(groups, runs, strict=True):
-            hits.append(group.hits(run, prefix_only, found))
-            stops.append(len(found))
-        told, retry_after_ms = self.below.want(namespace, runs, hits, prefix_only) if lease_ttl_ms else (tuple(hits), 0)
-        seen = Seen(namespace, sum(map(len, runs)), len(found), list(zip(groups, [0, *stops], stops, strict=False)))
-        if not retry_after_ms:
-            self._count(seen)
-        if not lease_ttl_ms:
-            return Lookup(told)
-        self._used(namespace, now)
-        if not found:
-            return Lookup(told, retry_after_ms=retry_after_ms)
+            start = len(entries)
+            hits.append(group.hits(run, prefix_only, entries))
+            spans.append((group, start, len(entries)))
+            num_blocks += len(run)
+        lease_id = granted_ms = 0
+        if lease_ttl_ms:
+            self._mark_used(namespace, now)
+            if entries:
+                lease_id, granted_ms = self._lease(entries, lease_ttl_ms, now)
+        return Found(namespace, tuple(hits), num_blocks, entries, spans, lease_id, granted_ms)
+
+    def _lease(self, entries: list[Entry], ttl_ms: int, now: float) -> tuple[int, int]:
+        """Leases entries; returns the lease's id and TTL, both 0 if there are too many leases."""
         if len(self.leases) >= self.limits.max_leases:
             self.counters["leases_refused"] += 1
-            return Lookup(told, retry_after_ms=retry_after_ms)
-        ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
-        lease = Lease(self.new_id(), now + ttl_ms / 1000, found)
+            return 0, 0
+        ttl_ms = min(ttl_ms, self.limits.max_ttl_ms)
+        lease = Lease(self.new_id(), now + ttl_ms / 1000, entries)
         self.leases.add(lease)
-        for entry in found:
+        for entry in entries:
             entry.leases += 1
-        if retry_after_ms:
-            lease.seen = seen  # Who asks again shall count once: this one counts if something is got under it.
-        else:
-            self._use(lease, seen)
-        return Lookup(told, lease.id, ttl_ms, retry_after_ms)
+        return lease.id, ttl_ms
 
-    def _count(self, seen: Seen) -> None:
-        seen.namespace.lookup_blocks += seen.num_asked
-        seen.namespace.lookup_hits += seen.num_found
+    def record_use(self, found: Found) -> None:
+        """Counts a lookup and, if it leased its entries, tells the eviction policies of their use."""
+        num_hits = len(found.entries)
+        found.namespace.lookup_blocks += found.num_blocks
+        found.namespace.lookup_hits += num_hits
         self.counters["lookups"] += 1
-        self.counters["lookup_blocks"] += seen.num_asked
-        self.counters["lookup_hits"] += seen.num_found
+        self.counters["lookup_blocks"] += found.num_blocks
+        self.counters["lookup_hits"] += num_hits
+        if found.lease_id:
+            stamp = self.placement.next_stamp([group for group, _, _ in found.spans])
+            for group, start, stop in found.spans:
+                self.placement.policy(group).used(found.entries[start:stop], stamp)
 
-    def _use(self, lease: Lease, seen: Seen) -> None:
-        """Tells the policies what a reader wants."""
-        stamp = self.entry_table.next_stamp([group for group, _, _ in seen.parts])
-        for group, start, stop in seen.parts:
-            self.entry_table.placement.policy(group).used(lease.entries[start:stop], stamp)
+    def record_use_on_get(self, found: Found) -> None:
+        """Has the first get under the lease record a lookup; for one that its client is going to repeat.
+
+        So a lookup counts once however often it is repeated: the last repetition counts, or an earlier one whose blocks
+        the client loads after all.
+        """
+        if (lease := self.leases.get(found.lease_id)) is not None:
+            lease.unrecorded = found
 
     # Put
 
     def put_start(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        shards: ShardRange,
-        ticket_ttl_ms: int = 0,
-        *,
-        expires: bool = True,
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
-        """Reserves the shards of every block that is neither there nor being written.
-
-        Args:
-            expires: False: the ticket lives until it is ended, which its holder, in this process, does for certain.
+        """Reserves the shards of every block that is neither present nor being written.
 
         Raises:
-            OutOfSpaceError: there is no room for all of them; nothing changed.
+            OutOfSpaceError: there are not enough slots for all of them; nothing has changed.
+        """
+        ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
+        ticket, statuses = self.reserve(fingerprint, runs, shards, ttl_ms / 1000)
+        self.counters["put_blocks_granted"] += len(ticket.entries)
+        self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
+        self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
+        if not ticket.entries:
+            return PutGrant(0, 0, tuple(statuses), ())
+        start = shards.start * ticket.entries[0].group.spec.chunk_bytes
+        return PutGrant(ticket.id, ttl_ms, tuple(statuses), tuple(entry.offset + start for entry in ticket.entries))
+
+    def reserve(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float
+    ) -> tuple[Ticket, list[PutStatus]]:
+        """As `put_start`, uncounted. Returns a ticket, which is live if it covers any block, and each block's status.
+
+        Args:
+            ttl_s: `math.inf`: the caller, in this process, is certain to end the ticket.
         """
         namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
-        self._used(namespace, now)
+        self._mark_used(namespace, now)
         if len(self.tickets) >= self.limits.max_tickets:
             raise OutOfSpaceError(f"{len(self.tickets)} puts are under way, which is the limit; try again later")
-        ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
-        ticket = Ticket(self.new_id(), now + ttl_ms / 1000 if expires else math.inf, [], shards)
+        ticket = Ticket(self.new_id(), now + ttl_s, [], shards)
         try:
             statuses = self.entry_table.reserve(group, runs, ticket)
         except NoRoomError as error:
-            holders = Holders(self.leases.values(), self.tickets.values(), self.entry_table.quarantine)
-            raise error.because(holders.describe(now, error.account)) from None
-        granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
-        if expires:  # What the server itself brings up is no client's put.
-            self.counters["put_blocks_granted"] += len(granted)
-            self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
-            self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
-        if not granted:
-            return PutGrant(0, 0, tuple(statuses), ())
-        self.tickets.add(ticket)
-        return PutGrant(ticket.id, ttl_ms, tuple(statuses), granted)
+            holders = describe_holders(
+                self.leases.values(), self.tickets.values(), self._quarantine, now, error.account
+            )
+            raise error.because(holders) from None
+        if ticket.entries:
+            self.tickets.add(ticket)
+        return ticket, statuses
 
     def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
-        """Commits what a ticket covers.
+        """Commits the blocks that a ticket covers.
 
         Args:
             checksums: xxh3-64 of each chunk: entries x shards, entry-major.
 
         Raises:
             LeaseExpiredError: the ticket is not live.
-            InvalidRequestError: another number of checksums than of chunks; the ticket stays live.
+            InvalidRequestError: there is not one checksum for each chunk; the ticket stays live.
         """
         self.expire()
-        ticket = self._ticket(ticket_id)
+        ticket = self._live_ticket(ticket_id)
         count = ticket.shards.count
         if len(checksums) != len(ticket.entries) * count:
             raise InvalidRequestError(
@@ -291,19 +318,19 @@ class Pool:
         return PutReceipt(committed, completed)
 
     def put_revoke(self, ticket_id: int) -> bool:
-        """Takes a ticket back from a writer that has stopped writing; False if it was not live."""
+        """Ends a ticket whose writer has stopped writing, without committing; False if it was not live."""
         self.expire()
         ticket = self.tickets.pop(ticket_id)
         if ticket is None:
             return False
         self.counters["tickets_revoked"] += 1
         for entry in ticket.entries:
-            self.entry_table.take_back(entry, ticket)
+            self.entry_table.revoke(entry, ticket)
         return True
 
     def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
         """Raises unless a live ticket covers [offset, offset + nbytes)."""
-        ticket = self._ticket(ticket_id)
+        ticket = self._live_ticket(ticket_id)
         if ticket.deadline <= self._clock():
             self.expire()
             raise LeaseExpiredError(f"ticket {ticket_id:#x} has expired; put_start again")
@@ -318,7 +345,7 @@ class Pool:
     # Get
 
     def get(self, lease_id: int, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
-        """Where leased blocks lie. A block that is gone, or not under the lease, is not present.
+        """Where leased blocks lie. A block that was dropped, or is not under the lease, is not present.
 
         Raises:
             LeaseExpiredError: the lease is not live.
@@ -326,21 +353,20 @@ class Pool:
         _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
-        lease = self._lease(lease_id)
-        if (seen := lease.seen) is not None:
-            lease.seen = None
-            self._count(seen)
-            self._use(lease, seen)
-        held = lease.members
+        lease = self._live_lease(lease_id)
+        if lease.unrecorded is not None:
+            found, lease.unrecorded = lease.unrecorded, None
+            self.record_use(found)
+        held = lease.entry_ids
         present: list[bool] = []
         offsets: list[int] = []
         checksums = array("Q")
         first, stop, full_mask = shards.start, shards.start + shards.count, group.full_mask
         start = first * group.spec.chunk_bytes
         for entry in map(group.index.get, (block_hash for run in runs for block_hash in run.block_hashes)):
-            there = entry is not None and entry.present == full_mask and id(entry) in held
-            present.append(there)
-            if there:
+            is_present = entry is not None and entry.present == full_mask and id(entry) in held
+            present.append(is_present)
+            if is_present:
                 assert entry is not None
                 offsets.append(entry.offset + start)
                 checksums += entry.checksums[first:stop]
@@ -351,7 +377,7 @@ class Pool:
 
     def readable(self, lease_id: int, offset: int, nbytes: int) -> None:
         """Raises unless a live lease covers [offset, offset + nbytes)."""
-        lease = self._lease(lease_id)
+        lease = self._live_lease(lease_id)
         if lease.deadline <= self._clock():
             self.expire()
             raise LeaseExpiredError(f"lease {lease_id:#x} has expired; look up again")
@@ -372,7 +398,7 @@ class Pool:
     # Verify, remove, clear
 
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
-        """Recomputes checksums where the bytes lie, and drops what has changed; (checked, dropped)."""
+        """Recomputes the checksums of complete blocks, and drops those that differ; returns (checked, dropped)."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         checked = dropped = 0
@@ -392,7 +418,7 @@ class Pool:
         return checked, dropped
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
-        """Drops blocks; returns how many were there. Readers that hold a lease finish undisturbed."""
+        """Drops blocks; returns how many were present. Clients that hold a lease on them finish their loads."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         entries, _ = group.find(runs)
@@ -402,7 +428,7 @@ class Pool:
         return len(entries)
 
     def clear(self, fingerprint: bytes = b"") -> int:
-        """Drops every block of a namespace, or of all; returns how many there were."""
+        """Drops every block of a namespace, or of all namespaces; returns how many."""
         self.expire()
         chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
         entries = [entry for namespace in chosen for entry in namespace.entries()]
@@ -414,7 +440,7 @@ class Pool:
     # Time
 
     def expire(self) -> float:
-        """Ends what has reached its deadline; returns the time. Cheap when nothing has."""
+        """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
         now = self._clock()
         for lease in self.leases.pop_expired(now):
             self.counters["leases_expired"] += 1
@@ -422,8 +448,8 @@ class Pool:
         for ticket in self.tickets.pop_expired(now):
             self.counters["tickets_expired"] += 1
             for entry in ticket.entries:
-                self.entry_table.abandon(entry, ticket)
-        self.entry_table.free_ended(now)
+                self.entry_table.expire(entry, ticket)
+        self.entry_table.free_expired(now)
         return now
 
     # State
@@ -435,26 +461,26 @@ class Pool:
             prefaulted_bytes=prefaulted_bytes,
             num_entries=self.entry_table.num_complete,
             num_incomplete=self.entry_table.num_live - self.entry_table.num_complete,
-            num_quarantined=len(self.entry_table.quarantine),
+            num_quarantined=len(self._quarantine),
             num_leases=len(self.leases),
             num_tickets=len(self.tickets),
             counters=dict(self.counters),
         )
 
     def check_integrity(self) -> None:
-        """Recomputes the invariants from scratch; raises AssertionError. For tests: it looks at every slot."""
+        """Recomputes the invariants from scratch; raises AssertionError. For tests: it visits every slot."""
         entries = [entry for namespace in self._namespaces.values() for entry in namespace.entries()]
         entry_table = self.entry_table
-        quarantined = entry_table.quarantine.entries()
+        quarantined = self._quarantine.by_offset()
         check_slots(self.arena, entries, quarantined)
-        check_holdings(entries, list(quarantined.values()), self.leases.values(), self.tickets.values())
+        check_holds(entries, list(quarantined.values()), self.leases.values(), self.tickets.values())
         check_prefixes(entries)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
 
     # Helpers
 
-    def _ticket(self, ticket_id: int) -> Ticket:
+    def _live_ticket(self, ticket_id: int) -> Ticket:
         ticket = self.tickets.get(ticket_id)
         if ticket is None:
             raise LeaseExpiredError(
@@ -462,7 +488,7 @@ class Pool:
             )
         return ticket
 
-    def _lease(self, lease_id: int) -> Lease:
+    def _live_lease(self, lease_id: int) -> Lease:
         lease = self.leases.get(lease_id)
         if lease is None:
             raise LeaseExpiredError(
@@ -474,4 +500,4 @@ class Pool:
         for entry in lease.entries:
             entry.leases -= 1
             if not entry.live:
-                self.entry_table.settle(entry)
+                self.entry_table.free_if_unheld(entry)

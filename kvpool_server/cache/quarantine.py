@@ -1,4 +1,4 @@
-"""Slots out of the index that a late reader or writer might still touch."""
+"""Slots of dropped entries that a late reader or writer might still access."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpool_server.cache.entry import Entry
 
 
 class Quarantine:
-    """Dropped entries by their slot, until nobody can touch it: no lease, no ticket, and a time has come."""
+    """Dropped entries by slot. Each stays until its time is over and no lease or ticket covers it."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Entry, float]] = {}
@@ -21,27 +21,28 @@ class Quarantine:
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entry, _ in self._held.values())
 
-    def entries(self) -> dict[int, Entry]:
-        """By offset."""
+    def by_offset(self) -> dict[int, Entry]:
         return {offset: entry for offset, (entry, _) in self._held.items()}
 
-    def hold(self, entry: Entry, not_before: float) -> None:
-        """Takes a dropped entry's slot in, or keeps it longer."""
-        _, until = self._held.get(entry.offset, (entry, not_before))
-        until = max(until, not_before)
+    def add(self, entry: Entry, until: float) -> None:
+        """Puts a dropped entry in quarantine until a time; never shortens its stay."""
+        _, before = self._held.get(entry.offset, (entry, until))
+        until = max(until, before)
         self._held[entry.offset] = (entry, until)
         heapq.heappush(self._ends, (until, entry.offset))
 
-    def settle(self, entry: Entry, now: float) -> bool:
-        """Lets a slot go if its time has come and nobody touches it; whether it is free now."""
+    def remove_if_over(self, entry: Entry, now: float) -> bool:
+        """Removes an entry whose time is over and that no hold covers; True if its slot is to be freed now."""
         _, until = self._held.get(entry.offset, (entry, now))
         if now < until or not entry.movable:
             return False
         return self._held.pop(entry.offset, None) is not None
 
-    def pop_ended(self, now: float) -> Iterator[Entry]:
-        """Removes and yields what may go now."""
+    def pop_over(self, now: float) -> list[Entry]:
+        """Removes and returns every entry whose time is over and that no hold covers."""
+        over = []
         while self._ends and self._ends[0][0] <= now:
             entry, _ = self._held.get(heapq.heappop(self._ends)[1], (None, 0.0))
-            if entry is not None and self.settle(entry, now):
-                yield entry
+            if entry is not None and self.remove_if_over(entry, now):
+                over.append(entry)
+        return over

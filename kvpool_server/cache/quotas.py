@@ -1,7 +1,7 @@
-"""Quotas: upper bounds on the bytes of the arena that a tenant's or a namespace's entries hold.
+"""Quotas: upper bounds on the bytes of the arena that the entries of a tenant or of a namespace hold.
 
-What counts is the slots of live entries, those that are being written among them. Quarantined slots do not count: they
-are out of the index, nobody can keep them for long, and their owner cannot give them up any sooner.
+The slots of live entries count, also while they are being written. Quarantined slots do not count: no lookup finds
+them, and their owner cannot free them any sooner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Account:
     """A subject with a quota.
 
     Attributes:
-        groups: all whose entries count.
+        groups: the groups whose entries count.
     """
 
     __slots__ = ("groups", "limit_bytes", "subject")
@@ -32,48 +32,50 @@ class Account:
         return sum(group.nbytes for group in self.groups)
 
 
-class Accounts:
-    """All subjects with quotas.
+class Quotas:
+    """The quotas in force.
 
     Args:
-        max_quotas: so many at once.
+        max_quotas: how many there may be.
     """
 
     def __init__(self, max_quotas: int):
         self._max_quotas = max_quotas
         self._by_subject: dict[str, Account] = {}
 
-    def values(self) -> list[Account]:
+    def accounts(self) -> list[Account]:
         """By subject."""
         return sorted(self._by_subject.values(), key=lambda account: account.subject)
 
-    def of(self, tenant: str, fingerprint: bytes) -> tuple[Account, ...]:
-        """Those that cover a namespace, by subject: none, or its tenant's, its own, or both."""
-        return tuple(account for account in self.values() if Quota(account.subject, 0).covers(tenant, fingerprint))
+    def covering(self, tenant: str, fingerprint: bytes) -> tuple[Account, ...]:
+        """The accounts that cover a namespace: its tenant's, its own, both or none, by subject."""
+        return tuple(account for account in self.accounts() if Quota(account.subject, 0).covers(tenant, fingerprint))
 
     def set(self, quotas: Sequence[Quota]) -> None:
-        """Sets bounds, and takes those of 0 bytes away.
+        """Sets quotas, and deletes those whose limit is 0 bytes.
 
         Raises:
-            InvalidRequestError: a subject is none, is named twice or has no quota to take away, or there are too many;
-                nothing changed.
+            InvalidRequestError: a subject is malformed, is named twice, or has no quota to delete, or there are too
+                many quotas; nothing has changed.
         """
-        wanted = {account.subject: account.limit_bytes for account in self.values()}
+        limits = {account.subject: account.limit_bytes for account in self.accounts()}
         for nth, quota in enumerate(quotas):
             quota.check()
             if any(other.subject == quota.subject for other in quotas[:nth]):
-                raise InvalidRequestError(f"quota {quota.subject} is there twice; give each subject once")
+                raise InvalidRequestError(f"quota {quota.subject} is given twice; give each subject once")
             if quota.limit_bytes:
-                wanted[quota.subject] = quota.limit_bytes
-            elif wanted.pop(quota.subject, None) is None:
-                raise InvalidRequestError(f"there is no quota {quota.subject} to take away; `kvpool quota` lists all")
-        if len(wanted) > self._max_quotas:
-            raise InvalidRequestError(f"{len(wanted)} quotas; there may be {self._max_quotas}, so take some away")
-        for subject in self._by_subject.keys() - wanted.keys():
+                limits[quota.subject] = quota.limit_bytes
+            elif limits.pop(quota.subject, None) is None:
+                raise InvalidRequestError(f"there is no quota {quota.subject} to delete; `kvpool quota` lists all")
+        if len(limits) > self._max_quotas:
+            raise InvalidRequestError(
+                f"{len(limits)} quotas are more than the limit of {self._max_quotas}; delete some first"
+            )
+        for subject in self._by_subject.keys() - limits.keys():
             del self._by_subject[subject]
-        for subject, limit_bytes in wanted.items():
+        for subject, limit_bytes in limits.items():
             self._by_subject.setdefault(subject, Account(subject, limit_bytes)).limit_bytes = limit_bytes
 
-    def quotas(self) -> list[Quota]:
-        """As they are now, by subject."""
-        return [Quota(account.subject, account.limit_bytes, account.used_bytes) for account in self.values()]
+    def usage(self) -> list[Quota]:
+        """Every quota with the bytes in use, by subject."""
+        return [Quota(account.subject, account.limit_bytes, account.used_bytes) for account in self.accounts()]

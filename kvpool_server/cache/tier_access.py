@@ -1,7 +1,7 @@
-"""Moves of whole blocks between a pool and what lies under it.
+"""What the server itself does with whole blocks of a pool: write them, read them, restore them.
 
-Up, the server itself is the writer; down, the reader. It ends what it begins, so its tickets and leases have no
-deadline. The file stands in the order of its paths: raise_start, raise_end, restore; hold, hold_next_victims, let_go.
+The server's own tickets and leases have no deadline: whoever makes one ends it, in this process. The file stands in the
+order of its paths: reserve, commit; restore; pin, pin_next_victims, unpin_victims.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
 
 
-class Ahead(NamedTuple):
-    """Entries that are to go, held until their bytes lie elsewhere.
+class PinnedVictims(NamedTuple):
+    """Entries that are to be evicted next, pinned until they are written to a tier.
 
     Args:
-        lease_id: of the hold.
+        lease_id: of the pin.
         entries: children before their parents.
-        policies: by which each was chosen.
+        policies: which chose each of them.
     """
 
     lease_id: int
@@ -31,92 +31,104 @@ class Ahead(NamedTuple):
     policies: list[Policy]
 
 
-class Moves:
-    """Of one pool. It has no state: whoever moves blocks may have one of its own."""
+# The server writes
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
 
-    # Up: the server is the writer
+def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> PutGrant:
+    """As `Pool.put_start`, of whole blocks, under a ticket that does not expire: end it with `commit`.
 
-    def raise_start(self, group: Group, runs: Sequence[BlockRun]) -> PutGrant:
-        """As `Pool.put_start`, of whole blocks of a group, with a ticket that does not expire."""
-        return self._pool.put_start(group.fingerprint, runs, ShardRange(0, group.spec.num_shards), expires=False)
+    Raises:
+        OutOfSpaceError: there are not enough slots; nothing has changed.
+        UnknownNamespaceError: the namespace is closed.
+    """
+    ticket, statuses = pool.reserve(group.fingerprint, runs, ShardRange(0, group.spec.num_shards), math.inf)
+    offsets = tuple(entry.offset for entry in ticket.entries)
+    return PutGrant(ticket.id if offsets else 0, 0, tuple(statuses), offsets)
 
-    def raise_end(self, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
-        """Commits those of a ticket's blocks that came; returns how many are readable now.
 
-        Args:
-            checksums: of each granted block those of its chunks; None: it did not come.
-        """
-        ticket = self._pool.tickets.pop(ticket_id)
-        assert ticket is not None, "a ticket that does not expire was lost"
-        entry_table, raised = self._pool.entry_table, 0
-        for entry, sums in zip(ticket.entries, checksums, strict=True):
-            if sums is None:
-                entry_table.take_back(entry, ticket)
-            else:
-                raised += entry_table.commit(entry, ticket, sums)
-        return raised
+def commit(pool: Pool, ticket_id: int, checksums: Sequence[Sequence[int] | None]) -> int:
+    """Ends a ticket of `reserve`; returns how many of its blocks are readable now.
 
-    def restore(self, group: Group, records: Sequence[Record]) -> int:
-        """Takes complete blocks back in where they lie; returns how many: those whose place is free.
+    Args:
+        checksums: the chunks' checksums of each granted block; None for a block that was not written.
+    """
+    ticket = pool.tickets.pop(ticket_id)
+    assert ticket is not None, "a ticket without a deadline was lost"
+    committed = 0
+    for entry, sums in zip(ticket.entries, checksums, strict=True):
+        if sums is None:
+            pool.entry_table.revoke(entry, ticket)
+        else:
+            committed += pool.entry_table.commit(entry, ticket, sums)
+    return committed
 
-        For a pool whose bytes outlive it, before it has an observer. Parents come before their children, and what was
-        used last comes last.
-        """
-        entry_table, arena = self._pool.entry_table, self._pool.arena
-        placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-        policy = entry_table.placement.policy(group)
-        stamp = entry_table.next_stamp([group])
-        restored = 0
-        chain: list[Entry] = []
-        for record, is_placed in zip(records, placed, strict=True):
-            if is_placed and record.block_hash in group.index:
-                arena.free(record.offset)
-            elif is_placed:
-                parent = group.index.get(record.parent_hash)
-                if chain and parent is not chain[-1]:
-                    policy.stored(chain, chain[0].parent, stamp)
-                    chain = []
-                chain.append(entry_table.restore(group, record, parent, stamp))
-                restored += 1
-        if chain:
-            policy.stored(chain, chain[0].parent, stamp)
-        for entry in group.index.values():
-            entry_table.offer(entry)
-        return restored
 
-    # Down: the server is the reader
+def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
+    """Inserts complete blocks whose bytes outlived the last process; returns how many: those whose slot is free.
 
-    def hold(self, entries: Sequence[Entry]) -> int:
-        """A lease on entries that are there, which ends when it is released; no use of them, for the policy."""
-        lease = Lease(self._pool.new_id(), math.inf, list(entries))
-        for entry in lease.entries:
-            assert entry.live, "a dropped entry cannot be held"
-            entry.leases += 1
-        self._pool.leases.add(lease)
-        return lease.id
+    Call it before the pool has an observer: none is told.
 
-    def hold_next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Ahead:
-        """Holds entries that should go soon; see `Placement.next_victims` and `let_go`. Superseded ones go at once."""
-        self._pool.expire()
-        entry_table = self._pool.entry_table
-        entry_table.evict(entry_table.placement.superseded_ahead(reserve, needs))
-        entries = entry_table.placement.next_victims(reserve, needs, max_bytes).entries
-        return Ahead(self.hold(entries), entries, [entry_table.placement.policy(entry.group) for entry in entries])
+    Args:
+        records: parents before their children, the most recently used last.
+    """
+    entry_table, arena = pool.entry_table, pool.arena
+    placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
+    policy = pool.placement.policy(group)
+    stamp = pool.placement.next_stamp([group])
+    restored = 0
+    chain: list[Entry] = []
+    for record, is_placed in zip(records, placed, strict=True):
+        if is_placed and record.block_hash in group.index:
+            arena.free(record.offset)
+        elif is_placed:
+            parent = group.index.get(record.parent_hash)
+            if chain and parent is not chain[-1]:
+                policy.stored(chain, chain[0].parent, stamp)
+                chain = []
+            chain.append(entry_table.restore(group, record, parent, stamp))
+            restored += 1
+    if chain:
+        policy.stored(chain, chain[0].parent, stamp)
+    for entry in group.index.values():
+        entry_table.make_candidate(entry)
+    return restored
 
-    def let_go(self, ahead: Ahead, *, drop: bool) -> int:
-        """Ends that hold, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
-        self._pool.release([ahead.lease_id])
-        entry_table, dropped = self._pool.entry_table, 0
-        for entry, policy in zip(ahead.entries, ahead.policies, strict=True):
-            if not entry.live:
-                continue
-            if drop and entry.movable and not entry.children:
-                entry_table.drop(entry)
-                dropped += 1
-            else:
-                entry_table.placement.spare(entry, policy)
-        self._pool.counters["evicted_blocks"] += dropped
-        return dropped
+
+# The server reads
+
+
+def pin(pool: Pool, entries: Sequence[Entry]) -> int:
+    """Leases live entries without a deadline; end the lease with `Pool.release`. The policies see no use of them."""
+    lease = Lease(pool.new_id(), math.inf, list(entries))
+    for entry in lease.entries:
+        assert entry.live, "a dropped entry cannot be pinned"
+        entry.leases += 1
+    pool.leases.add(lease)
+    return lease.id
+
+
+def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[int, int], max_bytes: int) -> PinnedVictims:
+    """Pins the entries that are to be evicted next; end that with `unpin_victims`. Evicts superseded ones at once.
+
+    Args: see `Placement.next_victims`.
+    """
+    pool.expire()
+    pool.entry_table.evict(pool.placement.next_superseded(reserve, needs))
+    entries = pool.placement.next_victims(reserve, needs, max_bytes).entries
+    return PinnedVictims(pin(pool, entries), entries, [pool.placement.policy(entry.group) for entry in entries])
+
+
+def unpin_victims(pool: Pool, victims: PinnedVictims, *, drop: bool) -> int:
+    """Unpins victims; with `drop`, drops those that are still unused leaves. Returns how many were dropped."""
+    pool.release([victims.lease_id])
+    dropped = 0
+    for entry, policy in zip(victims.entries, victims.policies, strict=True):
+        if not entry.live:
+            continue
+        if drop and entry.movable and not entry.children:
+            pool.entry_table.drop(entry)
+            dropped += 1
+        else:
+            pool.placement.keep(entry, policy)
+    pool.counters["evicted_blocks"] += dropped
+    return dropped

@@ -1,1 +1,1 @@
-"""Blocks on their way up from the tiers and down to them."""
+"""The pool with its tiers: demotes blocks from the arena to tiers, and promotes them again."""

@@ -1,9 +1,10 @@
-"""Down: blocks on their way from the arena to one tier.
+"""Demotes blocks from the arena to one tier.
 
-Written through, a block goes down when it is stored; written on eviction, when its slot is about to be needed (`room`).
+With write-through, a block is queued when it is stored; with write-back, it is written before it is evicted (see
+`watermark`).
 
-What waits does so as a reference: nothing keeps it in the arena until it is being written, so that a slow tier takes no
-space from puts, and what is evicted before its turn is a demotion that was dropped, and counted.
+A queued block is a reference that does not pin its entry, so that a slow tier takes no slots from puts. An entry is
+pinned only while it is written; one that is evicted before is counted as a dropped demotion.
 """
 
 from __future__ import annotations
@@ -17,134 +18,139 @@ import structlog
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.tier_access import Moves
+from kvpool_server.cache.tier_access import pin
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.tier import Block, Tier, TierError
 
 log = structlog.get_logger()
 
 BATCH_BYTES = 32 << 20
-"""Written at once, and kept in the arena meanwhile."""
+"""Written, and pinned in the arena, at once."""
 MAX_BATCH_BLOCKS = 64
-"""Held at once: who evicts steps over each of them."""
-MAX_CLIMB = 64
-"""Blocks before a new one that are looked at, whether they are lacking: a put is not to pay for a whole prefix."""
-MAX_WAITING = 1 << 17
-"""Blocks that may wait: beyond that the oldest are dropped."""
+"""Pinned at once: an eviction skips each of them."""
+MAX_ANCESTORS = 64
+"""Ancestors of a new block that are checked, whether the tier lacks them: bounds the cost for a put."""
+MAX_QUEUED = 1 << 17
+"""Beyond it the oldest queued blocks are dropped."""
 
 
 class Demoter:
-    """To one tier.
+    """Writes to one tier.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
-        on_evict: write blocks when they are about to go, not when they are stored.
+        write_back: blocks are written when they are about to be evicted, not when they are stored.
     """
 
     def __init__(
-        self, pool: Pool, memory: npt.NDArray[np.uint8], tier: Tier, health: Health, *, on_evict: bool = False
+        self, pool: Pool, memory: npt.NDArray[np.uint8], tier: Tier, health: Health, *, write_back: bool = False
     ):
-        self.on_evict = on_evict
+        self.write_back = write_back
         self._pool = pool
-        self._moves = Moves(pool)
         self._memory = memory
         self._tier = tier
         self._health = health
-        self._waiting: dict[Entry, None] = {}  # In the order in which they came.
+        self._queue: dict[Entry, None] = {}  # In insertion order.
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """Queued blocks."""
+        return len(self._queue)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no block is queued, or being written from the queue."""
+        return self._idle.is_set()
 
     @property
     def is_up(self) -> bool:
         return self._health.up
 
     def stored(self, entry: Entry) -> None:
-        """The pool has a new block."""
-        if not self.on_evict:
-            self.offer(entry)
+        """The pool has a new readable block."""
+        if not self.write_back:
+            self._enqueue_new(entry)
 
     def evicted(self, entry: Entry) -> None:
-        """The pool could not wait, and lets a block go."""
-        if self.on_evict and self._known(entry) is not True:
+        """The pool evicts a block for a put that cannot wait."""
+        if self.write_back and self._is_in_tier(entry) is not True:
             self._tier.counters["dropped_demotions"] += 1
 
-    def offer(self, entry: Entry) -> None:
-        """Takes a complete entry, and what the tier lacks of the prefix before it: without that it would be no use."""
-        if self._known(entry) is True:
+    def _enqueue_new(self, entry: Entry) -> None:
+        """Queues a complete entry and the ancestors that the tier lacks, without which no lookup could use it."""
+        if self._is_in_tier(entry) is True:
             return
         if not self._health.up:
             self._tier.counters["dropped_demotions"] += 1
             return
-        self._take(entry, MAX_CLIMB)
-        while len(self._waiting) > MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
+        self._enqueue(entry, MAX_ANCESTORS)
+        while len(self._queue) > MAX_QUEUED:
+            del self._queue[next(iter(self._queue))]
             self._tier.counters["dropped_demotions"] += 1
 
-    def _take(self, entry: Entry, max_climb: int) -> None:
-        """Has an entry wait, and before it what the tier lacks of so many before it in its prefix."""
+    def _enqueue(self, entry: Entry, max_ancestors: int) -> None:
+        """Queues an entry behind those of its nearest ancestors that the tier lacks."""
         lacking = [entry]
-        while len(lacking) <= max_climb and (parent := lacking[-1].parent) is not None and self._is_lacking(parent):
+        while len(lacking) <= max_ancestors and (parent := lacking[-1].parent) is not None and self._is_lacking(parent):
             lacking.append(parent)
         for each in reversed(lacking):
-            self._waiting[each] = None
+            self._queue[each] = None
         self._idle.clear()
         self._work.set()
 
     def _is_lacking(self, entry: Entry) -> bool:
-        return entry.live and entry.complete and entry not in self._waiting and self._known(entry) is False
+        return entry.live and entry.complete and entry not in self._queue and self._is_in_tier(entry) is False
 
-    def _known(self, entry: Entry) -> bool | None:
-        """Whether the tier has a block; None where it would have to ask."""
+    def _is_in_tier(self, entry: Entry) -> bool | None:
+        """Whether the tier has a block; None if the tier cannot tell without a call."""
         namespace = self._pool.namespace(entry.group.fingerprint)
         known = None if namespace is None else self._tier.known(namespace, entry.group.idx, [entry.block_hash])
         return None if known is None else known[0]
 
     async def run(self) -> None:
-        """Writes, for ever."""
+        """Writes queued blocks, for ever."""
         while True:
             await self._work.wait()
-            if self._waiting:
-                await self._write_waiting()
+            if self._queue:
+                await self._write_batch()
             else:
                 self._work.clear()
                 self._idle.set()
 
-    async def _write_waiting(self) -> None:
+    async def _write_batch(self) -> None:
         group, entries = self._next_batch()
         if not entries:
             return
-        lease_id = self._moves.hold(entries)
+        lease_id = pin(self._pool, entries)
         try:
-            await self._write(group, entries)
+            await self._write_group(group, entries)
         except TierError:
-            self._tier.counters["dropped_demotions"] += len(entries) + len(self._waiting)
-            self._waiting.clear()
+            self._tier.counters["dropped_demotions"] += len(entries) + len(self._queue)
+            self._queue.clear()
         finally:
             self._pool.release([lease_id])
 
-    async def keep(self, entries: Sequence[Entry]) -> bool:
-        """Writes entries that are about to go, and are held meanwhile, those that the tier has not; False if it failed.
+    async def write(self, entries: Sequence[Entry]) -> bool:
+        """Writes the pinned entries that the tier lacks; False if the tier failed.
 
         Args:
-            entries: from the ends of prefixes to their beginnings.
+            entries: children before their parents; they are written in the opposite order.
         """
         by_group: dict[Group, list[Entry]] = {}
         for entry in reversed(entries):
-            if entry.complete and self._known(entry) is not True:
+            if entry.complete and self._is_in_tier(entry) is not True:
                 by_group.setdefault(entry.group, []).append(entry)
         try:
             for group, members in by_group.items():
-                await self._write(group, members)
+                await self._write_group(group, members)
         except TierError:
             return False
         return True
 
-    async def _write(self, group: Group, entries: list[Entry]) -> None:
-        """Writes entries of one group, which are held meanwhile. Raises TierError."""
+    async def _write_group(self, group: Group, entries: list[Entry]) -> None:
+        """Writes pinned entries of one group. Raises TierError."""
         namespace = self._pool.namespace(group.fingerprint)
         if namespace is None:
             return
@@ -159,43 +165,43 @@ class Demoter:
             for entry in entries
         ]
         with self._health.call():
-            kept = await self._tier.write(namespace, group.idx, blocks)
-            self._tier.counters["demoted_blocks"] += kept
-            # What is held is not evicted: it was removed, or cleared, while it was being written.
-            gone = [entry.block_hash for entry in entries if not entry.live]
-            if gone:
-                await self._tier.remove(namespace, group.idx, gone)
+            written = await self._tier.write(namespace, group.idx, blocks)
+            self._tier.counters["demoted_blocks"] += written
+            # A pinned entry that is no longer live was removed or cleared while it was being written.
+            removed = [entry.block_hash for entry in entries if not entry.live]
+            if removed:
+                await self._tier.remove(namespace, group.idx, removed)
 
-    def offer_all(self) -> None:
-        """Takes all that the pool has and the tier has not, what was used last first; for a last time."""
+    def enqueue_all(self) -> None:
+        """Queues all blocks of the pool that the tier lacks, the most recently used first; before the server stops."""
         entries = [
             entry
             for namespace in self._pool.open_namespaces()
             for entry in namespace.entries()
-            if entry.complete and self._known(entry) is not True
+            if entry.complete and self._is_in_tier(entry) is not True
         ]
         for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
-            if entry not in self._waiting:
-                self._take(entry, entry.depth)
+            if entry not in self._queue:
+                self._enqueue(entry, entry.depth)
 
-    async def drained(self) -> None:
-        """Returns when nothing waits."""
+    async def wait_idle(self) -> None:
+        """Returns when no block is queued or being written from the queue."""
         await self._idle.wait()
 
     def _next_batch(self) -> tuple[Group, list[Entry]]:
-        """What has waited longest, and those of its group right behind it."""
-        group = next(iter(self._waiting)).group
+        """Removes the oldest entries of one group from the queue; returns those that are still readable."""
+        group = next(iter(self._queue)).group
         entries: list[Entry] = []
         most = min(MAX_BATCH_BLOCKS, max(1, BATCH_BYTES // group.spec.slot_bytes))
-        taken: list[Entry] = []
-        for entry in self._waiting:
+        removed: list[Entry] = []
+        for entry in self._queue:
             if entry.group is not group or len(entries) == most:
                 break
-            taken.append(entry)
+            removed.append(entry)
             if entry.live and entry.complete:
                 entries.append(entry)
             else:
                 self._tier.counters["dropped_demotions"] += 1
-        for entry in taken:
-            del self._waiting[entry]
+        for entry in removed:
+            del self._queue[entry]
         return group, entries

@@ -1,8 +1,8 @@
-"""Room for puts, where blocks are written down on eviction.
+"""Keeps slots free for puts where a tier is written to on eviction.
 
-A put cannot wait for a tier. So a part of each slot size's slots is kept free: who would have to go next is written
-down, and let go, before anybody needs the room. What puts more at once, or faster than the tiers write, evicts for
-itself, and what is lost that way is counted.
+A put cannot wait for a tier. So a share of each slot size's slots is kept free: the entries that are to be evicted next
+are written to the tiers and dropped before a put needs their slots. A put that needs more slots than that, or puts that
+come faster than the tiers write, evict entries that are not written; those are counted as dropped demotions.
 """
 
 from __future__ import annotations
@@ -12,74 +12,80 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.tier_access import Moves
+from kvpool_server.cache.tier_access import pin_next_victims, unpin_victims
 from kvpool_server.tiering.demoter import BATCH_BYTES, Demoter
 from kvpool_server.tiers.health import ANSWER_S
 
 RESERVE = 1 / 16
-"""Of a slot size's slots."""
+"""The share of each slot size's slots that is kept free."""
 
 
 class Watermark:
-    """One pool's.
+    """The free slots of one pool.
 
     Args:
-        demotions: to the tiers that are written to on eviction.
+        demoters: of the tiers that are written to on eviction.
     """
 
-    def __init__(self, pool: Pool, demotions: Sequence[Demoter]):
+    def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
         self._pool = pool
-        self._moves = Moves(pool)
-        self._demotions = demotions
+        self._demoters = demoters
         self._work = asyncio.Event()
         self._needs: Counter[int] = Counter()
-        self._made = asyncio.Condition()
+        self._freed = asyncio.Condition()
         self._late: set[asyncio.Task[bool]] = set()
 
-    async def need(self, slot_bytes: int, count: int) -> None:
-        """Returns when so many slots are free beside the reserve, or no more can be made: who comes up can wait."""
+    async def wait_for_free(self, slot_bytes: int, count: int) -> None:
+        """Returns when so many slots are free beside the reserve, when no more can be freed, or after a timeout.
+
+        For promotions, which can wait; slots that a tier is too slow to free are evicted by whoever needs them.
+        """
         self._needs[slot_bytes] += count
         self._work.set()
         try:
-            async with asyncio.timeout(ANSWER_S), self._made:
+            async with asyncio.timeout(ANSWER_S), self._freed:
                 while self._pool.arena.available(slot_bytes) < count and self._work.is_set():
-                    await self._made.wait()
+                    await self._freed.wait()
         except TimeoutError:
-            pass  # A tier that stands still: what is lost for it is counted where it is lost.
+            pass
         finally:
             self._needs[slot_bytes] -= count
 
-    def taken(self) -> None:
-        """Somebody has taken room."""
+    def check(self) -> None:
+        """Has `run` look whether too few slots are free; called when slots were allocated."""
         self._work.set()
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._work.is_set()
+
     async def run(self) -> None:
-        """Makes room, for ever."""
+        """Frees slots, for ever."""
         while True:
             await self._work.wait()
-            if not await self._make():
+            if not await self._free_slots():
                 self._work.clear()
-            async with self._made:
-                self._made.notify_all()
+            async with self._freed:
+                self._freed.notify_all()
 
-    async def _make(self) -> bool:
-        """Whether there is more room now."""
-        awake = [demotion for demotion in self._demotions if demotion.is_up]
-        if not awake:
+    async def _free_slots(self) -> bool:
+        """Writes the next victims to the tiers and drops them; False if no slot was freed."""
+        demoters = [demoter for demoter in self._demoters if demoter.is_up]
+        if not demoters:
             return False
-        ahead = self._moves.hold_next_victims(RESERVE, self._needs, BATCH_BYTES)
+        victims = pin_next_victims(self._pool, RESERVE, self._needs, BATCH_BYTES)
         dropped = 0
-        writing = [asyncio.create_task(demotion.keep(ahead.entries)) for demotion in awake]
+        writing = [asyncio.create_task(demoter.write(victims.entries)) for demoter in demoters]
         try:
-            # Who has not ended by then is left alone (`Health`): what it still writes is no more what it is called, and
-            # its checksums tell.
+            # A tier that has not answered by then is left alone (`Health`). What it still writes may come from slots
+            # that were allocated anew; the checksums tell.
             ended, late = await asyncio.wait(writing, timeout=ANSWER_S)
             self._late |= late
             for task in late:
                 task.add_done_callback(self._late.discard)
-            is_kept = any(task.result() for task in ended)
-            dropped = self._moves.let_go(ahead, drop=is_kept)
+            is_written = any(task.result() for task in ended)
+            dropped = unpin_victims(self._pool, victims, drop=is_written)
         except BaseException:
-            self._moves.let_go(ahead, drop=False)
+            unpin_victims(self._pool, victims, drop=False)
             raise
         return dropped > 0

@@ -206,7 +206,7 @@ def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
         ("acme=1GiB", "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
         ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is no size"),
         ("namespace:abc=1GiB", "give the first 8 characters of a fingerprint, or more"),
-        ("tenant:nobody=0", "there is no quota tenant:nobody to take away"),
+        ("tenant:nobody=0", "there is no quota tenant:nobody to delete"),
     ],
 )
 def test_a_bad_quota_is_one_sentence(cli: Cli, text: str, says: str) -> None:

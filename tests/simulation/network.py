@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
@@ -28,6 +29,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.service import PIECE_BYTES, PoolService
+from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
 
 LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)
@@ -78,10 +80,12 @@ class Lag:
     retry_ms: int
 
 
-class _TieredPool(Pool):
-    """A pool of which the next lookups see a part only."""
+class _LaggingPool(TieredPool):
+    """A pool whose next lookups find a part of its blocks, and call the others pending."""
 
-    lags: list[Lag]
+    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], lags: list[Lag]):
+        super().__init__(pool, memory)
+        self.lags = lags
 
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
@@ -147,13 +151,11 @@ class SimServer:
         extent_bytes, num_extents = self._size
         self.memory = np.full(extent_bytes * num_extents, POISON, np.uint8)
         self.boot_token = next(self._ids)
-        self.pool = _TieredPool(
-            Arena(extent_bytes * num_extents, extent_bytes), self.runtime.clock, lambda: next(self._ids), LIMITS
-        )
-        self.pool.entry_table.observer = self._observer
-        self.pool.lags = self.lags
-        offer = Offer(PIECE_BYTES)
-        self._service = PoolService(self.pool, self.memory, offer, self.boot_token, _NoMetrics(), self.pool.stats)  # type: ignore[arg-type]
+        arena = Arena(extent_bytes * num_extents, extent_bytes)
+        self.pool = Pool(arena, self.runtime.clock, lambda: next(self._ids), LIMITS)
+        self.pool.observe(self._observer)
+        tiered, offer = _LaggingPool(self.pool, self.memory, self.lags), Offer(PIECE_BYTES)
+        self._service = PoolService(tiered, self.memory, offer, self.boot_token, _NoMetrics(), self.pool.stats)  # type: ignore[arg-type]
         self.up = True
 
     def reachable(self) -> bool:

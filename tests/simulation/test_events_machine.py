@@ -52,7 +52,7 @@ class ListenedPool(Pool):
             lambda flush: None, self.counters, FIRST_SEQ, max_queued_blocks=MAX_QUEUED_BLOCKS, batch_blocks=BATCH_BLOCKS
         )
         self.history = History(self.ledger, self.encoder_class(), self.counters, MAX_KEPT)
-        self.entry_table.observer = self.ledger
+        self.observe(self.ledger)
 
 
 class Network:
@@ -184,7 +184,7 @@ class ClaimsBeforePutEnd(ListenedPool):
         grant = super().put_start(*args)  # type: ignore[arg-type]
         ticket = self.tickets.get(grant.ticket_id)
         for entry in ticket.entries if ticket is not None else ():
-            self.entry_table.observer.stored(entry)
+            self.ledger.stored(entry)
         return grant
 
 

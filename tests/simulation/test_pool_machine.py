@@ -13,6 +13,7 @@ from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
@@ -139,8 +140,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.set_quota(subject, limit_bytes)
 
     @rule()
-    def settle(self) -> None:
-        self.world.settle()
+    def rebalance(self) -> None:
+        self.world.rebalance()
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.1, 0.2, 0.3, 1.0]), tell_pool=st.booleans())
     def advance(self, seconds: float, tell_pool: bool) -> None:
@@ -180,7 +181,7 @@ class LeaseIgnoredByEviction(_Unchecked):
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         found = super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
-        for namespace in self._namespaces.values():
+        for namespace in self.open_namespaces():
             for group in namespace.groups:
                 for entry in group.index.values():
                     entry.leases = 0
@@ -222,7 +223,7 @@ class RefusalEvicts(_Unchecked):
         try:
             return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
         except OutOfSpaceError:
-            for namespace in self._namespaces.values():
+            for namespace in self.open_namespaces():
                 for each in namespace.groups:
                     for entry in [entry for entry in each.index.values() if entry.movable]:
                         self.entry_table.drop(entry)
@@ -232,7 +233,8 @@ class RefusalEvicts(_Unchecked):
 class RemoveForgetsReaders(_Unchecked):
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         for block_hash in runs[0].block_hashes:
-            entry = self._namespaces.group(fingerprint, runs[0].group_idx).index.get(block_hash)
+            namespace = self.namespace(fingerprint)
+            entry = namespace.groups[runs[0].group_idx].index.get(block_hash) if namespace is not None else None
             if entry is not None:
                 entry.leases = 0
         return super().remove(fingerprint, runs)
@@ -242,13 +244,13 @@ class QuotaIgnored(_Unchecked):
     def put_start(
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
-        for namespace in self._namespaces.values():
-            self.entry_table.placement.place((group, ()) for group in namespace.groups)
+        for namespace in self.open_namespaces():
+            self.placement.assign_quotas((group, ()) for group in namespace.groups)
         return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
 
 
 class LoweredQuotaKeepsItsSurplus(_Unchecked):
-    def settle(self) -> None:
+    def rebalance(self) -> None:
         """Nothing."""
 
 
@@ -267,14 +269,18 @@ class SupersededLikeOthers(_Unchecked):
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
     ) -> tuple[Namespace, bool]:
         opened = super().open_namespace(spec, expected_fingerprint, opener)
-        for namespace in self._namespaces.values():
-            self.entry_table.placement.superseded.remove(namespace.groups)
+        for namespace in self.open_namespaces():
+            self.placement.unmark_superseded(namespace.groups)
         return opened
 
 
 class SupersededForEver(_Unchecked):
-    def _used(self, namespace: Namespace, now: float) -> None:
-        """Nothing."""
+    def find(self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0) -> Found:
+        superseded = [namespace for namespace in self.open_namespaces() if namespace.superseded]
+        found = super().find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        for namespace in superseded:
+            namespace.superseded = True
+        return found
 
 
 PLAIN: Group = (0, 1)

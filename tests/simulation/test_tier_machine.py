@@ -24,7 +24,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.tiering.tiers import Tiers
+from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.file.extent_io import Place
 from kvpool_server.tiers.file.tier import FileTier
 from tests.simulation.power import PowerDisk
@@ -65,7 +65,7 @@ class World:
         pool_class: type[Pool] = Pool,
         tier_class: type[FileTier] = FileTier,
         policy: str = "density",
-        on_evict: bool = False,
+        write_back: bool = False,
     ):
         self.root = Path(tempfile.mkdtemp(prefix="kvpool-tier-"))
         self.loop = asyncio.new_event_loop()
@@ -74,7 +74,7 @@ class World:
         self._pool_class = pool_class
         self._tier_class = tier_class
         self._policy = policy
-        self._on_evict = on_evict
+        self._write_back = write_back
         self.crashes = self.hits = self.promoted = 0
         self.start()
 
@@ -83,7 +83,7 @@ class World:
 
     def expect_gone(self, space: int, run: BlockRun) -> None:
         """What was removed is there no more, whatever was on its way up or down."""
-        self.settle()
+        self.wait_idle()
         found = self.pool.lookup(SPECS[space].fingerprint(), [run], prefix_only=True, lease_ttl_ms=0)
         assert not found.hits[0].num_leading and self.tier.known(self.namespaces[space], 0, run.block_hashes) == [False]
 
@@ -93,9 +93,8 @@ class World:
         policy = POLICIES[self._policy]
         self.pool = self._pool_class(Arena(ARENA_BYTES, EXTENT_BYTES), self.clock, lambda: next(ids), policy=policy)
         self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
-        self.tiers = Tiers(self.pool, self.memory, [self.tier], [self._on_evict])
-        self.do(self.tiers.open())
-        self.pool.entry_table.observer = self.pool.below = self.tiers
+        self.tiered = TieredPool(self.pool, self.memory, [self.tier], [self._write_back])
+        self.do(self.tiered.open())
         self.namespaces: list[Namespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
 
     # What clients do
@@ -117,7 +116,7 @@ class World:
 
     def lookup(self, space: int, chain: int, count: int) -> Lookup:
         runs = [_run(space, chain, count)]
-        return self.pool.lookup(SPECS[space].fingerprint(), runs, prefix_only=True, lease_ttl_ms=1_000)
+        return self.tiered.lookup(SPECS[space].fingerprint(), runs, prefix_only=True, lease_ttl_ms=1_000)
 
     def get(self, space: int, chain: int, count: int) -> int:
         """Waits for what is on its way; checks what came; how many leading blocks that were."""
@@ -142,15 +141,14 @@ class World:
 
     # What befalls the server
 
-    def settle(self) -> None:
-        """Until nothing moves."""
+    def wait_idle(self) -> None:
+        """Until no block is on its way."""
 
-        async def quiet() -> None:
-            (mover,) = self.tiers._movers
-            while mover.health.up and (len(mover.down) or mover.up._coming or mover.health._calls):
+        async def idle() -> None:
+            while not self.tiered.is_idle:
                 await asyncio.sleep(0.001)
 
-        self.do(quiet())
+        self.do(idle())
 
     def there(self) -> list[list[bool]]:
         """What the tier says that it has."""
@@ -162,14 +160,14 @@ class World:
 
     def stop(self) -> None:
         """In good order."""
-        self.settle()
-        self.do(self.tiers.close())
+        self.wait_idle()
+        self.do(self.tiered.close())
 
     def kill(self) -> None:
         """Nothing more is written; what the kernel has, it keeps."""
         self.disk.ops_left = 0
         self.crashes += 1
-        self.do(self.tiers.close())
+        self.do(self.tiered.close())
         self.disk.ops_left = None
 
     def cut_power(self, random: Random) -> None:
@@ -190,19 +188,20 @@ class World:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        self.tier._pool.check_integrity()
+        self.tier.check_integrity()
 
     def end(self) -> None:
         try:
-            self.stop()
+            self.wait_idle()
             self.check()
+            self.do(self.tiered.clear())
+            assert not self.tier.stats().used_bytes, "slots of the tier leak"  # Or a lease or a ticket of its own pool.
+            self.stop()
             self.clock.advance(1_000)
-            for pool in (self.pool, self.tier._pool):
-                pool.expire()
-                assert not len(pool.leases) and not len(pool.tickets), "a lease or a ticket leaks"
-                pool.clear()
-                stats = pool.stats()
-                assert stats.free_bytes == stats.arena_bytes and not stats.num_quarantined, "slots leak"
+            self.pool.expire()
+            stats = self.pool.stats()
+            assert not stats.num_leases and not stats.num_tickets, "a lease or a ticket leaks"
+            assert stats.free_bytes == stats.arena_bytes and not stats.num_quarantined, "slots leak"
         finally:
             self.loop.close()
             shutil.rmtree(self.root)
@@ -215,20 +214,20 @@ class TierMachine(RuleBasedStateMachine):
         super().__init__()
         self.world: World | None = None
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), on_evict=st.booleans())
-    def begin(self, policy: str, on_evict: bool) -> None:
-        self.world = World(policy=policy, on_evict=on_evict)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), write_back=st.booleans())
+    def begin(self, policy: str, write_back: bool) -> None:
+        self.world = World(policy=policy, write_back=write_back)
 
     chains = st.integers(0, CHAINS - 1)
     counts = st.integers(1, DEPTH)
     spaces = st.sampled_from([0, 0, 0, 1])
 
-    @rule(space=spaces, chain=chains, count=counts, settle=st.booleans())
-    def put(self, space: int, chain: int, count: int, settle: bool) -> None:
+    @rule(space=spaces, chain=chains, count=counts, idle=st.booleans())
+    def put(self, space: int, chain: int, count: int, idle: bool) -> None:
         assert self.world is not None
         self.world.put(space, chain, count)
-        if settle:
-            self.world.settle()
+        if idle:
+            self.world.wait_idle()
 
     @rule(space=spaces, chain=chains, count=counts)
     def get(self, space: int, chain: int, count: int) -> None:
@@ -245,8 +244,7 @@ class TierMachine(RuleBasedStateMachine):
     def remove(self, space: int, chain: int, depth: int) -> None:
         assert self.world is not None
         run = BlockRun(0, [block_hash(f"{space} {chain} {depth}")])
-        self.world.pool.remove(SPECS[space].fingerprint(), [run])
-        self.world.do(self.world.tiers.forget(SPECS[space].fingerprint(), [run]))
+        self.world.do(self.world.tiered.remove(SPECS[space].fingerprint(), [run]))
         self.world.expect_gone(space, run)
 
     @rule(really=st.integers(0, 3), space=st.sampled_from([0, 1, None]))
@@ -254,8 +252,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.world is not None
         if really == 0:
             fingerprint = b"" if space is None else SPECS[space].fingerprint()
-            self.world.pool.clear(fingerprint)
-            self.world.do(self.world.tiers.clear(fingerprint))
+            self.world.do(self.world.tiered.clear(fingerprint))
 
     @rule()
     def restart(self) -> None:
@@ -265,15 +262,15 @@ class TierMachine(RuleBasedStateMachine):
         self.world.start()
         assert self.world.there() == before, "a restart in good order has lost or found blocks"
 
-    @rule(settle=st.booleans())
-    def kill(self, settle: bool) -> None:
+    @rule(idle=st.booleans())
+    def kill(self, idle: bool) -> None:
         assert self.world is not None
-        if settle:
-            self.world.settle()
+        if idle:
+            self.world.wait_idle()
         before = self.world.there()
         self.world.kill()
         self.world.start()
-        if settle:
+        if idle:
             assert self.world.there() == before, "a crash has lost or found blocks that were written"
 
     @rule(seed=st.integers(0, 1 << 32), ops=st.integers(0, 12), chain=chains, sync=st.booleans())
@@ -316,7 +313,7 @@ def _everything_once(world: World) -> None:
     """More than the arena holds, then through a restart, a crash and a power cut."""
     for chain in range(6):
         world.put(0, chain, DEPTH)
-        world.settle()
+        world.wait_idle()
     assert sum(world.get(0, chain, DEPTH) for chain in range(6)) == 6 * DEPTH
     world.stop()
     world.start()
@@ -324,7 +321,7 @@ def _everything_once(world: World) -> None:
     world.disk.sync()
     for chain in range(6, 12):  # More than the tier holds: slots are used again, and nothing of that is certain.
         world.put(0, chain, DEPTH)
-        world.settle()
+        world.wait_idle()
     world.cut_power(Random(7))
     world.start()
     for chain in range(12):
@@ -355,7 +352,7 @@ def test_the_oracle_sees_a_tier_that_does_not_verify() -> None:
     world = World(tier_class=ReadsUnverified)
     with pytest.raises(AssertionError, match="wrong bytes"):
         _everything_once(world)
-    world.do(world.tiers.close())
+    world.do(world.tiered.close())
     world.loop.close()
     shutil.rmtree(world.root)
 

@@ -17,7 +17,7 @@ from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.extent_drain import CLAIM_S
+from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
@@ -183,9 +183,9 @@ class World:
         elif not self._busy():
             assert self.held(subject) <= limit_bytes, f"{subject} keeps more than its quota, and nobody uses it"
 
-    def settle(self) -> None:
+    def rebalance(self) -> None:
         self._expire()
-        self.pool.settle()
+        self.pool.rebalance()
         for quota in self.pool.quotas():
             held = self.held(quota.subject)
             assert held == quota.used_bytes, f"{quota.subject} holds {held} bytes; the pool says {quota.used_bytes}"
@@ -463,7 +463,7 @@ class World:
     def check_nothing_leaks(self) -> None:
         """Everything dropped and expired: all of the arena is free, and every byte of it can be had again."""
         self.clear(None)
-        self.advance((LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000 + CLAIM_S, tell_pool=True)
+        self.advance((LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000 + DRAIN_S, tell_pool=True)
         self.check()
         stats = self.pool.stats()
         assert stats.free_bytes == stats.arena_bytes, f"{stats.arena_bytes - stats.free_bytes} bytes leaked"

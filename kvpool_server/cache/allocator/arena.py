@@ -1,7 +1,7 @@
-"""Places for entries: the arena is cut into equal extents, and an extent into equal slots of one size.
+"""Slots for entries: the arena is cut into equal extents, and an extent into equal slots of one size.
 
-Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot taken until its
-last slot is freed. Pure bookkeeping: offsets, no memory. Not thread-safe: the pool's event loop owns it.
+Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot's allocation until
+its last slot is freed. Bookkeeping of offsets only, without memory. Not thread-safe: the pool's event loop owns it.
 
 Invariant: every offset is either free or has exactly one owner.
 """
@@ -17,7 +17,7 @@ MIN_EXTENT_BYTES = 32 << 20
 EXTENTS_PER_ARENA = 64
 MIN_EXTENTS = 4
 MAX_SLOTS_PER_EXTENT = 1 << 18
-"""Bounds the bookkeeping: a namespace of one-byte chunks must not make lists as long as the arena."""
+"""Bounds the bookkeeping: without it, a namespace of one-byte chunks would make lists as long as the arena."""
 
 
 class Extent:
@@ -29,7 +29,7 @@ class Extent:
         self.start = start
         self.slot_bytes = slot_bytes
         self.owners: list[Entry | None] = [None] * num_slots
-        # Taken from the end: ascending offsets, so that the blocks of one put lie side by side.
+        # Allocated from the end: in ascending order, so that the blocks of one put lie side by side.
         self.free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -42,8 +42,8 @@ class Arena:
 
     Args:
         arena_bytes: rounded down to whole extents.
-        extent_bytes: default: a 64th of the arena, 32 MiB at least, and a quarter of the arena at most.
-        backed_bytes: how much can be given out from the start; all by default. See `back`.
+        extent_bytes: default: a 64th of the arena, at least 32 MiB, and at most a quarter of the arena.
+        backed_bytes: how much can be allocated at first; default: all. See `back`.
     """
 
     def __init__(self, arena_bytes: int, extent_bytes: int | None = None, backed_bytes: int | None = None):
@@ -60,22 +60,22 @@ class Arena:
         self._num_backed = 0
         self._unused: list[int] = []
         self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
-        # slot size -> its extents by start; those with room are kept apart so that allocation never searches.
+        # By slot size, its extents by start. Extents with free slots are kept apart so that allocation never searches.
         self._by_size: dict[int, dict[int, Extent]] = {}
         self._with_room: dict[int, dict[int, Extent]] = {}
-        self._closed: int | None = None
-        self._claimant = 0
-        self._num_kept = 0
+        self._draining: int | None = None
+        self._drained_for = 0
+        self._num_reserved = 0  # 1: the drained extent is empty, and waits for its size.
 
     def back(self, nbytes: int) -> None:
-        """Says that the first `nbytes` have memory behind them: only those are given out."""
+        """Says that the first `nbytes` are backed by memory: only those are allocated."""
         while self._num_backed < self.num_extents and (self._num_backed + 1) * self.extent_bytes <= nbytes:
             self._unused.insert(0, self._num_backed)
             self._num_backed += 1
 
     @property
     def unbacked_bytes(self) -> int:
-        """That are not given out yet; see `back`."""
+        """Bytes that cannot be allocated yet; see `back`."""
         return (self.num_extents - self._num_backed) * self.extent_bytes
 
     def slots_per_extent(self, slot_bytes: int) -> int:
@@ -89,17 +89,17 @@ class Arena:
         return list(self._by_size.get(slot_bytes, {}).values())
 
     def unused_extents(self) -> list[int]:
-        """Those in which nothing lies."""
+        """Indexes of extents without any allocated slot."""
         return list(self._unused)
 
     def available(self, slot_bytes: int) -> int:
-        """Slots of this size that can be taken now."""
-        room = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())
-        kept = 0 if slot_bytes == self._claimant else self._num_kept
-        return room + (len(self._unused) - kept) * self.slots_per_extent(slot_bytes)
+        """Slots of this size that can be allocated now."""
+        num_free = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())
+        reserved = 0 if slot_bytes == self._drained_for else self._num_reserved
+        return num_free + (len(self._unused) - reserved) * self.slots_per_extent(slot_bytes)
 
-    def take(self, slot_bytes: int, count: int) -> list[int] | None:
-        """Takes `count` slots; their offsets. None if there are fewer: nothing has changed."""
+    def allocate(self, slot_bytes: int, count: int) -> list[int] | None:
+        """Allocates `count` slots; returns their offsets. None if fewer are free: nothing has changed."""
         if count > self.available(slot_bytes):
             return None
         offsets: list[int] = []
@@ -113,7 +113,7 @@ class Arena:
         return offsets
 
     def restore(self, slot_bytes: int, offsets: Sequence[int]) -> list[bool]:
-        """Takes the slots at these offsets; of each whether it could be had: it is a slot of this size, and free."""
+        """Allocates the slots at these offsets. Of each, whether it was one: a free slot of this size."""
         num_slots = self.slots_per_extent(slot_bytes)
         free: dict[int, set[int]] = {}  # By extent.
         placed = []
@@ -140,22 +140,22 @@ class Arena:
                 self._with_room[slot_bytes].pop(extent.start, None)
         return placed
 
-    def close(self, start: int, slot_bytes: int) -> None:
-        """Gives no slot of an extent away any more; once it is free, it is for one size. One extent at a time."""
+    def start_drain(self, start: int, slot_bytes: int) -> None:
+        """Allocates no slot of an extent any more; once it is empty, reserves it for a size. One extent at a time."""
         extent = self._extents[start // self.extent_bytes]
-        assert extent is not None and self._closed is None and not self._num_kept
-        self._closed, self._claimant = start, slot_bytes
+        assert extent is not None and self._draining is None and not self._num_reserved
+        self._draining, self._drained_for = start, slot_bytes
         self._with_room[extent.slot_bytes].pop(start, None)
 
-    def end_claim(self) -> None:
-        """The closed extent, or what it has become, is as any other again."""
-        extent = None if self._closed is None else self._extents[self._closed // self.extent_bytes]
+    def end_drain(self) -> None:
+        """Allocates from the extent as from any other again."""
+        extent = None if self._draining is None else self._extents[self._draining // self.extent_bytes]
         if extent is not None and extent.free:
             self._with_room[extent.slot_bytes][extent.start] = extent
-        self._closed, self._claimant, self._num_kept = None, 0, 0
+        self._draining, self._drained_for, self._num_reserved = None, 0, 0
 
     def assign(self, offset: int, owner: Entry) -> None:
-        """Says who is in a slot that `take` gave."""
+        """Makes an entry the owner of an allocated slot."""
         extent, slot = self._locate(offset)
         extent.owners[slot] = owner
 
@@ -169,16 +169,16 @@ class Arena:
         return extent.owners[slot] if slot < len(extent.owners) else None
 
     def free(self, offset: int) -> None:
-        """Gives a slot back. An extent whose last slot is freed is open to every size again."""
+        """Frees a slot. An extent whose last slot is freed is open to every size again."""
         extent, slot = self._locate(offset)
         extent.owners[slot] = None
         extent.free.append(slot)
         if extent.num_used:
-            if extent.start != self._closed:
+            if extent.start != self._draining:
                 self._with_room[extent.slot_bytes][extent.start] = extent
             return
-        if extent.start == self._closed:
-            self._closed, self._num_kept = None, 1
+        if extent.start == self._draining:
+            self._draining, self._num_reserved = None, 1
         self._extents[extent.start // self.extent_bytes] = None
         self._unused.append(extent.start // self.extent_bytes)
         del self._by_size[extent.slot_bytes][extent.start]
@@ -191,8 +191,8 @@ class Arena:
         return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
 
     def _open(self, slot_bytes: int, idx: int) -> Extent:
-        if slot_bytes == self._claimant:
-            self._num_kept = 0
+        if slot_bytes == self._drained_for:
+            self._num_reserved = 0
         extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes))
         self._extents[idx] = extent
         self._by_size.setdefault(slot_bytes, {})[extent.start] = extent

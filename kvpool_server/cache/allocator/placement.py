@@ -1,14 +1,14 @@
-"""Room for new entries: which slots to take, and whom to evict for them.
+"""Slots for new entries: which to allocate, and which entries to evict for them.
 
-A put that would take a subject over its quota takes room from that subject first: slots of the same size, then others.
-Slot sizes share the arena fairly. A size that needs room takes it, in this order:
-1. from slots and extents that are free;
+A put that would take a subject over its quota first takes slots from that subject: of the same size, then of others.
+Slot sizes share the arena fairly. A size that needs slots gets them, in this order:
+1. from free slots and extents;
 2. from superseded namespaces: entries of its own size, then whole extents of others;
-3. an extent of a size whose every use is older than our own oldest candidate's (a model that is gone gives way);
-4. while it has less than its share of extents: the coldest extent of the size that has most; where somebody reads or
-   writes in each of those, one is emptied for it (`claim`);
-5. from entries of its own size, as the policies say.
-Decides only: `residents` drops the victims, then takes the slots.
+3. from extents of a size whose every use is older than its own oldest candidate (a model that is no longer used);
+4. while it has less than its share of extents: the coldest extent of the size that has most; if each of those holds an
+   entry that is leased or being written, one is drained for it (`extent_drain`);
+5. from entries of its own size, as the policies choose.
+Decides only: the entry table evicts the victims, then allocates the slots.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.eviction import TICK, Policy
 from kvpool_server.cache.eviction.partitions import Partition, Partitions, oldest_stamp, take
 from kvpool_server.cache.eviction.victims import Victims
 from kvpool_server.cache.quotas import Account
 
 SAMPLED_SLOTS = 32
-"""How many entries say how cold an extent is: enough to rank extents, few enough for extents of any size."""
+"""Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
 
 
 class NoRoomError(OutOfSpaceError):
-    """No room although less would be enough: what is held stands in the way, and the pool knows who holds it.
+    """Too few slots can be freed for a put that the arena or quota has room for; the pool adds what holds the others.
 
     Args:
         what: was wanted.
-        elsewhere: what part of the arena is not to be had, for which reason; empty if there is none.
+        elsewhere: which part of the arena cannot be used, and why; empty if none.
         fix: what to do.
-        account: whose quota it is about; None: the arena.
+        account: whose quota is exceeded; None: the arena is full.
     """
 
     def __init__(self, what: str, elsewhere: str, fix: str, account: Account | None = None):
@@ -47,9 +47,9 @@ class NoRoomError(OutOfSpaceError):
         self._what, self._elsewhere, self._fix = what, elsewhere, fix
         self.account = account
 
-    def because(self, held: str) -> OutOfSpaceError:
-        """The whole sentence, with what is held, in words."""
-        reasons = "; ".join(filter(None, (held, self._elsewhere)))
+    def because(self, holders: str) -> OutOfSpaceError:
+        """The whole message, given a description of what holds slots."""
+        reasons = "; ".join(filter(None, (holders, self._elsewhere)))
         return OutOfSpaceError(f"{self._what}: {reasons}; {self._fix}" if reasons else str(self))
 
 
@@ -58,54 +58,65 @@ class Placement:
 
     Args:
         policy: makes an eviction policy.
-        counters: counts refusals and what quotas cost, among others' doings.
-
-    Attributes:
-        superseded: groups of superseded namespaces.
-        claim: of a size on an extent that cannot be given up at once.
+        counters: refusals, and evictions for quotas, are counted here.
     """
 
     def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
-        self.arena = arena
-        self.superseded = Superseded()
-        self.drain = ExtentDrain(arena)
+        self._arena = arena
+        self._superseded = Superseded()
+        self._drain = ExtentDrain(arena)
         self._partitions = Partitions(policy)
         self._counters = counters
         self._last_used: dict[int, int] = {}
         self._stamp = 0
 
     def policy(self, group: Group) -> Policy:
-        """The one that a group's entries are under."""
+        """The eviction policy of a group's entries."""
         return self._partitions.policy(group)
 
-    def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
-        """Says under which quotas groups are from now on."""
-        self._partitions.place(placed, self._stamp)
+    def next_stamp(self, groups: Iterable[Group]) -> int:
+        """The stamp of a call that uses entries of these groups."""
+        self._stamp += TICK
+        for group in groups:
+            self._last_used[group.spec.slot_bytes] = self._stamp
+        return self._stamp
+
+    # Groups
+
+    def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
+        """Says which quotas cover groups from now on."""
+        self._partitions.place(assigned, self._stamp)
+
+    def mark_superseded(self, groups: Sequence[Group]) -> None:
+        """Evicts the entries of these groups before all others, until `unmark_superseded`."""
+        self._superseded.add(groups)
+
+    def unmark_superseded(self, groups: Sequence[Group]) -> None:
+        self._superseded.remove(groups)
 
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""
-        self.superseded.remove(groups)
+        self._superseded.remove(groups)
         for group in groups:
             self._partitions.remove(group)
 
-    def touch(self, slot_bytes: int, stamp: int) -> None:
-        self._last_used[slot_bytes] = self._stamp = stamp
+    # Victims
 
     def victims(self, group: Group, count: int) -> list[Entry]:
-        """Who must go so that `count` slots can be taken for a group.
+        """The entries to evict so that `count` slots can be allocated for a group.
 
         Raises:
-            OutOfSpaceError: that cannot be; nothing has changed.
+            OutOfSpaceError: there are not enough; nothing has changed.
         """
         slot_bytes = group.spec.slot_bytes
         victims = Victims()
         for account in self._partitions.of(group).accounts:
-            if self._settle(account, victims, slot_bytes, count):
+            if self._choose_for_quota(account, victims, slot_bytes, count):
                 self._counters["over_quota"] += 1
                 victims.undo(self.policy)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
-        if not self._make_room(slot_bytes, count, victims):
+        if not self._choose_for_arena(slot_bytes, count, victims):
             self._counters["out_of_space"] += 1
             victims.undo(self.policy)
             raise NoRoomError(
@@ -117,8 +128,8 @@ class Placement:
         return victims.entries
 
     def _elsewhere(self, slot_bytes: int, count: int) -> str:
-        """Why there is less than the whole arena for a slot size; empty if there is not."""
-        arena = self.arena
+        """Which part of the arena a slot size cannot use, and why; empty if it can use all."""
+        arena = self._arena
         most = arena.num_extents * arena.slots_per_extent(slot_bytes)
         if count > most:
             return f"the whole arena of {size_text(arena.arena_bytes)} has {most} slots of this size"
@@ -129,13 +140,14 @@ class Placement:
         return "; ".join(parts)
 
     def next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Victims:
-        """Who should go soon, as the policies say, so that a share of each slot size's slots is free for puts.
+        """The entries to evict next, so that a share of each slot size's slots is free before a put needs them.
 
-        They are out of the policies' hands until they are dropped, or given back with `spare`.
+        The policies do not choose them again until they are dropped, or given back with `keep`.
 
         Args:
-            needs: of a slot size, how many more slots should be free.
-            max_bytes: of all their slots; of one, if that is more.
+            reserve: the share of slots to keep free, of each slot size.
+            needs: slots to keep free beside the reserve, by slot size.
+            max_bytes: of the victims' slots; at least one victim is chosen.
         """
         victims = Victims()
         for size, short in self._shortages(reserve, needs):
@@ -144,49 +156,55 @@ class Placement:
                 max_bytes -= size * take(self._partitions.of_size(size), count, victims, self._stamp)
         return victims
 
-    def superseded_ahead(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
-        """As `next_victims`, of superseded namespaces: they come first, and nobody needs their bytes."""
+    def next_superseded(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
+        """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
         victims = Victims()
-        for size, short in self._shortages(reserve, needs) if self.superseded else ():
+        for size, short in self._shortages(reserve, needs) if self._superseded else ():
             groups = {group for partition in self._partitions.of_size(size) for group in partition.groups}
-            self.superseded.take(groups, short, victims)
+            self._superseded.choose(groups, short, victims)
         return victims.entries
 
     def _shortages(self, reserve: float, needs: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Slot sizes of which fewer slots are free than should be, and by how many."""
+        """Slot sizes that have too few free slots, and how many more each needs."""
         short = []
-        for size in self.arena.sizes():
-            slots = len(self.arena.extents(size)) * self.arena.slots_per_extent(size)
-            short.append((size, math.ceil(slots * reserve) + needs.get(size, 0) - self.arena.available(size)))
+        for size in self._arena.sizes():
+            slots = len(self._arena.extents(size)) * self._arena.slots_per_extent(size)
+            short.append((size, math.ceil(slots * reserve) + needs.get(size, 0) - self._arena.available(size)))
         return [(size, count) for size, count in short if count > 0]
 
-    def spare(self, entry: Entry, chosen_by: Policy) -> None:
-        """Takes back who does not go after all, unless it is under another policy by now, which has queued it."""
+    def keep(self, entry: Entry, chosen_by: Policy) -> None:
+        """Gives a victim of `next_victims` back to its policy, unless another policy has queued it since."""
         if self.policy(entry.group) is chosen_by:
             chosen_by.restore([entry])
 
-    def surplus(self, accounts: Iterable[Account]) -> list[Entry]:
-        """Who must go so that no subject has more than its quota, as far as they may."""
+    def over_quota(self, accounts: Iterable[Account]) -> list[Entry]:
+        """The entries to evict so that no subject exceeds its quota; those that are held stay."""
         victims = Victims()
         for account in accounts:
-            self._settle(account, victims)
+            self._choose_for_quota(account, victims)
         self._counters["quota_evicted_blocks"] += len(victims.entries)
         return victims.entries
 
-    def vacate(self, now: float) -> list[Entry]:
-        """Who must go for a size that has less than its share of extents, and found none that could be given up."""
-        if self.drain.held or not self.drain.wanted_by:
+    def start_drain(self, now: float) -> list[Entry]:
+        """Starts to drain an extent if a slot size waits for one; the entries to evict at once."""
+        if self._drain.is_active or not self._drain.wanted_by:
             return []
-        sizes = [size for size in self.arena.sizes() if size != self.drain.wanted_by]
-        most = max((self.arena.extents(size) for size in sizes), key=len, default=[])
+        sizes = [size for size in self._arena.sizes() if size != self._drain.wanted_by]
+        most = max((self._arena.extents(size) for size in sizes), key=len, default=[])
         if len(most) <= 1:
-            self.drain.wanted_by = 0
+            self._drain.wanted_by = 0
             return []
-        self.drain.begin(min(most, key=_num_in_use), now)
-        return self.drain.idle(now)
+        self._drain.start(min(most, key=_num_held), now)
+        return self._drain.victims(now)
 
-    def _settle(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
-        """Chooses among a subject's own so that `count` more slots fit its quota; by how many bytes they do not."""
+    def drain_victims(self, now: float) -> list[Entry]:
+        """The entries of the extent that is being drained which no hold covers any more."""
+        return self._drain.victims(now) if self._drain.is_active else []
+
+    # Choosing
+
+    def _choose_for_quota(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
+        """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much."""
         over = account.used_bytes + count * slot_bytes - account.limit_bytes
         if over <= 0:
             return 0
@@ -197,25 +215,27 @@ class Placement:
             if over <= 0:
                 break
             alike = [partition for partition in partitions if partition.slot_bytes == size]
-            over -= size * self._take(alike, -(-over // size), victims)
+            over -= size * self._choose(alike, -(-over // size), victims)
         return max(over, 0)
 
-    def _take(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
-        """Adds up to `count` victims of partitions of one slot size, the superseded first; how many there were."""
-        groups = {group for partition in partitions for group in partition.groups} if self.superseded else ()
-        taken = self.superseded.take(groups, count, victims)
+    def _choose(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
+        """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
+        groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
+        taken = self._superseded.choose(groups, count, victims)
         return taken + take(partitions, count - taken, victims, self._stamp) if taken < count else taken
 
-    def _make_room(self, slot_bytes: int, count: int, victims: Victims) -> bool:
-        """Chooses until `count` slots of this size can be taken; whether they can."""
+    def _choose_for_arena(self, slot_bytes: int, count: int, victims: Victims) -> bool:
+        """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
         freed = sum(entry.group.spec.slot_bytes == slot_bytes for entry in victims.entries)
-        short = count - freed - self.arena.available(slot_bytes)
+        short = count - freed - self._arena.available(slot_bytes)
         if short <= 0:
             return True
         mine = self._partitions.of_size(slot_bytes)
-        if self.superseded:
-            short -= self.superseded.take({group for partition in mine for group in partition.groups}, short, victims)
-        per_extent = self.arena.slots_per_extent(slot_bytes)
+        if self._superseded:
+            short -= self._superseded.choose(
+                {group for partition in mine for group in partition.groups}, short, victims
+            )
+        per_extent = self._arena.slots_per_extent(slot_bytes)
         for extent in self._donations(slot_bytes, mine, victims):
             if short <= 0:
                 return True
@@ -224,60 +244,65 @@ class Placement:
         return short <= 0 or take(mine, short, victims, self._stamp) == short
 
     def _donations(self, slot_bytes: int, mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
-        """Extents that other sizes give up to this one, coldest first. Looks at a size only when it is to give."""
-        held = {size: len(self.arena.extents(size)) for size in self.arena.sizes() if size != slot_bytes}
-        if not held:
+        """Extents that other sizes give up to this one, coldest first. Visits a size only when its turn has come."""
+        num_extents = {size: len(self._arena.extents(size)) for size in self._arena.sizes() if size != slot_bytes}
+        if not num_extents:
             return
-        num_mine = len(self.arena.extents(slot_bytes))
+        num_mine = len(self._arena.extents(slot_bytes))
         given: set[int] = set()
-        for extent in self.superseded.extents(self.arena, slot_bytes):
+        for extent in self._superseded.extents(self._arena, slot_bytes):
             given.add(extent.start)
-            held[extent.slot_bytes] -= 1
+            num_extents[extent.slot_bytes] -= 1
             num_mine += 1
             yield extent
-        share, held_before = max(1, self.arena.num_extents // (len(held) + 1)), dict(held)
+        share, before = max(1, self._arena.num_extents // (len(num_extents) + 1)), dict(num_extents)
         our_oldest = oldest_stamp(mine, victims)
-        colder = [] if our_oldest is None else [size for size in held if self._last_used.get(size, 0) < our_oldest]
+        colder = (
+            [] if our_oldest is None else [size for size in num_extents if self._last_used.get(size, 0) < our_oldest]
+        )
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
-            del held[size]
-            for extent in self._movable(size, given):
+            del num_extents[size]
+            for extent in self._unheld(size, given):
                 num_mine += 1
                 yield extent
-        stocks: dict[int, list[Extent]] = {}
-        while num_mine < share and held:
-            size = max(held, key=held.__getitem__)
-            if held[size] <= share:
+        unheld: dict[int, list[Extent]] = {}
+        while num_mine < share and num_extents:
+            size = max(num_extents, key=num_extents.__getitem__)
+            if num_extents[size] <= share:
                 break
-            stock = stocks[size] if size in stocks else stocks.setdefault(size, self._movable(size, given))
-            if not stock:
-                del held[size]
+            if size not in unheld:
+                unheld[size] = self._unheld(size, given)
+            if not unheld[size]:
+                del num_extents[size]
                 continue
-            held[size] -= 1
+            num_extents[size] -= 1
             num_mine += 1
-            yield stock.pop(0)
-        if num_mine < share and any(count > share for count in held_before.values()) and not self.drain.held:
-            self.drain.wanted_by = slot_bytes  # In each of theirs somebody reads or writes.
-        if num_mine == 0 and held:  # More sizes than extents: whoever was idle longest makes way.
-            for size in sorted(held, key=lambda size: self._last_used.get(size, 0)):
-                yield from self._movable(size, given)
+            yield unheld[size].pop(0)
+        if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
+            self._drain.wanted_by = slot_bytes  # Each of their extents holds a leased or pending entry.
+        if (
+            num_mine == 0 and num_extents
+        ):  # There are more sizes than extents: the size idle longest gives up its extents.
+            for size in sorted(num_extents, key=lambda size: self._last_used.get(size, 0)):
+                yield from self._unheld(size, given)
 
-    def _movable(self, slot_bytes: int, given: Container[int]) -> list[Extent]:
-        """Extents in which nobody reads or writes, coldest first, but for those that are given already."""
+    def _unheld(self, slot_bytes: int, given: Container[int]) -> list[Extent]:
+        """Extents without a leased or pending entry, coldest first, except those already given."""
         extents = [
             extent
-            for extent in self.arena.extents(slot_bytes)
+            for extent in self._arena.extents(slot_bytes)
             if extent.start not in given
             and all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
         ]
-        return sorted(extents, key=_heat)
+        return sorted(extents, key=_last_use)
 
 
-def _heat(extent: Extent) -> int:
+def _last_use(extent: Extent) -> int:
     step = max(1, len(extent.owners) // SAMPLED_SLOTS)
     return max((owner.used for owner in extent.owners[::step] if owner is not None), default=0)
 
 
-def _num_in_use(extent: Extent) -> int:
+def _num_held(extent: Extent) -> int:
     return sum(owner is not None and not (owner.live and owner.movable) for owner in extent.owners)
 
 

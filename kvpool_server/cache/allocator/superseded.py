@@ -1,8 +1,8 @@
-"""Namespaces whose weights were replaced and that nobody has used since: evicted before any other.
+"""Namespaces whose weights were replaced and that no engine has used since: evicted before any other.
 
-An engine that changes its weights in place, or comes back with new ones, opens a new namespace; nobody may ever come
-back to the old one, and no policy can know that. Nothing is queued anew for it: a child always comes after its parent,
-so whoever came last is a leaf, and a namespace is eaten from there.
+An engine that changes its weights in place, or restarts with new ones, opens a new namespace; the old one may never be
+used again, which no policy can know. Superseding queues no entry anew: a child always enters its group's index after
+its parent, so the index, read from its end, yields leaves first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.victims import Victims
 
 MAX_SKIPPED = 256
-"""So many entries in use, or with children that are, are stepped over in a group before it is left for the next put."""
+"""Entries of a group that are skipped, because they or their children are held, before the next group is tried."""
 SAMPLED_SLOTS = 32
 
 
@@ -37,30 +37,30 @@ class Superseded:
         for group in groups:
             self._groups.pop(group, None)
 
-    def take(self, groups: Container[Group], count: int, victims: Victims) -> int:
-        """Adds up to `count` victims of those of these groups that are superseded; how many there were."""
-        taken = 0
+    def choose(self, groups: Container[Group], count: int, victims: Victims) -> int:
+        """Adds up to `count` victims of the superseded ones of these groups; returns how many."""
+        chosen = 0
         for group in self._groups:
             if group not in groups:
                 continue
             skipped = 0
             for entry in group.newest():
-                if taken == count or skipped == MAX_SKIPPED:
+                if chosen == count or skipped == MAX_SKIPPED:
                     break
                 if entry.movable and entry.children == victims.gone.get(entry, 0):
                     victims.add([entry])
-                    taken += 1
+                    chosen += 1
                 else:
                     skipped += 1
-        return taken
+        return chosen
 
     def extents(self, arena: Arena, slot_bytes: int) -> Iterator[Extent]:
-        """Extents of other slot sizes in which there is nothing else, and nobody reads or writes."""
+        """Extents of other slot sizes that hold superseded entries only, none of them leased or pending."""
         for size in {group.spec.slot_bytes for group in self._groups if group.index} - {slot_bytes}:
             for extent in arena.extents(size):
-                step = max(1, len(extent.owners) // SAMPLED_SLOTS)  # Most of the others are told from a few slots.
-                if all(map(self._may_go, extent.owners[::step])) and all(map(self._may_go, extent.owners)):
+                step = max(1, len(extent.owners) // SAMPLED_SLOTS)  # A few slots rule out most extents.
+                if all(map(self._is_evictable, extent.owners[::step])) and all(map(self._is_evictable, extent.owners)):
                     yield extent
 
-    def _may_go(self, owner: Entry | None) -> bool:
+    def _is_evictable(self, owner: Entry | None) -> bool:
         return owner is None or (owner.live and owner.movable and owner.group in self._groups)

@@ -34,7 +34,7 @@ from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.tier_access import Moves
+from kvpool_server.cache.tier_access import commit, reserve, restore
 from kvpool_server.collector import no_collections
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extent_io import Place, Source, read_all, write_all
@@ -192,7 +192,6 @@ class FileTier(Tier):
         inventory.extent_bytes = extent_bytes
         arena = Arena(self._size_bytes, extent_bytes)
         self._pool = Pool(arena, time.monotonic, lambda: next(self._ids), _LIMITS, self._policy)
-        self._moves = Moves(self._pool)
         self._extents = Extents(
             self._directory, extent_bytes, self._disk, self._files, writable=True, direct=self._direct
         )
@@ -204,8 +203,8 @@ class FileTier(Tier):
                 continue  # Its blocks are larger than what a smaller tier has room for.
             for group in opened.groups:
                 if records := inventory.groups.get((fingerprint, group.idx)):
-                    self._moves.restore(group, list(records.values()))
-        self._pool.entry_table.observer = self._news
+                    restore(self._pool, group, list(records.values()))
+        self._pool.observe(self._news)
         self._journal.begin(inventory.only(self._lies_at))
         self._extents.tidy(arena.num_extents, set(arena.unused_extents()))
         for fingerprint in inventory.specs:
@@ -290,7 +289,7 @@ class FileTier(Tier):
         opened = self._pool.namespace(namespace.fingerprint) or self._pool.open_namespace(namespace.spec)[0]
         self._news.opened(namespace)
         group = opened.groups[group_idx]
-        grant = self._moves.raise_start(group, _runs(group_idx, blocks))
+        grant = reserve(self._pool, group, _runs(group_idx, blocks))
         # Nobody else writes here, and no block is there: all are granted.
         places = [
             Place(offset, block.payload, block.checksums) for offset, block in zip(grant.offsets, blocks, strict=True)
@@ -300,7 +299,7 @@ class FileTier(Tier):
         except OSError:
             self._pool.put_revoke(grant.ticket_id)
             raise
-        self._moves.raise_end(grant.ticket_id, [block.checksums for block in blocks])
+        commit(self._pool, grant.ticket_id, [block.checksums for block in blocks])
         self.counters["written_bytes"] += sum(block.payload.nbytes for block in blocks)
         return len(blocks)
 
@@ -418,6 +417,10 @@ class FileTier(Tier):
             num_entries=pool.num_entries,
             counters=counters,
         )
+
+    def check_integrity(self) -> None:
+        """Recomputes the invariants of its slots; raises AssertionError. For tests: it visits every slot."""
+        self._pool.check_integrity()
 
     # Helpers
 

@@ -1,6 +1,6 @@
 from kvpool.types import ShardRange
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.leases import Lease, Register, Ticket
+from kvpool_server.cache.leases import HoldTable, Lease, Ticket
 from tests.support.values import block_hash, group_spec
 
 GROUP = Group(group_spec())
@@ -10,36 +10,36 @@ def _lease(id: int, deadline: float, *entries: Entry) -> Lease:
     return Lease(id, deadline, list(entries))
 
 
-def _register(*leases: Lease) -> Register[Lease]:
-    register: Register[Lease] = Register()
+def _table(*leases: Lease) -> HoldTable[Lease]:
+    table: HoldTable[Lease] = HoldTable()
     for lease in leases:
-        register.add(lease)
-    return register
+        table.add(lease)
+    return table
 
 
 def test_holdings_end_at_their_deadline_and_not_before() -> None:
-    register = _register(_lease(1, 5.0), _lease(2, 3.0), _lease(3, 9.0))
-    assert list(register.pop_expired(2.999)) == []
-    assert [held.id for held in register.pop_expired(5.0)] == [2, 1]
-    assert [held.id for held in register.values()] == [3]
-    assert list(register.pop_expired(5.0)) == []
+    table = _table(_lease(1, 5.0), _lease(2, 3.0), _lease(3, 9.0))
+    assert table.pop_expired(2.999) == []
+    assert [hold.id for hold in table.pop_expired(5.0)] == [2, 1]
+    assert [hold.id for hold in table.values()] == [3]
+    assert table.pop_expired(5.0) == []
 
 
 def test_what_was_given_back_does_not_expire() -> None:
     first = _lease(1, 5.0)
-    register = _register(first, _lease(2, 5.0))
-    assert register.pop(1) is first
-    assert register.pop(1) is None and register.get(1) is None
-    assert [held.id for held in register.pop_expired(5.0)] == [2]
-    assert len(register) == 0
+    table = _table(first, _lease(2, 5.0))
+    assert table.pop(1) is first
+    assert table.pop(1) is None and table.get(1) is None
+    assert [hold.id for hold in table.pop_expired(5.0)] == [2]
+    assert len(table) == 0
 
 
 def test_what_was_added_is_found_until_it_ends() -> None:
     lease = _lease(7, 1.0)
-    register = _register(lease)
-    assert register.get(7) is lease and register.get(8) is None and len(register) == 1
-    list(register.pop_expired(1.0))
-    assert register.get(7) is None
+    table = _table(lease)
+    assert table.get(7) is lease and table.get(8) is None and len(table) == 1
+    table.pop_expired(1.0)
+    assert table.get(7) is None
 
 
 def test_a_holding_covers_its_entries_by_identity_not_by_name() -> None:

@@ -23,7 +23,7 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.tier_access import Moves
+from kvpool_server.cache.tier_access import pin, reserve
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -44,7 +44,8 @@ class Bench:
         self.pool = Pool(Arena(num_slots * 2 * CHUNK, 2 * CHUNK), self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(num_slots * 2 * CHUNK, np.uint8)
         self.spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2), group_spec(chunk_bytes=CHUNK))
-        self.name = self.pool.open_namespace(self.spec)[0].fingerprint
+        namespace, _ = self.pool.open_namespace(self.spec)
+        self.name, self.group = namespace.fingerprint, namespace.groups[0]
 
     def start(self, *names: object, shards: ShardRange = WHOLE, ttl_ms: int = 100, parent: object = None) -> PutGrant:
         return self.pool.put_start(self.name, [run_of(*names, parent=parent)], shards, ttl_ms)
@@ -367,11 +368,10 @@ def test_a_refusal_says_that_readers_hold_the_space(bench: Bench) -> None:
 
 def test_a_refusal_says_that_a_tier_holds_the_space(bench: Bench) -> None:
     bench.store(*range(10))
-    entries = list(bench.pool.namespace(bench.name).groups[0].index.values())  # type: ignore[union-attr]
-    moves = Moves(bench.pool)
-    lease_id = moves.hold(entries[6:])
+    entries = list(bench.group.index.values())
+    lease_id = pin(bench.pool, entries[6:])
     said = _refusal(bench)
-    assert "4 blocks (800 B) are being written to a tier; 6 blocks before those in their prefixes" in said
+    assert "4 blocks (800 B) are being written to a tier; 6 blocks precede those in their prefixes" in said
     assert "leased" not in said and "quarantine" not in said
     bench.pool.release([lease_id])
     bench.start("new0", "new1", "new2")
@@ -379,7 +379,7 @@ def test_a_refusal_says_that_a_tier_holds_the_space(bench: Bench) -> None:
 
 def test_a_refusal_tells_puts_from_blocks_that_come_up_and_from_quarantine(bench: Bench) -> None:
     bench.start(*"abc", ttl_ms=100)
-    Moves(bench.pool).raise_start(bench.pool.namespace(bench.name).groups[0], [run_of(*"wx")])  # type: ignore[union-attr]
+    reserve(bench.pool, bench.group, [run_of(*"wx")])
     bench.store("gone", "stays")
     bench.look("gone", ttl_ms=1_000)
     bench.pool.remove(bench.name, [run_of("gone")])
@@ -642,7 +642,7 @@ def test_stats_tell_what_the_pool_holds(bench: Bench) -> None:
 def test_check_integrity_sees_a_lost_slot(bench: Bench) -> None:
     bench.store("a")
     bench.pool.check_integrity()
-    bench.pool.arena.take(2 * CHUNK, 1)
+    bench.pool.arena.allocate(2 * CHUNK, 1)
     with pytest.raises(AssertionError):
         bench.pool.check_integrity()
 
@@ -674,7 +674,7 @@ class Told(Observer):
 
 @pytest.fixture
 def told(bench: Bench) -> Told:
-    bench.pool.entry_table.observer = told = Told()
+    bench.pool.observe(told := Told())
     return told
 
 
@@ -689,7 +689,7 @@ def test_an_observer_hears_of_each_way_to_go(bench: Bench, told: Told) -> None:
     bench.store(*"abc")
     bench.pool.remove(bench.name, [run_of("c")])
     assert told.names(*"abc") == ["a", "b"]
-    bench.memory[bench.pool._namespaces.group(bench.name, 0).index[block_hash("a")].offset] ^= 1
+    bench.memory[bench.group.index[block_hash("a")].offset] ^= 1
     bench.pool.verify(bench.name, [run_of("a")], lambda offset, nbytes: bench.memory[offset : offset + nbytes])
     assert told.names(*"ab") == ["b"]
     bench.store(*range(10))
@@ -727,8 +727,7 @@ def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(ben
 
 def test_a_group_that_has_become_empty_keeps_no_table(bench: Bench) -> None:
     bench.store("a", "b", "c")
-    group = bench.pool._namespaces.group(bench.name, 0)
     bench.pool.clear(bench.name)
-    assert sys.getsizeof(group.index) == sys.getsizeof({})
+    assert sys.getsizeof(bench.group.index) == sys.getsizeof({})
     bench.store("a")
     assert bench.present("a", "b") == ["a"]

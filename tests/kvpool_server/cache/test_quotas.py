@@ -9,7 +9,7 @@ import pytest
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.types import Quota
 from kvpool_server.cache.eviction import POLICIES, Policy
-from kvpool_server.cache.tier_access import Moves
+from kvpool_server.cache.tier_access import pin
 from tests.support.tenants import WHOLE, House, Owner
 from tests.support.values import run_of
 
@@ -90,7 +90,7 @@ def test_a_refusal_counts_only_what_the_subject_holds_and_says_that_a_tier_holds
     acme.put(*range(10))
     other.lease(*other.store(5))
     (group,) = house.pool.namespace(acme.fingerprint).groups  # type: ignore[union-attr]
-    Moves(house.pool).hold(list(group.index.values()))
+    pin(house.pool, list(group.index.values()))
     with pytest.raises(OutOfSpaceError, match=r": 10 blocks \(1000 B\) are being written to a tier; try again later"):
         acme.put("a")
 
@@ -188,7 +188,7 @@ def test_a_leased_surplus_goes_when_its_readers_have(house: House) -> None:
     with pytest.raises(OutOfSpaceError, match="quota tenant:acme"):
         acme.put("new")
     house.pool.release([lease_id])
-    house.pool.settle()
+    house.pool.rebalance()
     house.pool.check_integrity()
     assert acme.nbytes == 300
 
@@ -248,8 +248,8 @@ def test_setting_is_all_or_nothing(house: House) -> None:
         (Quota("tenant:", 1), "quota subject 'tenant:' is none"),
         (Quota("namespace:abc", 1), "namespace:abc'.*first 8 characters"),
         (Quota("namespace:not-hexadecimal", 1), "first 8 characters"),
-        (Quota("tenant:nobody", 0), "no quota tenant:nobody to take away; `kvpool quota` lists all"),
-        (Quota("tenant:acme", 7), "quota tenant:acme is there twice"),
+        (Quota("tenant:nobody", 0), "no quota tenant:nobody to delete; `kvpool quota` lists all"),
+        (Quota("tenant:acme", 7), "quota tenant:acme is given twice"),
     ):
         with pytest.raises(InvalidRequestError, match=says):
             house.pool.set_quotas([good, bad])
@@ -260,7 +260,7 @@ def test_setting_is_all_or_nothing(house: House) -> None:
 def test_quotas_are_bounded(house: House) -> None:
     most = house.pool.limits.max_quotas
     house.pool.set_quotas([Quota(f"tenant:{idx}", 1) for idx in range(most)])
-    with pytest.raises(InvalidRequestError, match=f"{most + 1} quotas; there may be {most}"):
+    with pytest.raises(InvalidRequestError, match=f"{most + 1} quotas are more than the limit of {most}"):
         house.quota("tenant:one more", 1)
     assert len(house.pool.quotas()) == most
 

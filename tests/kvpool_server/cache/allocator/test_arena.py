@@ -19,11 +19,11 @@ def _arena() -> Arena:
 
 
 def test_slots_lie_side_by_side_in_ascending_order() -> None:
-    assert _arena().take(30, 3) == [0, 30, 60]
+    assert _arena().allocate(30, 3) == [0, 30, 60]
 
 
 def test_slots_never_straddle_extents() -> None:
-    offsets = _arena().take(30, 7)
+    offsets = _arena().allocate(30, 7)
     assert offsets is not None
     assert all(offset // 100 == (offset + 29) // 100 for offset in offsets)
     assert len(set(offsets)) == 7
@@ -31,7 +31,7 @@ def test_slots_never_straddle_extents() -> None:
 
 def test_sizes_do_not_share_extents() -> None:
     arena = _arena()
-    small, large = arena.take(10, 1), arena.take(60, 1)
+    small, large = arena.allocate(10, 1), arena.allocate(60, 1)
     assert small is not None and large is not None
     assert small[0] // 100 != large[0] // 100
     assert sorted(arena.sizes()) == [10, 60]
@@ -39,37 +39,37 @@ def test_sizes_do_not_share_extents() -> None:
 
 def test_more_than_there_is_changes_nothing() -> None:
     arena = _arena()
-    assert arena.take(30, 2) == [0, 30]
+    assert arena.allocate(30, 2) == [0, 30]
     before = arena.available(30), arena.available(50), arena.used_bytes, arena.sizes()
-    assert arena.take(30, 11) is None
-    assert arena.take(50, 7) is None
+    assert arena.allocate(30, 11) is None
+    assert arena.allocate(50, 7) is None
     assert (arena.available(30), arena.available(50), arena.used_bytes, arena.sizes()) == before
-    assert len(arena.take(30, 10) or ()) == 10
+    assert len(arena.allocate(30, 10) or ()) == 10
 
 
 def test_available_counts_open_extents_and_unused_ones() -> None:
     arena = _arena()
     assert arena.available(30) == 12
-    arena.take(30, 2)
+    arena.allocate(30, 2)
     assert (arena.available(30), arena.available(50)) == (10, 6)
     assert arena.available(101) == 0
 
 
 def test_an_extent_whose_last_slot_is_freed_is_open_to_every_size() -> None:
     arena = Arena(100, extent_bytes=100)
-    offsets = arena.take(25, 4)
+    offsets = arena.allocate(25, 4)
     assert offsets is not None and arena.available(100) == 0
     for offset in offsets[:3]:
         arena.free(offset)
     assert arena.available(100) == 0 and arena.sizes() == [25]
     arena.free(offsets[3])
     assert arena.sizes() == []
-    assert arena.take(100, 1) == [0]
+    assert arena.allocate(100, 1) == [0]
 
 
 def test_owner_finds_the_entry_by_any_offset_in_its_slot() -> None:
     arena = _arena()
-    (offset,) = arena.take(30, 1) or ()
+    (offset,) = arena.allocate(30, 1) or ()
     entry = _entry(offset)
     assert arena.owner(offset) is None
     arena.assign(offset, entry)
@@ -84,14 +84,14 @@ def test_owner_finds_the_entry_by_any_offset_in_its_slot() -> None:
 @pytest.mark.parametrize("offset", [1, 31, 250])
 def test_freeing_what_is_no_taken_slot_is_a_broken_invariant(offset: int) -> None:
     arena = _arena()
-    arena.take(30, 2)
+    arena.allocate(30, 2)
     with pytest.raises(AssertionError):
         arena.free(offset)
 
 
 def test_used_bytes_are_those_of_taken_slots() -> None:
     arena = _arena()
-    offsets = arena.take(30, 4)
+    offsets = arena.allocate(30, 4)
     assert offsets is not None and arena.used_bytes == 120
     arena.free(offsets[0])
     assert arena.used_bytes == 90
@@ -118,7 +118,7 @@ def test_an_arena_without_an_extent_is_refused() -> None:
 def test_tiny_slots_do_not_make_the_bookkeeping_as_large_as_the_arena() -> None:
     arena = Arena(1 << 40)
     assert arena.slots_per_extent(1) == MAX_SLOTS_PER_EXTENT
-    assert arena.take(1, 2) == [0, 1]
+    assert arena.allocate(1, 2) == [0, 1]
     assert len(arena.extents(1)[0].owners) == MAX_SLOTS_PER_EXTENT
 
 
@@ -131,7 +131,7 @@ def test_no_byte_has_two_owners_and_none_is_lost(steps: list[tuple[int, int, boo
             arena.free(taken.pop(0)[0])
             continue
         free_before = arena.available(size)
-        offsets = arena.take(size, count)
+        offsets = arena.allocate(size, count)
         assert (offsets is None) == (count > free_before)
         taken += [(offset, size) for offset in offsets or ()]
         spans = sorted((offset, offset + size) for offset, size in taken)
@@ -144,9 +144,9 @@ def test_no_byte_has_two_owners_and_none_is_lost(steps: list[tuple[int, int, boo
 
 def test_only_what_has_memory_behind_it_is_given_out() -> None:
     arena = Arena(4 * 100, 100, backed_bytes=0)
-    assert arena.available(10) == 0 and arena.take(10, 1) is None
+    assert arena.available(10) == 0 and arena.allocate(10, 1) is None
     arena.back(250)
     assert arena.available(10) == 20
-    assert max(arena.take(10, 20) or []) < 200
+    assert max(arena.allocate(10, 20) or []) < 200
     arena.back(400)
-    assert arena.take(10, 20) is not None and arena.available(10) == 0
+    assert arena.allocate(10, 20) is not None and arena.available(10) == 0

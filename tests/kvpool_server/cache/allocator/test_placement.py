@@ -1,4 +1,4 @@
-"""Who makes way for whom. Driven through the pool: `Space` only decides, the pool acts."""
+"""Which entries are evicted for which slot size. Driven through the pool: `Placement` decides, the pool acts."""
 
 import itertools
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.types import BlockRun
-from kvpool_server.cache.allocator.extent_drain import CLAIM_S
+from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.eviction import POLICIES, Policy
 from tests.support.tenants import EXTENT, House, Owner
 
@@ -88,7 +88,7 @@ def test_another_size_gets_its_share_where_every_extent_has_readers(house: House
     refused = 0
     for turn in range(120):
         house.clock.advance(0.5)
-        house.pool.settle()
+        house.pool.rebalance()
         house.pool.release([leases.pop(0)])
         leases.append(_read_everywhere(old, turn % 10))
         try:
@@ -105,7 +105,7 @@ def test_what_is_leased_stays_in_an_extent_that_is_emptied(house: House) -> None
     held = names[0::10] + names[5::10]
     with pytest.raises(OutOfSpaceError):
         house.owner(200).store()
-    house.pool.settle()
+    house.pool.rebalance()
     house.pool.check_integrity()
     assert sorted(old.present(*held)) == sorted(held)
     assert old.nbytes == 8_000 - 800, "nobody read these"
@@ -123,10 +123,10 @@ def test_an_extent_that_is_not_fetched_or_never_free_is_as_any_other_after_a_whi
     for free_it in (False, True):
         with pytest.raises(OutOfSpaceError):
             new.store()
-        house.pool.settle()
+        house.pool.rebalance()
         if free_it:
             house.pool.release(leases)
-        house.clock.advance(CLAIM_S)
+        house.clock.advance(DRAIN_S)
         house.pool.expire()
         old.store(20)
         assert old.nbytes == 8_000

@@ -1,0 +1,301 @@
+"""A pool above tiers: lookups prefetch what they miss, stored blocks are written down, removals reach every tier.
+
+The tiers are tried in the order in which they are given. The pool knows nothing of them: this module calls it, and
+observes it. Without tiers, every operation is the pool's own. Belongs to the pool's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvpool.errors import InvalidRequestError
+from kvpool.holdings import TierHoldings
+from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.leases import Found
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.observer import Observer
+from kvpool_server.cache.pool import Pool
+from kvpool_server.tiering.demoter import Demoter
+from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promoter
+from kvpool_server.tiering.watermark import Watermark
+from kvpool_server.tiers.health import ANSWER_S, Health
+from kvpool_server.tiers.tier import COUNTERS, Tier, TierError
+
+log = structlog.get_logger()
+
+MAX_PREFETCH_BLOCKS = 1024
+MAX_PREFETCH_BYTES = 256 << 20
+"""How much one lookup prefetches; the client's next lookup prefetches what follows."""
+MAX_NAMESPACES = 256
+"""Namespaces that are opened at the start for a tier that holds blocks of more: the newest."""
+RESTART_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A tier, and what transfers blocks to and from it."""
+
+    tier: Tier
+    health: Health
+    demoter: Demoter
+    promoter: Promoter
+
+
+class TieredPool(Observer):
+    """See the module. `open` first, `close` last.
+
+    Args:
+        memory: the arena: uint8 [arena_bytes].
+        write_back: of each tier, whether blocks are written when they are about to be evicted, not when they are
+            stored; default: no.
+        clock: monotonic seconds.
+
+    Attributes:
+        pool: as given, for everything that does not concern tiers.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        memory: npt.NDArray[np.uint8],
+        tiers: Sequence[Tier] = (),
+        write_back: Sequence[bool] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.pool = pool
+        health = [Health(tier.name, clock) for tier in tiers]
+        demoters = [
+            Demoter(pool, memory, tier, each, write_back=back)
+            for tier, each, back in zip(tiers, health, write_back or [False] * len(tiers), strict=True)
+        ]
+        on_eviction = [demoter for demoter in demoters if demoter.write_back]
+        self._watermark = Watermark(pool, on_eviction) if on_eviction else None
+        promoters = [
+            Promoter(pool, memory, tier, each, self._watermark, clock) for tier, each in zip(tiers, health, strict=True)
+        ]
+        self._levels = list(map(_Level, tiers, health, demoters, promoters))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._clearing: Counter[bytes] = Counter()
+        if self._levels:
+            pool.observe(self)
+
+    async def open(self) -> None:
+        """Opens the tiers. Raises ConfigError where one cannot be opened; all are closed then."""
+        try:
+            for level in self._levels:
+                await level.tier.open()
+        except BaseException:
+            await self.close()
+            raise
+        if self._watermark is not None:
+            self._tasks.append(asyncio.create_task(_run_forever(self._watermark.run)))
+        for level in self._levels:
+            self._open_namespaces(level.tier)
+            self._tasks.append(asyncio.create_task(_run_forever(level.demoter.run)))
+            self._tasks += [asyncio.create_task(_run_forever(level.promoter.run)) for _ in range(BATCHES_AT_ONCE)]
+
+    def _open_namespaces(self, tier: Tier) -> None:
+        """Opens the namespaces of a tier's blocks, so that operators can list and clear them before an engine comes."""
+        stats, specs = tier.stats(), tier.specs()
+        log.info("tier opened", tier=tier.name, size_bytes=stats.size_bytes or None, entries=stats.num_entries)
+        for spec in specs[-MAX_NAMESPACES:]:
+            try:
+                self.pool.open_namespace(spec)
+            except InvalidRequestError:
+                continue  # Its blocks are larger than an extent of the arena.
+
+    async def drain(self, timeout_s: float) -> int:
+        """Writes all blocks that the tiers lack, as far as there is time; returns how many were not written."""
+        for level in self._levels:
+            if level.demoter.write_back:
+                level.demoter.enqueue_all()
+        waiting = [asyncio.create_task(level.demoter.wait_idle()) for level in self._levels if level.health.up]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+        left = self.num_queued
+        if self._levels:
+            log.info("tiers drained", blocks_left=left)
+        return left
+
+    async def close(self) -> None:
+        """Ends every transfer and closes the tiers, within seconds. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for level in self._levels:
+            await level.tier.close()
+
+    # Lookup
+
+    def lookup(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+    ) -> Lookup:
+        """As `Pool.lookup`; with a TTL, also prefetches missing blocks, and says how many of them are pending."""
+        found = self.pool.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        hits, retry_after_ms = found.hits, 0
+        if lease_ttl_ms and self._levels:
+            hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
+        if retry_after_ms:
+            self.pool.record_use_on_get(found)
+        else:
+            self.pool.record_use(found)
+        return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
+
+    def _prefetch(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool) -> tuple[tuple[RunHits, ...], int]:
+        """Prefetches missing blocks; returns the hits with what is pending, and when to look up again, milliseconds."""
+        namespace = found.namespace
+        if self._clearing[namespace.fingerprint] or self._clearing[b""]:
+            return found.hits, 0
+        num_pending = pending_bytes = 0
+        hits = []
+        for run, hit in zip(runs, found.hits, strict=True):
+            slot_bytes = namespace.groups[run.group_idx].spec.slot_bytes
+            most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
+            if not num_pending:
+                most = max(most, 1)  # One block is prefetched, however large.
+            pending = 0
+            if most and hit.num_leading < len(run):
+                missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
+                pending = self._prefetch_run(namespace, run.group_idx, missing, prefix_only)
+            num_pending += pending
+            pending_bytes += pending * slot_bytes
+            hits.append(replace(hit, num_pending=pending) if pending else hit)
+        retry_after_ms = max(level.promoter.retry_after_ms for level in self._levels) if num_pending else 0
+        return tuple(hits), retry_after_ms
+
+    def _prefetch_run(
+        self, namespace: Namespace, group_idx: int, missing: list[tuple[bytes, bytes]], prefix_only: bool
+    ) -> int:
+        """Prefetches blocks, given with their parents' hashes; returns how many are pending."""
+        num_pending = 0
+        for level in self._levels:
+            if not missing:
+                break
+            pending = level.promoter.prefetch(namespace, group_idx, missing, prefix_only=prefix_only)
+            num_pending += pending
+            if prefix_only:
+                missing = missing[pending:]  # The first ones are pending; the next tier may hold those behind them.
+            elif pending:
+                break
+        return num_pending
+
+    # Observer
+
+    def stored(self, entry: Entry) -> None:
+        for level in self._levels:
+            level.demoter.stored(entry)
+        if self._watermark is not None:
+            self._watermark.check()
+
+    def evicted(self, entry: Entry) -> None:
+        for level in self._levels:
+            level.demoter.evicted(entry)
+
+    # Remove, clear
+
+    async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
+        """Drops blocks from the pool and from every tier; returns how many the pool held.
+
+        Raises:
+            TierError: the pool has dropped them, but not every tier has, or has in time.
+        """
+        removed = self.pool.remove(fingerprint, runs)
+        namespace = self.pool.namespace(fingerprint)
+        assert namespace is not None, "the pool has just removed blocks of it"
+        for level in self._levels:
+            for run in runs:
+                level.promoter.forget(namespace, run.group_idx, run.block_hashes)
+        await self._on_every_tier(
+            lambda tier: asyncio.gather(*(tier.remove(namespace, run.group_idx, run.block_hashes) for run in runs))
+        )
+        return removed
+
+    async def clear(self, fingerprint: bytes = b"") -> int:
+        """Drops all blocks of a namespace, or of all, from the pool and every tier; none is promoted meanwhile.
+
+        Returns how many the pool held. Raises as `remove`.
+        """
+        # After a restart, a tier may hold blocks of a namespace that no engine has opened yet.
+        is_open = not fingerprint or self.pool.namespace(fingerprint) is not None
+        is_in_tiers = any(held.num_entries for held in self.holdings(fingerprint)) if not is_open else False
+        removed = self.pool.clear(fingerprint) if is_open or not is_in_tiers else 0
+        self._clearing[fingerprint] += 1
+        try:
+            await self._on_every_tier(lambda tier: tier.clear(fingerprint))
+        finally:
+            self._clearing[fingerprint] -= 1
+        return removed
+
+    async def _on_every_tier(self, removal: Callable[[Tier], Awaitable[object]]) -> None:
+        async def remove_from(level: _Level) -> str:
+            try:
+                with level.health.call():
+                    async with asyncio.timeout(ANSWER_S):
+                        await removal(level.tier)
+            except TimeoutError:
+                return f"{level.tier.name} does not answer"
+            except TierError as error:
+                return str(error)
+            return ""
+
+        if self._levels:
+            failures = list(filter(None, await asyncio.gather(*map(remove_from, self._levels))))
+            if failures:
+                raise TierError("; ".join(failures))
+
+    # State
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks that wait to be written to a tier."""
+        return sum(len(level.demoter) for level in self._levels)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no block is queued for, or on its way to or from, a tier that answers."""
+        levels = [level for level in self._levels if level.health.up]
+        is_watermark_idle = self._watermark is None or self._watermark.is_idle
+        return is_watermark_idle and all(level.demoter.is_idle and level.promoter.is_idle for level in levels)
+
+    def holdings(self, fingerprint: bytes) -> tuple[TierHoldings, ...]:
+        """What each tier holds of a namespace, which need not be open."""
+        return tuple(level.tier.holdings(fingerprint) for level in self._levels)
+
+    def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
+        """A snapshot of the pool and of each tier."""
+        tiers: list[TierStats] = []
+        for level in self._levels:
+            stats = level.tier.stats()
+            counters = {**dict.fromkeys(COUNTERS, 0), **stats.counters}
+            tiers.append(replace(stats, up=level.health.works, counters=counters))
+        return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
+
+
+async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await run()
+        except Exception:
+            log.exception("transferring blocks to or from a tier failed; restarting", seconds=RESTART_S)
+            await asyncio.sleep(RESTART_S)
+
+
+def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:
+    """The blocks of a run that a lookup has not found, each with its parent's hash."""
+    flags = "" if prefix_only else f"{hit.complete:b}"[::-1]
+    for nth in range(hit.num_leading, len(run)):
+        if flags[nth : nth + 1] != "1":
+            yield run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash

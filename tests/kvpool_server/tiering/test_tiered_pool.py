@@ -1,0 +1,208 @@
+"""A pool above tiers: lookups, removals and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvpool.errors import UnknownNamespaceError
+from kvpool.types import BlockRun, PoolStats, RunHits, ShardRange, TierStats
+from kvpool_server.metrics import PoolCollector
+from kvpool_server.tiering import tiered_pool as tiering
+from kvpool_server.tiers.health import AWAY_S
+from kvpool_server.tiers.tier import COUNTERS, TierError
+from tests.support.memory_tier import SLOT, MemoryTier, Rig, asked, play, turns
+from tests.support.values import block_hash, payload
+
+
+@play()
+async def test_stored_blocks_are_demoted_and_promoted_again(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b", "c")
+    await rig.wait_idle()
+    assert set(tier.kept) == {block_hash(name) for name in "abc"} and tier.counters["demoted_blocks"] == 3
+    rig.evict_all()
+    found = rig.lookup("a", "b", "c", "d")
+    assert (found.hits[0].num_leading, found.hits[0].num_pending) == (0, 3) and 2 <= found.retry_after_ms <= 50
+    assert (await rig.hits("a", "b", "c", "d")).num_leading == 3
+    assert tier.counters["promoted_blocks"] == 3 and tier.calls["write"] == 1
+
+
+@play()
+async def test_single_blocks_behind_a_miss_are_promoted_unless_only_the_prefix_counts(
+    rig: Rig, tier: MemoryTier
+) -> None:
+    rig.put("a", "b", "c", "d")
+    await rig.wait_idle()
+    rig.evict_all()
+    del tier.kept[block_hash("b")]
+    found = rig.lookup("a", "b", "c", "d", prefix_only=False)
+    assert found.hits[0].num_pending == 3
+    assert (await rig.hits("a", "b", "c", "d", prefix_only=False)).complete == 0b1101
+    assert (await rig.hits("a", "b", "c", "d")).num_leading == 1
+
+
+@play(MemoryTier, asked)
+async def test_blocks_that_the_first_tier_lacks_come_from_the_second(
+    rig: Rig, first: MemoryTier, second: MemoryTier
+) -> None:
+    rig.put("a", "b", "c", "d")
+    await rig.wait_idle()
+    rig.evict_all()
+    del first.kept[block_hash("c")], first.kept[block_hash("d")], second.kept[block_hash("a")]
+    assert (await rig.hits("a", "b", "c", "d")).num_leading == 4
+    assert (first.counters["promoted_blocks"], second.counters["promoted_blocks"]) == (2, 2)
+    await rig.wait_idle()
+    assert set(first.kept) == {block_hash(name) for name in "abcd"}, "what came up from below was not written above"
+
+
+@play()
+async def test_drain_returns_how_many_blocks_are_not_written(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    rig.put("a")
+    await turns()
+    rig.put("b", "c")
+    assert await rig.tiered.drain(0.05) == 2
+    tier.gate.set()
+    assert await rig.tiered.drain(5) == 0 and len(tier.kept) == 3
+
+
+@pytest.mark.parametrize("blocks", [1, 100])
+def test_a_lookup_prefetches_a_bounded_part_of_a_long_prompt(blocks: int) -> None:
+    """What a prompt asks for beyond the bound is asked for again when the first part is there."""
+
+    @play()
+    async def test(rig: Rig, tier: MemoryTier) -> None:
+        names = [f"n{nth}" for nth in range(12)]
+        rig.put(*names)
+        await rig.wait_idle()
+        rig.evict_all()
+        most, tiering.MAX_PREFETCH_BLOCKS = tiering.MAX_PREFETCH_BLOCKS, blocks
+        try:
+            assert rig.lookup(*names).hits[0].num_pending == min(blocks, 12)
+            assert (await rig.hits(*names)).num_leading == 12
+        finally:
+            tiering.MAX_PREFETCH_BLOCKS = most
+
+    test()
+
+
+def test_transfers_go_on_after_an_unexpected_exception(caplog: Any) -> None:
+    @play()
+    async def test(rig: Rig, tier: MemoryTier) -> None:
+        again, tiering.RESTART_S = tiering.RESTART_S, 0.0
+        write = tier.write
+
+        async def broken(*_: object) -> int:
+            raise ZeroDivisionError
+
+        tier.write = broken  # type: ignore[method-assign]
+        rig.put("a")
+        await turns()
+        tier.write = write  # type: ignore[method-assign]
+        rig.clock.advance(AWAY_S[1])
+        rig.put("b")
+        await rig.wait_idle()
+        assert block_hash("b") in tier.kept
+        tiering.RESTART_S = again
+
+    test()
+
+
+@play(write_back=True)
+async def test_drain_writes_every_block_to_a_write_back_tier(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b", "c")
+    rig.put("d")
+    assert await rig.tiered.drain(5) == 0
+    assert set(tier.kept) == {block_hash(name) for name in "abcd"}
+
+
+@play()
+async def test_a_pending_lookup_counts_once_and_only_when_its_blocks_are_got(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b")
+    await rig.wait_idle()
+    rig.evict_all()
+    rig.put("a")
+    await rig.wait_idle()
+    tier.gate.clear()
+    found = [rig.lookup("a", "b") for _ in range(3)]
+    assert all(each.hits[0] == RunHits(1, 0, 1) for each in found)
+    assert not rig.pool.counters["lookups"]
+    run = BlockRun(0, [block_hash("a")])
+    for _ in range(2):
+        located = rig.pool.get(found[-1].lease_id, rig.namespace.fingerprint, [run], ShardRange(0, 1))
+        assert located.present == (True,)
+    counted = [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")]
+    assert counted == [1, 2, 1]
+    rig.pool.release([each.lease_id for each in found])
+    tier.gate.set()
+    await rig.wait_idle()
+
+
+@play()
+async def test_blocks_that_are_being_removed_are_not_promoted(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b")
+    await rig.wait_idle()
+    fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("a")])
+    really, gate = tier.remove, asyncio.Event()
+
+    async def slowly(*args: Any) -> None:
+        await gate.wait()
+        await really(*args)
+
+    tier.remove = slowly  # type: ignore[method-assign]
+    removing = asyncio.create_task(rig.tiered.remove(fingerprint, [run]))
+    await turns()
+    assert rig.lookup("a").hits[0].num_pending == 0
+    gate.set()
+    await removing
+    assert block_hash("a") not in tier.kept
+
+
+@play()
+async def test_a_tier_that_cannot_clear_raises(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a")
+    await rig.wait_idle()
+
+    async def fails(*_: Any) -> None:
+        raise TierError("the master has gone")
+
+    tier.clear = fails  # type: ignore[method-assign]
+    with pytest.raises(TierError, match="the master has gone"):
+        await rig.tiered.clear()
+    assert not rig.tiered.stats().tiers[0].up
+
+
+def test_every_counter_of_a_tier_has_a_series() -> None:
+    counters = {name: nth for nth, name in enumerate(COUNTERS, 1)}
+    families = PoolCollector(lambda: PoolStats(tiers=(TierStats("memory:", counters=counters),))).collect()
+    values = {sample.value for family in families for sample in family.samples if sample.labels == {"tier": "memory:"}}
+    assert values >= set(counters.values())
+
+
+def test_without_tiers_every_call_is_the_pools_own() -> None:
+    async def within() -> None:
+        rig = Rig()
+        await rig.tiered.open()
+        rig.put("a", "b")
+        found = rig.lookup("a", "b", "c")
+        assert (found.hits[0], found.retry_after_ms) == (RunHits(2), 0) and found.lease_id
+        assert [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")] == [1, 3, 2]
+        rig.pool.release([found.lease_id])
+        fingerprint = rig.namespace.fingerprint
+        assert await rig.tiered.remove(fingerprint, [BlockRun(0, [block_hash("b")])]) == 1
+        assert await rig.tiered.clear(fingerprint) == 1
+        with pytest.raises(UnknownNamespaceError):
+            await rig.tiered.clear(bytes(32))
+        assert await rig.tiered.drain(1) == 0 and not rig.tiered.stats().tiers
+        await rig.tiered.close()
+
+    asyncio.run(within())
+
+
+@play()
+async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier: MemoryTier) -> None:
+    tier.kept[block_hash("a")] = (payload("a", SLOT).tobytes(), [0])
+    assert await rig.tiered.clear(bytes(32)) == 0
+    assert not tier.kept

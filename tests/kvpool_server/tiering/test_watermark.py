@@ -1,0 +1,142 @@
+"""Slots are kept free for puts where tiers are written to on eviction."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from kvpool.types import BlockRun
+from kvpool_server.tiering import watermark
+from kvpool_server.tiers.health import ANSWER_S, AWAY_S
+from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
+from tests.support.values import block_hash
+
+
+@play(write_back=True)
+async def test_nothing_is_written_while_there_are_free_slots(rig: Rig, tier: MemoryTier) -> None:
+    rig.put(*(f"a{nth}" for nth in range(SLOTS // 2)))
+    await turns()
+    assert not tier.kept
+
+
+@play(MemoryTier, MemoryTier, write_back=True)
+async def test_slots_are_freed_before_a_put_needs_them(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
+    names = [f"p{nth}" for nth in range(3 * SLOTS)]
+    for name in names:  # Prefixes of one block.
+        rig.put(name)
+        await turns()
+    stats = rig.pool.stats()
+    assert stats.free_bytes >= SLOT, "there is no room for the next put"
+    held = {
+        block_hash(name)
+        for name in names
+        if rig.pool.lookup(rig.namespace.fingerprint, [BlockRun(0, [block_hash(name)])], prefix_only=True)
+        .hits[0]
+        .num_leading
+    }
+    for tier in (first, second):
+        assert set(tier.kept) | held == {block_hash(name) for name in names}, "something was lost"
+        assert not tier.counters["dropped_demotions"]
+    assert (await rig.hits("p0")).num_leading == 1
+
+
+@play(write_back=True)
+async def test_parents_are_written_before_their_children(rig: Rig, tier: MemoryTier) -> None:
+    for chain in range(4):
+        for nth in range(6):
+            rig.put(f"{chain}-{nth}", parent=f"{chain}-{nth - 1}" if nth else None)
+            await rig.wait_idle()
+    assert len(tier.kept) >= 4 * 6 - SLOTS and not tier.counters["dropped_demotions"]
+    for chain in range(4):
+        assert (await rig.hits(*(f"{chain}-{nth}" for nth in range(6)))).num_leading == 6
+
+
+@play(write_back=True)
+async def test_a_slow_tier_delays_no_put_and_unwritten_evictions_are_counted(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    names = [f"p{nth}" for nth in range(3 * SLOTS)]
+    for name in names:
+        rig.put(name)
+        await turns(2)
+    assert rig.pool.counters["put_blocks_completed"] == len(names)
+    lost = tier.counters["dropped_demotions"]
+    assert lost > 0
+    tier.gate.set()
+    await rig.wait_idle()
+    assert len(tier.kept) + rig.pool.stats().num_entries + tier.counters["dropped_demotions"] >= len(names)
+
+
+@play(write_back=True)
+async def test_a_victim_that_is_leased_while_it_is_written_stays(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    names = [f"p{nth}" for nth in range(SLOTS)]
+    rig.put(*names[:-1])
+    rig.put(names[-1])
+    await turns()
+    assert tier.calls["write"] == 1
+    held = [rig.lookup(name).lease_id for name in names]
+    tier.gate.set()
+    await rig.wait_idle()
+    stats = rig.pool.stats()
+    assert stats.num_entries == SLOTS and tier.kept, "a block was dropped under a lease"
+    rig.pool.release(held)
+    rig.put("new")
+    await rig.wait_idle()
+    rig.pool.check_integrity()
+    assert rig.pool.stats().num_entries <= SLOTS
+
+
+@play(write_back=True)
+async def test_no_victim_is_dropped_if_the_tier_fails(rig: Rig, tier: MemoryTier) -> None:
+    tier.failure = "the disk is gone"
+    rig.put(*(f"p{nth}" for nth in range(SLOTS)))
+    await rig.wait_idle()
+    assert rig.pool.stats().num_entries == SLOTS and not tier.kept
+    rig.put("new")
+    assert tier.counters["dropped_demotions"] == 1
+
+
+@play(write_back=True)
+async def test_superseded_namespaces_are_evicted_first_and_not_written(rig: Rig, tier: MemoryTier) -> None:
+    old, _ = rig.pool.open_namespace(replace(rig.namespace.spec, weights_epoch="old"))
+    rig.namespace = old
+    rig.put("a", "b", "c")
+    rig.namespace, _ = rig.pool.open_namespace(replace(old.spec, weights_epoch="new"))
+    assert old.superseded
+    for nth in range(SLOTS - 1):
+        rig.put(f"p{nth}")
+        await rig.wait_idle()
+    assert not old.entries() and not tier.kept, "what nobody needs was written, or what is needed had to go"
+
+
+@play(write_back=True)
+async def test_victims_go_back_to_their_policy_each_time_the_tier_fails(rig: Rig, tier: MemoryTier) -> None:
+    for nth in range(SLOTS):
+        rig.put(f"p{nth}")
+    policy = rig.pool.placement.policy(rig.namespace.groups[0])
+    before = len(policy)
+    tier.failure = "the disk is gone"
+    for _ in range(5):
+        rig.clock.advance(AWAY_S[1] + 1)
+        rig.tiered.stored(rig.namespace.entries()[0])  # Wakes the watermark.
+        await rig.wait_idle()
+    assert tier.calls["write"] >= 5 and len(policy) == before
+    rig.pool.check_integrity()
+
+
+@play(MemoryTier, MemoryTier, write_back=True)
+async def test_a_hanging_tier_does_not_delay_the_others(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
+    answer, watermark.ANSWER_S = watermark.ANSWER_S, 0.02
+    try:
+        first.gate.clear()
+        for nth in range(3 * SLOTS):
+            rig.put(f"p{nth}")
+            await asyncio.sleep(0.003)
+            if nth == SLOTS + 4:
+                await asyncio.sleep(0.05)
+                rig.clock.advance(ANSWER_S + 1)
+        assert len(second.kept) > SLOTS, "one tier that hangs stops the other"
+        first.gate.set()
+        await rig.wait_idle()
+    finally:
+        watermark.ANSWER_S = answer

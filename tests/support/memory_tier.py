@@ -1,0 +1,184 @@
+"""A tier in memory that is as slow or broken as a test wants it, and a pool above such tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from kvpool.hashing import checksum
+from kvpool.holdings import TierHoldings
+from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.pool import Pool
+from kvpool_server.tiering.tiered_pool import TieredPool
+from kvpool_server.tiers.tier import Block, Tier, TierError
+from tests.support.clock import FakeClock
+from tests.support.values import block_hash, group_spec, namespace_spec, payload
+
+SLOT = 1024
+SLOTS = 16
+
+
+class MemoryTier(Tier):
+    """Keeps every block it is given.
+
+    Args:
+        answers_at_once: whether `known` can tell which blocks it has, or `find` must be called.
+
+    Attributes:
+        kept: payload and checksums, by block hash.
+        calls: how many there were of each kind.
+        gate: calls wait until it is set.
+        failure: if not empty, calls raise TierError with it.
+    """
+
+    def __init__(self, name: str = "memory:", answers_at_once: bool = True):
+        self.name = name
+        self.counters = Counter()
+        self.kept: dict[bytes, tuple[bytes, Sequence[int]]] = {}
+        self.calls: Counter[str] = Counter()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: str = ""
+        self._answers_at_once = answers_at_once
+
+    async def open(self) -> None:
+        """Nothing to do."""
+
+    async def _pass(self, call: str) -> None:
+        self.calls[call] += 1
+        await asyncio.sleep(0)
+        await self.gate.wait()
+        if self.failure:
+            raise TierError(self.failure)
+
+    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+        return [name in self.kept for name in block_hashes] if self._answers_at_once else None
+
+    async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        await self._pass("find")
+        return [name in self.kept for name in block_hashes]
+
+    async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
+        await self._pass("write")
+        for block in blocks:
+            self.kept[block.block_hash] = (bytes(block.payload), list(block.checksums))
+        return len(blocks)
+
+    async def read(
+        self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[Sequence[int] | None]:
+        await self._pass("read")
+        sums: list[Sequence[int] | None] = []
+        for name, view in zip(block_hashes, into, strict=True):
+            data, expected = self.kept.get(name, (b"", None))
+            if expected is not None:
+                view[:] = data
+            sums.append(expected)
+        return sums
+
+    async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+        for name in block_hashes:
+            self.kept.pop(name, None)
+
+    async def clear(self, fingerprint: bytes = b"") -> None:
+        self.kept.clear()
+
+    def holdings(self, fingerprint: bytes) -> TierHoldings:
+        return TierHoldings(self.name, len(self.kept), SLOT * len(self.kept))
+
+    def stats(self) -> TierStats:
+        return TierStats(self.name, counters=dict(self.counters))
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+class Rig:
+    """A pool of sixteen slots of one shard, above tiers."""
+
+    def __init__(self, *tiers: MemoryTier, write_back: bool = False):
+        ids = itertools.count(1)
+        self.clock = FakeClock()
+        self.pool = Pool(Arena(SLOTS * SLOT, 4 * SLOT), self.clock, lambda: next(ids))
+        self.memory = np.zeros(SLOTS * SLOT, np.uint8)
+        self.tiered = TieredPool(self.pool, self.memory, tiers, [write_back] * len(tiers), self.clock)
+        self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
+
+    def put(self, *names: object, parent: object = None) -> None:
+        run = BlockRun(0, [block_hash(name) for name in names], b"" if parent is None else block_hash(parent))
+        grant = self.pool.put_start(self.namespace.fingerprint, [run], ShardRange(0, 1))
+        granted = [name for name, status in zip(names, grant.statuses, strict=True) if not status]
+        for name, offset in zip(granted, grant.offsets, strict=True):
+            self.memory[offset : offset + SLOT] = payload(name, SLOT)
+        if granted:
+            self.pool.put_end(grant.ticket_id, [checksum(payload(name, SLOT)) for name in granted])
+
+    def lookup(self, *names: object, prefix_only: bool = True) -> Lookup:
+        runs = [BlockRun(0, [block_hash(name) for name in names])]
+        return self.tiered.lookup(self.namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
+
+    async def hits(self, *names: object, prefix_only: bool = True) -> RunHits:
+        """The hits of a lookup, once no block is pending."""
+        for _ in range(100):
+            found = self.lookup(*names, prefix_only=prefix_only)
+            self.pool.release([found.lease_id])
+            if not found.retry_after_ms:
+                return found.hits[0]
+            await turns()
+        raise AssertionError("blocks stay pending")
+
+    def evict_all(self) -> None:
+        self.pool.clear()
+
+    async def wait_idle(self) -> None:
+        for _ in range(200):
+            await turns()
+            if self.tiered.is_idle:
+                return
+        raise AssertionError("transfers do not end")
+
+
+async def turns(count: int = 20) -> None:
+    """Gives other tasks so many turns of the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def play(
+    *tiers: Callable[[], MemoryTier], write_back: bool = False
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
+    """Has a test run with an open rig, which is then closed and checked for leaks. Without tiers: with a `MemoryTier`."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
+        def run() -> None:
+            async def within() -> None:
+                made = [make() for make in (tiers or (MemoryTier,))]
+                rig = Rig(*made, write_back=write_back)
+                await rig.tiered.open()
+                try:
+                    async with asyncio.timeout(30):
+                        await test(rig, *made)
+                    rig.pool.check_integrity()
+                finally:
+                    await rig.tiered.close()
+                rig.clock.advance(1_000)
+                rig.pool.expire()
+                assert not rig.pool.stats().num_leases and not rig.pool.stats().num_tickets
+
+            asyncio.run(within())
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
+
+
+def asked() -> MemoryTier:
+    """A tier whose `find` must be called."""
+    return MemoryTier("asked:", answers_at_once=False)
