@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import Answer, Engine, kvpool_transfer_config
+from testbed.engine import Answer, Engine, kvpool_transfer_config
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     StartEngines,

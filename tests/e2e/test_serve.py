@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import FLOAT32, PATIENT, drain, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess, wait_for
 from tests.vllm_plugin.faults import free_endpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.models.tiny_model import write
+from testbed.tiny_llama import write
 from tests.vllm_plugin.conftest import TINY
 
 if importlib.util.find_spec("vllm") is None:

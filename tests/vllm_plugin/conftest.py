@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.models.tiny_model import Shape, write
+from testbed.tiny_llama import Shape, write
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
 

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.request import Request
 
-from benchmarks.harness.engine import kvpool_transfer_config
+from testbed.engine import kvpool_transfer_config
 from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY
 
 init_none_hash(sha256_cbor)

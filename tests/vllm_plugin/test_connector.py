@@ -16,11 +16,11 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from benchmarks.harness.engine import kvpool_transfer_config
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
+from testbed.engine import kvpool_transfer_config
 from tests.conftest import StartServer
 from tests.support.processes import run_command, wait_for
 from tests.vllm_plugin.conftest import BLOCK_TOKENS, MakeConfig

@@ -13,8 +13,8 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from benchmarks.harness.engine import kvpool_transfer_config
 from kvpool.namespace import NamespaceSpec
+from testbed.engine import kvpool_transfer_config
 from tests.support.processes import ServerProcess, wait_for
 from tests.vllm_plugin.bugs import (
     HANGS,

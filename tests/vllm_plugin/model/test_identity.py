@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models.tiny_models import write as write_shape
 from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec, differences
+from testbed.tiny_models import write as write_shape
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.support import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig

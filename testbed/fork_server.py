@@ -20,13 +20,13 @@ import signal
 import socket
 import subprocess
 import sys
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
-from benchmarks.harness import engine
+from testbed import engine_process
+from testbed.forked_process import FORK_SERVER, MESSAGE_BYTES
 
 PRELOADED = (
     "vllm",
@@ -35,7 +35,6 @@ PRELOADED = (
     "vllm.model_executor.models.registry",
     "vllm.v1.worker.cpu_worker",
 )
-MESSAGE_BYTES = 1 << 17
 
 
 @contextmanager
@@ -53,53 +52,21 @@ def fork_server(directory: Path) -> Iterator[None]:
         listener.bind(str(address))
         listener.listen()  # A connection waits here until the modules are imported.
         server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.harness.fork_server", str(listener.fileno())],
+            [sys.executable, "-m", "testbed.fork_server", str(listener.fileno())],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[1],
             pass_fds=[listener.fileno()],
         )
     assert server.stdin is not None
-    os.environ[engine.FORK_SERVER] = str(address)
+    os.environ[FORK_SERVER] = str(address)
     try:
         yield
     finally:
-        del os.environ[engine.FORK_SERVER]
+        del os.environ[FORK_SERVER]
         server.stdin.close()
         server.wait(timeout=30)
-
-
-class ForkedProcess:
-    """A process made by a fork server: the part of `subprocess.Popen` that an engine needs."""
-
-    def __init__(self, address: str, environment: Mapping[str, str], log: IO[bytes]):
-        their_stdin, our_stdin = os.pipe()
-        our_stdout, their_stdout = os.pipe()
-        self.stdin, self.stdout = os.fdopen(our_stdin, "w"), os.fdopen(our_stdout)
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-                server.connect(address)
-                message = json.dumps(dict(environment)).encode()
-                socket.send_fds(server, [message], [their_stdin, their_stdout, log.fileno()])
-                answer, descriptors, *_ = socket.recv_fds(server, MESSAGE_BYTES, 1)
-        finally:
-            os.close(their_stdin)
-            os.close(their_stdout)
-        assert descriptors, "the fork server ended"
-        self.pid = int(answer)
-        self._pidfd = descriptors[0]
-        weakref.finalize(self, os.close, self._pidfd)
-
-    def poll(self) -> int | None:
-        """None while the process runs."""
-        return 0 if select.select([self._pidfd], [], [], 0)[0] else None
-
-    def wait(self, timeout: float) -> int:
-        """Waits for the process's end; raises `subprocess.TimeoutExpired` if it goes on."""
-        if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("engine", timeout)
-        return 0
 
 
 def main() -> None:
@@ -140,8 +107,8 @@ def _become_engine(connection: socket.socket, environment: dict[str, str], descr
     os.environ.update(environment)
     socket.send_fds(connection, [str(os.getpid()).encode()], [os.pidfd_open(os.getpid())])
     connection.close()
-    engine.serve()
-    raise AssertionError("an engine's process ends in `serve`")
+    engine_process.serve()
+    raise AssertionError("`serve` ends the process")
 
 
 if __name__ == "__main__":
