@@ -16,9 +16,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.conformance.ownership import Ownership
 from tests.conformance.recorder import SCHEDULER, WORKER, Recorder, Recording
-from tests.vllm_plugin.support import full_attention
-from tests.vllm_plugin.toy import Chunk, Rank, ToyEngine, answer, create_connector
-from tests.vllm_plugin.toy_cache import Wrong
+from tests.support.toy.cache import Wrong
+from tests.support.toy.engine import Rank, ToyEngine, create_connector
+from tests.support.toy.model import Chunk, answer
+from tests.support.vllm_objects import full_attention
 
 
 class HaltedError(Exception):

@@ -18,8 +18,8 @@ from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_con
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, drain, prompt, running
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

@@ -24,8 +24,8 @@ from tests.e2e.conftest import (
     wait_until_nothing_is_held,
 )
 from tests.support.effort import some
+from tests.support.faults import flip_arena, free_endpoint, stopped
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
 
 pytestmark = pytest.mark.vllm
 

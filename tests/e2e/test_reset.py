@@ -21,8 +21,8 @@ from tests.e2e.conftest import (
     running,
     wait_until_nothing_is_held,
 )
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

@@ -17,8 +17,8 @@ import pytest
 
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import FLOAT32, PATIENT, drain, hit_tokens, prompt, running
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

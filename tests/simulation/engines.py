@@ -1,6 +1,6 @@
 """Toy engines whose connector runs in runtime, and everything that is promised of them.
 
-The engine is vLLM's real scheduler around a model whose KV is known (`tests.vllm_plugin.toy`); the connector is the
+The engine is vLLM's real scheduler around a model whose KV is known (`tests.support.toy.engine`); the connector is the
 real one, sessions and transfer threads included. What is checked, and when:
 
 - each forward pass: every byte of KV that attention reads.
@@ -43,10 +43,11 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.observer import Observer
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.support import full_attention, make_request
-from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
-from tests.vllm_plugin.toy_device import Device, DeviceCopier
+from tests.support.toy.device import Device, DeviceCopier
+from tests.support.toy.engine import Rank, ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.toy.model import Sequences, answer
+from tests.support.vllm_objects import full_attention, make_request
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler import load_policy as load_policy

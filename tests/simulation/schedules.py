@@ -20,9 +20,9 @@ from kvpool_server.cache.entry import Entry
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
 from tests.simulation.network import LIMITS, Lag, SimServer
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.values import block_hash, group_spec, namespace_spec
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.support import tokens
+from tests.support.vllm_objects import tokens
 
 Event = tuple[str | int, ...]
 """The name of a method of `World`, and its arguments."""

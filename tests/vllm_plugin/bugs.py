@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.vllm_plugin.toy import ToyEngine
+from tests.support.toy.engine import ToyEngine
 from vllm_plugin.worker.transfer import TransferThread
 
 Scenario = Callable[[float], None]

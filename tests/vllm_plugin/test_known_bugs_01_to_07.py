@@ -11,6 +11,10 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     HANGS,
     WRONG_KV,
@@ -23,10 +27,6 @@ from tests.vllm_plugin.bugs import (
     step_until,
     step_until_loading,
 )
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import WorkerMetadata
 from vllm_plugin.scheduler.pins import Pins

@@ -13,6 +13,13 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpool.types import BlockRun
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.toy.slow_device import SlowDevice, unmarked
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     HANGS,
     WRONG_KV,
@@ -26,12 +33,6 @@ from tests.vllm_plugin.bugs import (
     step_until_loading,
     submitted,
 )
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.slow_device import SlowDevice, unmarked
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.model.hit_rules import Found, Reach, Rule

@@ -16,6 +16,12 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from kvpool.namespace import NamespaceSpec
 from testbed.engine import kvpool_transfer_config
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     HANGS,
     WRONG_KV,
@@ -27,11 +33,6 @@ from tests.vllm_plugin.bugs import (
     step_until,
     submitted,
 )
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import ConnectorMetadata, StoreJob
 from vllm_plugin.model import identity

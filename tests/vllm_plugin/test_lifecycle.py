@@ -15,11 +15,12 @@ from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
 from tests.support.effort import some
+from tests.support.faults import flip_arena, free_endpoint, stopped
 from tests.support.processes import wait_for
-from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.toy import ToyEngine, answer
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
+from tests.support.toy.model import answer
+from tests.support.vllm_objects import tokens
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.worker import worker
 

@@ -13,7 +13,13 @@ from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
 from tests.support.effort import some
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     abort,
     count_preemptions,
@@ -22,11 +28,6 @@ from tests.vllm_plugin.bugs import (
     step_until,
     step_until_loading,
 )
-from tests.vllm_plugin.faults import flip_arena, stopped
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.bugs import step_until
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import make_request, tokens
-from tests.vllm_plugin.test_shapes import SHAPES
 from tests.vllm_plugin.test_storms import DRAFTS, MODES
-from tests.vllm_plugin.toy import ToyEngine, answer
 
 CHUNKS = [tokens(count, f"chunk {count}") for count in (100, 7, 41, 64)]
 MAX_TOKENS = 12

@@ -10,8 +10,8 @@ import torch
 from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec, differences
 from testbed.tiny_models import write as write_shape
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.support import cache_config, full_attention, of_rank
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.identity import namespace_spec
 

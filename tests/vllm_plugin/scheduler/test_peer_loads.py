@@ -14,10 +14,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.support.processes import wait_for
-from tests.vllm_plugin.fleet import Fleet
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.toy import Chunk, Rank, ToyEngine, answer
-from tests.vllm_plugin.toy_cache import Wrong
+from tests.support.toy.cache import Wrong
+from tests.support.toy.engine import Rank, ToyEngine
+from tests.support.toy.fleet import Fleet
+from tests.support.toy.model import Chunk, answer
+from tests.support.vllm_objects import tokens
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler import step_budget
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler

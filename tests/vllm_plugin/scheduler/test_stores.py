@@ -12,11 +12,11 @@ from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.bugs import count_preemptions, held, step_until
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import make_request, tokens
-from tests.vllm_plugin.toy import answer
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import stores
 from vllm_plugin.scheduler.pins import Pins

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from testbed.engine import kvpool_transfer_config
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY
+from tests.support.toy.fixtures import BLOCK_TOKENS, TINY
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
