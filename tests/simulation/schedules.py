@@ -91,7 +91,7 @@ class World:
         """A request that has ended comes back under its name."""
         each = self._engine(engine)
         ended = [name for name in each.prompts if name not in each.scheduler.requests]
-        if ended and not each._in_flight:
+        if ended and not each.in_flight:
             name = ended[which % len(ended)]
             each.check_answers_of(name)
             each.submit(name, *each.prompts[name][:2])
@@ -236,7 +236,7 @@ class World:
         self.server.losses.clear()
         self.server.lags.clear()
         for _ in range(DRAIN_ROUNDS):
-            busy = [engine for engine in self.engines if engine.scheduler.has_requests() or engine._in_flight]
+            busy = [engine for engine in self.engines if engine.scheduler.has_requests() or engine.in_flight]
             if not busy:
                 break
             for engine in busy:
