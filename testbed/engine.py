@@ -24,6 +24,12 @@ from typing import IO, Any
 from testbed.forked_process import FORK_SERVER, ForkedProcess
 
 START_TIMEOUT_S = 480.0
+IMPORT_SETTINGS = {"VLLM_USE_SPINLOOP_EXT": "1"}
+"""Environment variables that vLLM reads while it is imported.
+
+vLLM's processes wait for each other in a loop of sched_yield, with which Linux 6.18 lets no other process run for 20 s
+and more; the extension waits in another way.
+"""
 BLOCK_TOKENS = 32
 """The CPU attention kernel wants multiples of 32."""
 
@@ -106,9 +112,7 @@ class Engine:
             # GiB; goes before `kv_cache_memory_bytes` where both are given.
             **({} if "kv_cache_memory_bytes" in spec.options else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
             "VLLM_CPU_OMP_THREADS_BIND": _cores(num_ranks),
-            # vLLM's processes wait for each other in a loop of sched_yield, which Linux 6.18 answers by letting nobody
-            # else run, for 20 s and more; this waits in another way.
-            "VLLM_USE_SPINLOOP_EXT": "1",
+            **IMPORT_SETTINGS,
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not spec.in_process)),
             **spec.environment,

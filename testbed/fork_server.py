@@ -2,7 +2,7 @@
 
 For the tests, which start some sixty engines. The fork server imports modules and does nothing else: it starts no
 thread, no gRPC channel and no OpenMP team. A forked engine has its own session, environment, log and pipes, as if it
-had been executed.
+had been executed. An engine of several processes forks its engine core and its ranks, as vLLM does on GPUs.
 
 Protocol, over a Unix socket: the caller sends a JSON object (the environment) with three descriptors (standard input,
 output and error). The engine answers with its process id and a pidfd of itself.
@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from testbed import engine_process
+from testbed import engine, engine_process
 from testbed.forked_process import FORK_SERVER, MESSAGE_BYTES
 
 PRELOADED = (
@@ -56,6 +57,7 @@ def fork_server(directory: Path) -> Iterator[None]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            env={**os.environ, **engine.IMPORT_SETTINGS},
             cwd=Path(__file__).parents[1],
             pass_fds=[listener.fileno()],
         )
@@ -89,6 +91,9 @@ def main() -> None:
 @functools.cache
 def _preload() -> None:
     """Imports what engines share; once, before the first of them."""
+    # vLLM's CPU platform spawns its engine core and its ranks, each of which would import vLLM again.
+    system_utils = importlib.import_module("vllm.utils.system_utils")
+    system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     modules = [importlib.import_module(name) for name in PRELOADED]
     # vLLM inspects a model's class in a process of its own, to keep CUDA out of this one. There is no CUDA here, and
     # the engine imports the class anyway.
