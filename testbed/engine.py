@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from typing import IO, Any
+from typing import Any
 
-from testbed.forked_process import FORK_SERVER, ForkedProcess
+from testbed.forked_process import start_module
 
 START_TIMEOUT_S = 480.0
 IMPORT_SETTINGS = {"VLLM_USE_SPINLOOP_EXT": "1"}
@@ -119,7 +118,7 @@ class Engine:
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._process = _start_process(environment, log)
+            self._process = start_module("testbed.engine_process", [], environment, log)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)
@@ -240,22 +239,6 @@ def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> 
     engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
     print(f"{', '.join(specs)}: started in {time.monotonic() - started:.0f} s", flush=True)
     return engines
-
-
-def _start_process(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str] | ForkedProcess:
-    """Starts `testbed.engine_process` in a session of its own, so that `Engine.kill` reaches vLLM's processes alone."""
-    if address := os.environ.get(FORK_SERVER):
-        return ForkedProcess(address, environment, log)
-    return subprocess.Popen(
-        [sys.executable, "-m", "testbed.engine_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        start_new_session=True,
-    )
 
 
 def _cores(num_ranks: int) -> str:

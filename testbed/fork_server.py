@@ -4,8 +4,8 @@ For the tests, which start some sixty engines. The fork server imports modules a
 thread, no gRPC channel and no OpenMP team. A forked engine has its own session, environment, log and pipes, as if it
 had been executed. An engine of several processes forks its engine core and its ranks, as vLLM does on GPUs.
 
-Protocol, over a Unix socket: the caller sends a JSON object (the environment) with three descriptors (standard input,
-output and error). The engine answers with its process id and a pidfd of itself.
+Protocol, over a Unix socket: the caller sends a JSON object (command: a module and its arguments; environment) with
+three descriptors (standard input, output and error). The new process answers with its id and a pidfd of itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from testbed import engine, engine_process
+from testbed.engine import IMPORT_SETTINGS
 from testbed.forked_process import FORK_SERVER, MESSAGE_BYTES
 
 PRELOADED = (
@@ -57,7 +58,7 @@ def fork_server(directory: Path) -> Iterator[None]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env={**os.environ, **engine.IMPORT_SETTINGS},
+            env={**os.environ, **IMPORT_SETTINGS},
             cwd=Path(__file__).parents[1],
             pass_fds=[listener.fileno()],
         )
@@ -82,7 +83,7 @@ def main() -> None:
             message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
             if os.fork() == 0:
                 listener.close()
-                _become_engine(connection, json.loads(message), descriptors)
+                _become(connection, **json.loads(message), descriptors=descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
     os._exit(0)  # Taking a large interpreter apart takes seconds.
@@ -102,7 +103,9 @@ def _preload() -> None:
     gc.freeze()  # An engine does not search for garbage in what it shares.
 
 
-def _become_engine(connection: socket.socket, environment: dict[str, str], descriptors: list[int]) -> NoReturn:
+def _become(
+    connection: socket.socket, command: list[str], environment: dict[str, str], descriptors: list[int]
+) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(descriptors):
@@ -112,8 +115,11 @@ def _become_engine(connection: socket.socket, environment: dict[str, str], descr
     os.environ.update(environment)
     socket.send_fds(connection, [str(os.getpid()).encode()], [os.pidfd_open(os.getpid())])
     connection.close()
-    engine_process.serve()
-    raise AssertionError("`serve` ends the process")
+    sys.argv = command
+    try:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The process of an engine that a fork server made, as the process that asked for it sees it."""
+"""Processes of Python modules that import vLLM, each in a session of its own: forked where there is a fork server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import select
 import socket
 import subprocess
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 FORK_SERVER = "ENGINE_FORK_SERVER"
@@ -16,17 +18,40 @@ FORK_SERVER = "ENGINE_FORK_SERVER"
 MESSAGE_BYTES = 1 << 17
 
 
-class ForkedProcess:
-    """A process made by a fork server: the part of `subprocess.Popen` that an engine needs."""
+def start_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[str] | ForkedProcess:
+    """Runs `python -m module`, with pipes for standard input and output.
 
-    def __init__(self, address: str, environment: Mapping[str, str], log: IO[bytes]):
+    Args:
+        environment: all of it.
+        log: gets standard error.
+    """
+    if address := os.environ.get(FORK_SERVER):
+        return ForkedProcess(address, [module, *arguments], environment, log)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+        start_new_session=True,
+    )
+
+
+class ForkedProcess:
+    """A process made by a fork server: the part of `subprocess.Popen` that is needed of it."""
+
+    def __init__(self, address: str, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]):
         their_stdin, our_stdin = os.pipe()
         our_stdout, their_stdout = os.pipe()
         self.stdin, self.stdout = os.fdopen(our_stdin, "w"), os.fdopen(our_stdout)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
                 server.connect(address)
-                message = json.dumps(dict(environment)).encode()
+                message = json.dumps({"command": command, "environment": dict(environment)}).encode()
                 socket.send_fds(server, [message], [their_stdin, their_stdout, log.fileno()])
                 answer, descriptors, *_ = socket.recv_fds(server, MESSAGE_BYTES, 1)
         finally:
