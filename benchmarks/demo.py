@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.engine import BLOCK_TOKENS, Answer, Engine, EngineError, EngineSpec, kvpool_transfer_config
-from benchmarks.models import tiny_model
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from testbed import tiny_llama
+from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineError, EngineSpec, kvpool_transfer_config
 
 MEMORY = "1GiB"
 # float32: rounding then never decides between two tokens, whatever the order in which a prompt is computed.
@@ -39,7 +39,7 @@ def main(
     logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-demo-"))
     console.print(f"logs: {logs}")
     with _step("writing a small random-weight model"):
-        model = tiny_model.write(logs / "model")
+        model = tiny_llama.write(logs / "model")
     picks = random.Random(0)
     texts = [[picks.randrange(10, 4000) for _ in range(tokens)] for _ in range(prompts)]
     try:

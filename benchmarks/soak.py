@@ -28,12 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from benchmarks.harness.measuring import Row, at_most, free_port, progress, report, until_true
-from benchmarks.peers.mooncake_store import holder_command, listens, master_command
+from benchmarks.harness.measuring import Row, at_most, progress, report, until_true
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
 from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
+from testbed.mooncake import master_command, segment_command
+from testbed.ports import free_port, is_listening
 
 MIB = 1 << 20
 SERVERS = 3
@@ -75,7 +76,7 @@ class Process:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
     def wait_until_there(self) -> None:
-        until_true(lambda: listens(self._port), f"{self._command[:4]} does not listen; see {self._log}", START_S)
+        until_true(lambda: is_listening(self._port), f"{self._command[:4]} does not listen; see {self._log}", START_S)
 
     def send(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -102,7 +103,9 @@ class World:
         self.tier = folder / "tier"
         master_port = free_port()
         self.master = Process(master_command(master_port), master_port, folder / "master.log")
-        self.holder = Process(holder_command(f"127.0.0.1:{master_port}", 256 * MIB), master_port, folder / "holder.log")
+        self.holder = Process(
+            segment_command(f"127.0.0.1:{master_port}", 256 * MIB), master_port, folder / "holder.log"
+        )
         self.endpoints = [f"127.0.0.1:{free_port()}" for _ in range(SERVERS)]
         self.servers = [self._server(nth, endpoint, master_port) for nth, endpoint in enumerate(self.endpoints)]
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 from benchmarks.harness.measuring import Row, at_most, time_ratio
 from benchmarks.peers import mooncake_store
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -19,8 +19,8 @@ import typer
 
 from benchmarks.cases.gpu import OPTIONS, empty_own_cache, prompt_of, write_model
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 from benchmarks.harness.measuring import Row, at_least
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
 POOL_GIB = 24
 KV_BYTES = 11 << 29

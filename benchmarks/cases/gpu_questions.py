@@ -32,9 +32,9 @@ from benchmarks.cases.gpu import (
     write_model,
 )
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.engine import Engine, EngineSpec, start_all
 from benchmarks.harness.measuring import Row
 from benchmarks.peers import mooncake_store
+from testbed.engine import Engine, EngineSpec, start_all
 
 NUM_DOCUMENTS, QUESTION_TOKENS, ANSWER_TOKENS, IN_FLIGHT = 8, 128, 64, 4
 

@@ -28,9 +28,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.harness.engine import kvpool_transfer_config
 from benchmarks.harness.measuring import Row, at_most, percentile, report, server_process, until_true
-from benchmarks.models.tiny_model import Shape, write
+from testbed.engine import kvpool_transfer_config
+from testbed.tiny_llama import Shape, write
 
 REACH_MS = 2.0
 BLOCK_TOKENS = 16

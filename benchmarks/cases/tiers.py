@@ -35,7 +35,6 @@ from benchmarks.harness.measuring import (
     alternate,
     at_most,
     estimate,
-    free_port,
     gb_per_s,
     kvpool_server,
     ms,
@@ -48,7 +47,6 @@ from benchmarks.harness.measuring import (
     until_true,
     wait_until,
 )
-from benchmarks.peers.mooncake_store import listens, master_command
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
 from kvpool.client import Client
 from kvpool.client import Namespace as OpenNamespace
@@ -60,6 +58,8 @@ from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import Block
+from testbed.mooncake import master_command
+from testbed.ports import free_port, is_listening
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = (64 * KIB, MIB)
@@ -300,7 +300,7 @@ def measure_puts(directory: Path, rounds: int) -> list[Row]:
 def _server_on_a_stopped_master() -> Iterator[str]:
     port = free_port()
     with process(master_command(port)) as master:
-        wait_until(lambda: listens(port), "mooncake_master", master)
+        wait_until(lambda: is_listening(port), "mooncake_master", master)
         with kvpool_server("512MiB", "--tier", f"mooncake:master=127.0.0.1:{port},segment=64MiB") as endpoint:
             master.send_signal(signal.SIGSTOP)
             try:

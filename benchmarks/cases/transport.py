@@ -31,7 +31,8 @@ from benchmarks.harness.traffic import Bytes, Traffic, copy_and_sum, pair
 from benchmarks.peers import iperf, valkey
 from benchmarks.peers.bare_socket import bare_socket
 from benchmarks.peers.bare_stream import bare_stream
-from benchmarks.peers.mooncake_store import BEST_SETTINGS, Store, addresses, mooncake_store
+from benchmarks.peers.mooncake_store import Store, addresses, mooncake_store
+from testbed.mooncake import BEST_SETTINGS
 
 MIB = 1 << 20
 BATCH_BYTES = 64 * MIB

@@ -19,12 +19,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 from benchmarks.harness.measuring import Row, at_least, at_most, time_ratio
-from benchmarks.models import tiny_model
 from benchmarks.peers import mooncake_store
+from testbed import tiny_llama
+from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from testbed.ports import free_port
 
-SHAPE = tiny_model.Shape(hidden=1024, intermediate=2048)
+SHAPE = tiny_llama.Shape(hidden=1024, intermediate=2048)
 MEMORY = "2GiB"
 MOONCAKE_SEGMENT_BYTES = 2 << 30
 WARMUPS = 2
@@ -40,10 +41,10 @@ def main(
     """Time cold and warm prompts in four engines that take turns."""
     logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     print(f"logs: {logs}", flush=True)
-    model = tiny_model.write(logs / "model", SHAPE)
+    model = tiny_llama.write(logs / "model", SHAPE)
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(harness.kvpool_server(MEMORY))
-        dead = f"127.0.0.1:{harness.free_port()}"
+        dead = f"127.0.0.1:{free_port()}"
         master = stack.enter_context(mooncake_store.master())
         specs = {
             "alone": EngineSpec(model),

@@ -14,7 +14,6 @@ import os
 import platform
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from rich.table import Table
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
+from testbed.ports import free_port
 
 RESULTS = Path(__file__).parents[1] / "results"
 START_S = 60.0
@@ -227,13 +227,6 @@ def speed_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The sample that `percent` of them do not exceed; the median is between two where their number is even."""
     return float(_percentiles(np.asarray(samples), percent))
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

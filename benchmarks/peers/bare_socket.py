@@ -12,8 +12,9 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 
-from benchmarks.harness.measuring import free_port, process, wait_until
+from benchmarks.harness.measuring import process, wait_until
 from benchmarks.harness.traffic import Bytes
+from testbed.ports import free_port
 
 DEADLINE_S = 60.0
 LOOPBACK = "127.0.0.1"

@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 
-from benchmarks.harness.measuring import free_port, process, wait_until
+from benchmarks.harness.measuring import process, wait_until
+from testbed.ports import free_port
 
 SECONDS = 2
 DEADLINE_S = 30.0

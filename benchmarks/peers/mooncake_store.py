@@ -1,31 +1,20 @@
-"""Mooncake Store beside us: a master, a process that holds the segment, and a client, over loopback TCP.
-
-The segment lies in a process of its own, as kvpool's arena does, so that bytes really travel between processes.
-`python -m benchmarks.peers.mooncake_store MASTER HOST:PORT BYTES` is that process.
-"""
+"""Mooncake Store as a peer: a master, a process that holds the segment, and a client, over loopback TCP."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
-import signal
-import socket
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness.engine import EngineSpec
-from benchmarks.harness.measuring import free_port, process, wait_until
-
-LOCAL_BUFFER_BYTES = 64 << 20
-BEST_SETTINGS = {"MC_STORE_MEMCPY": "0", "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
-"""Else each transfer makes a connection; a copy within the host would be no TCP at all."""
+from benchmarks.harness.measuring import process, wait_until
+from testbed.engine import EngineSpec
+from testbed.mooncake import master_command, open_store, segment_command
+from testbed.ports import free_port, is_listening
 
 BATCH_KEYS = 1024
 """Puts of 4,096 keys at once fail over TCP (TRANSFER_FAIL); up to 1,024 the rate grows with their number."""
@@ -35,7 +24,7 @@ class Store:
     """A client of Mooncake Store that moves bytes from and to registered buffers."""
 
     def __init__(self, master: str):
-        self._store = _setup(master, f"127.0.0.1:{free_port()}", 0)
+        self._store = open_store(master, f"127.0.0.1:{free_port()}", 0)
 
     def register(self, buffer: npt.NDArray[np.uint8]) -> None:
         assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0, "Mooncake refused a buffer"
@@ -69,26 +58,14 @@ def master() -> Iterator[str]:
     address = f"127.0.0.1:{free_port()}"
     port = int(address.rpartition(":")[2])
     with process(master_command(port)) as running:
-        wait_until(lambda: listens(port), "mooncake_master", running)
+        wait_until(lambda: is_listening(port), "mooncake_master", running)
         yield address
-
-
-def master_command(port: int) -> list[str]:
-    """Starts a master."""
-    binary = Path(importlib.util.find_spec("mooncake").submodule_search_locations[0]) / "mooncake_master"  # type: ignore[union-attr,index]
-    return [str(binary), f"--rpc_port={port}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=10s"]
-
-
-def holder_command(master: str, segment_bytes: int) -> list[str]:
-    """Starts the process that holds a segment; it says "ready"."""
-    holder = [sys.executable, "-m", "benchmarks.peers.mooncake_store"]
-    return [*holder, master, f"127.0.0.1:{free_port()}", str(segment_bytes)]
 
 
 @contextlib.contextmanager
 def mooncake_store(segment_bytes: int) -> Iterator[Store]:
     """A store with one segment in another process, and a client of it here."""
-    with master() as address, process(holder_command(address, segment_bytes)) as holder_process:
+    with master() as address, process(segment_command(address, segment_bytes)) as holder_process:
         assert holder_process.stdout is not None
         while (line := holder_process.stdout.readline()) and line != "ready\n":
             pass
@@ -123,35 +100,3 @@ def engine(model: Path, master: str, folder: Path, segment_bytes: int, options: 
 def addresses(buffer: npt.NDArray[np.uint8], nbytes: int) -> list[int]:
     """Addresses of the consecutive parts of `nbytes` of a buffer."""
     return list(range(buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes, nbytes))
-
-
-def _setup(master: str, local: str, segment_bytes: int) -> Any:
-    from mooncake.store import MooncakeDistributedStore
-
-    for name, value in BEST_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    store = MooncakeDistributedStore()
-    code = store.setup(local, "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master)
-    if code:
-        raise RuntimeError(f"Mooncake Store setup at {master} failed with code {code}")
-    return store
-
-
-def listens(port: int) -> bool:
-    """Whether somebody listens there, on loopback."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Holds a segment until SIGTERM."""
-    stop = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-    store = _setup(arguments[0], arguments[1], int(arguments[2]))
-    print("ready", flush=True)
-    signal.sigwait(stop)
-    store.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import ServerProcess
-from tests.vllm_plugin.conftest import one_thread, tiny_model, vllm_config
+from tests.support.toy.fixtures import one_thread, tiny_model, vllm_config
 
 __all__ = ["one_thread", "tiny_model", "vllm_config"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,9 +15,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.conformance.ownership import Ownership
 from tests.conformance.recorder import SCHEDULER, WORKER, Recorder, Recording
-from tests.vllm_plugin.support import full_attention
-from tests.vllm_plugin.toy import Chunk, Rank, ToyEngine, answer, create_connector
-from tests.vllm_plugin.toy_cache import Wrong
+from tests.support.toy.cache import Wrong
+from tests.support.toy.engine import Rank, ToyEngine, create_connector
+from tests.support.toy.model import Chunk, answer
+from tests.support.vllm_objects import full_attention
 
 
 class HaltedError(Exception):
@@ -43,13 +43,6 @@ class RecordedEngine(ToyEngine):
         self._recorder = Recorder(self.recording, self._ownership)
         self._num_ranks = 0
         super().__init__(config, wait=False, make=self._make, **toy)
-        preempt = self.scheduler._preempt_request
-
-        def preempt_noted(request: Request, *args: Any, **kwargs: Any) -> None:
-            self.recording.note("preempted", request_id=request.request_id)
-            preempt(request, *args, **kwargs)
-
-        self.scheduler._preempt_request = preempt_noted
         self._ownership.attach(self.scheduler.kv_cache_manager.block_pool, self.ranks)
         self._prompts: dict[str, tuple[Sequence[int], int]] = {}
         self.steps(2)  # What idle steps look like before anything has happened.
@@ -57,6 +50,7 @@ class RecordedEngine(ToyEngine):
     def _make(self, config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> KVConnectorBase_V1:
         connector = create_connector(config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_side = connector
             return self._recorder.wrap(connector, SCHEDULER)
         self._num_ranks += 1
         return self._recorder.wrap(connector, WORKER, self._num_ranks - 1)
@@ -74,14 +68,17 @@ class RecordedEngine(ToyEngine):
                 self._prompts.pop(request_id, None)
                 loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
                 self.recording.note("aborted", request_id=request_id, loading=loading)
-        self._guard(self.scheduler.finish_requests, request_ids, RequestStatus.FINISHED_ABORTED)
+        self._guard(super().abort, *request_ids)
 
     def step(self) -> int:
         self.recording.step += 1
+        num_preempted = len(self.preempted)
         computed: int = self._guard(super().step)
+        for request_id in self.preempted[num_preempted:]:
+            self.recording.note("preempted", request_id=request_id)
         pins = sum(self._ownership.pins.values())
         if pins:
-            self.recording.note("holds", pins=pins, pending=self.scheduler.connector._inner.has_pending_push_work())
+            self.recording.note("holds", pins=pins, pending=self._scheduler_side.has_pending_push_work())
         return computed
 
     def steps(self, count: int) -> None:
@@ -90,15 +87,13 @@ class RecordedEngine(ToyEngine):
 
     def drain(self) -> None:
         """Steps until nothing is left to do, takes some idle steps, and notes what the engine looks like then."""
-        ends_at = time.monotonic() + self._drain_limit_s
-        while self.scheduler.has_requests():
-            if time.monotonic() > ends_at:
-                unfinished = sorted(name for name, one in self.scheduler.requests.items() if not one.is_finished())
-                held = sorted(name for name, one in self.scheduler.requests.items() if one.is_finished())
-                self.recording.note("stuck", unfinished=tuple(unfinished), held=tuple(held))
-                raise HaltedError("stuck")
-            if not self.step():
-                time.sleep(0.001)
+        try:
+            self.step_until(lambda: not self.scheduler.has_requests(), "requests to end", self._drain_limit_s)
+        except AssertionError as too_late:
+            unfinished = sorted(name for name, one in self.scheduler.requests.items() if not one.is_finished())
+            held = sorted(name for name, one in self.scheduler.requests.items() if one.is_finished())
+            self.recording.note("stuck", unfinished=tuple(unfinished), held=tuple(held))
+            raise HaltedError("stuck") from too_late
         self.steps(2)
         self._judge_answers()
         used = self.num_used_blocks()
@@ -137,7 +132,7 @@ class RecordedEngine(ToyEngine):
             self.recording.note("crashed", error=f"{type(error).__name__}: {error}")
             raise HaltedError("crashed") from error
 
-    def _run_rank(
+    def run_rank(
         self,
         rank: Rank,
         scheduled: SchedulerOutput,
@@ -153,19 +148,19 @@ class RecordedEngine(ToyEngine):
 
         rank.connector.bind_connector_metadata = bind_and_mark
         try:
-            return super()._run_rank(rank, scheduled, metadata, chunks)
+            return super().run_rank(rank, scheduled, metadata, chunks)
         finally:
             rank.connector.bind_connector_metadata = bind
 
-    def _forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
+    def forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
         self._ownership.forward_begins(rank.tp_rank)
-        super()._forward(rank, request_id, chunk)
+        super().forward(rank, request_id, chunk)
         self._ownership.forward_ended(rank.tp_rank)
 
-    def _found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
+    def found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
         why = self._ownership.explain(wrong)
         self.recording.note(f"read-{why}", request_id=request_id, rank=rank.tp_rank)
         wrong.mend()
 
-    def _count(self, stats: dict[str, Any]) -> None:
+    def count_stats(self, stats: dict[str, Any]) -> None:
         """The connector's numbers are its own affair."""

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from tests.conformance.recorder import SCHEDULER, WORKER, Call, Recording, Watch
-from tests.vllm_plugin.toy import Rank
-from tests.vllm_plugin.toy_cache import Wrong
+from tests.support.toy.cache import Wrong
+from tests.support.toy.engine import Rank
 
 NULL_BLOCK = 0
 _MAX_BLOCKS = 4096

@@ -139,11 +139,24 @@ class Recorder:
         proxy: KVConnectorBase_V1 = proxy_class(connector, self, side, rank)
         return proxy
 
-    def forward(self, proxy: Recorded, hook: str, arguments: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+
+class Recorded(KVConnectorBase_V1):  # type: ignore[misc]
+    """Base of all proxies; not constructed as a connector is: it has no state but the one it stands for."""
+
+    def __init__(self, inner: KVConnectorBase_V1, recorder: Recorder, side: str, rank: int):
+        self._inner = inner
+        self._recorder = recorder
+        self._side = side
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def _call(self, hook: str, arguments: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Calls the hook and writes it down, whether it answers or raises."""
-        ask = getattr(proxy._inner, hook)
+        ask = getattr(self._inner, hook)
         facts = {name: describe(value) for name, value in arguments.items()}
-        recording, watch = self.recording, self.watch
+        recording, watch = self._recorder.recording, self._recorder.watch
         references = watch.references()
         extras: dict[str, Any] = {}
         answer, error = None, None
@@ -160,8 +173,8 @@ class Recorder:
             pinned = {block: now - then for block, (then, now) in pairs if now != then}
             call = Call(
                 recording.step,
-                proxy._side,
-                proxy._rank,
+                self._side,
+                self._rank,
                 hook,
                 facts,
                 describe(answer),
@@ -174,28 +187,15 @@ class Recorder:
             recording.events.append(call)
 
 
-class Recorded(KVConnectorBase_V1):  # type: ignore[misc]
-    """Base of all proxies; not constructed as a connector is: it has no state but the one it stands for."""
-
-    def __init__(self, inner: KVConnectorBase_V1, recorder: Recorder, side: str, rank: int):
-        self._inner = inner
-        self._recorder = recorder
-        self._side = side
-        self._rank = rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
-
-
 def _reader(name: str) -> Callable[[Recorded], Any]:
-    return lambda self: getattr(self._inner, name)
+    return lambda self: self.__getattr__(name)
 
 
 def _forwarder(hook: str, signature: inspect.Signature) -> Callable[..., Any]:
     def forward(self: Recorded, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         arguments.pop("self")
-        return self._recorder.forward(self, hook, arguments, args, kwargs)
+        return self._call(hook, arguments, args, kwargs)
 
     return forward
 

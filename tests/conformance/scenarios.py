@@ -14,7 +14,7 @@ from tests.conformance.recorder import Recording
 from tests.conformance.rules import Violation, violations
 from tests.conformance.subject import Subject
 from tests.support.processes import wait_for
-from tests.vllm_plugin.support import tokens
+from tests.support.vllm_objects import tokens
 
 SCENARIOS: dict[str, Callable[[Bench], None]] = {}
 WARM_UP_DEADLINE_S = 10.0

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.vllm_plugin.toy import as_rank
+from tests.support.toy.engine import as_rank
 
 Check = Callable[[VllmConfig, KVCacheConfig], Iterator[str]]
 STATIC_RULES: dict[str, Check] = {}

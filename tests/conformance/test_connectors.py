@@ -12,10 +12,10 @@ import pytest
 from tests.conformance.reference import ReferenceConnector
 from tests.conformance.scenarios import SCENARIOS, run
 from tests.conformance.subject import Subject
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.faults import flip_arena, stopped
-from tests.vllm_plugin.shapes import SHAPES
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.toy.shapes import SHAPES
 
 _numbers = itertools.count()
 _PATIENT = {

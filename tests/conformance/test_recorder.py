@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 from tests.conformance.recorder import SCHEDULER, Recorder, Recording
 from tests.conformance.reference import ReferenceConnector
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.support import cache_config
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import cache_config
 
 
 @pytest.fixture

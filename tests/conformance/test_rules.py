@@ -13,7 +13,7 @@ from tests.conformance.recorder import SCHEDULER, Call, Recording
 from tests.conformance.reference import ReferenceConnector
 from tests.conformance.rules import RULES, violations
 from tests.conformance.subject import Subject
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.toy.fixtures import MakeConfig
 
 _numbers = itertools.count()
 STUCK_RULES = {"every-request-ends", "an-idle-engine-has-no-pending-push-work"}

@@ -10,7 +10,7 @@ from tests.conformance import scenarios
 from tests.conformance.recorder import Recording
 from tests.conformance.reference import ReferenceConnector
 from tests.conformance.subject import Subject
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.toy.fixtures import MakeConfig
 
 SHELF = "what scenarios reach"
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.conformance.statics import STATIC_RULES, connector_class, import_side_effects, static_violations
 from tests.conformance.subject import Subject
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.support import cache_config
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import cache_config
 
 BROKEN = {
     "constructor-needs-no-kv-cache": ("WantsTheCacheAtOnce", "tests.conformance.broken_at_rest"),

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.engine import BLOCK_TOKENS
+from testbed.engine import BLOCK_TOKENS
 
 TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0

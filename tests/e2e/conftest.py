@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
-from benchmarks.harness.fork_server import fork_server
-from benchmarks.models.tiny_model import Shape, write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.types import PoolStats
+from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
+from testbed.fork_server import fork_server
+from testbed.tiny_llama import Shape, write
 from tests.support.processes import ServerProcess, wait_for
 
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
@@ -149,7 +149,7 @@ def _small_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def shapes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `benchmarks.models.tiny_models.write` puts the models of this run."""
+    """Where `testbed.tiny_models.write` puts the models of this run."""
     return tmp_path_factory.getbasetemp() / "shapes"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import FORK_SERVER, Engine, EngineError, EngineSpec, kvpool_transfer_config
+from testbed.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
+from testbed.forked_process import FORK_SERVER
 from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, one_by_one, pool_stats, prompt, running
 

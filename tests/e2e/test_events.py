@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import zmq
 
-from benchmarks.harness.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.events import Subscriber
+from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, drain, prompt, running
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

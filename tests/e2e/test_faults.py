@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import Answer, Engine, kvpool_transfer_config
+from testbed.engine import Answer, Engine, kvpool_transfer_config
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     StartEngines,
@@ -24,8 +24,8 @@ from tests.e2e.conftest import (
     wait_until_nothing_is_held,
 )
 from tests.support.effort import some
+from tests.support.faults import flip_arena, free_endpoint, stopped
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
 
 pytestmark = pytest.mark.vllm
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.e2e.conftest import (
     FLOAT32,
     MORE,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.e2e.conftest import (
     FLOAT32,
     PATIENT,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.harness.engine import Engine, kvpool_transfer_config
+from testbed.engine import Engine, kvpool_transfer_config
 from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, prompt, wait_until_nothing_is_held
 from tests.support.processes import ServerProcess
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.e2e.conftest import FLOAT32, MORE
-from tests.vllm_plugin.faults import free_endpoint
+from tests.support.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,
@@ -21,8 +21,8 @@ from tests.e2e.conftest import (
     running,
     wait_until_nothing_is_held,
 )
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, drain, hit_tokens, pool_stats, prompt, running
+from tests.support.faults import stopped
 from tests.support.processes import ServerProcess
-from tests.vllm_plugin.faults import stopped
 
 pytestmark = [pytest.mark.vllm, MORE]
 

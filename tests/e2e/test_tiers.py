@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import (
     FLOAT32,
     PATIENT,

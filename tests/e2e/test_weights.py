@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
+from testbed.tiny_models import write
 from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, drain, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess, wait_for
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 
 pytestmark = pytest.mark.gpu
 

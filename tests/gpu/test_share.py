@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models import tiny_model
+from testbed import tiny_llama
+from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def _part(want: Answer, got: Answer) -> bool:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.write(tmp_path_factory.mktemp("model") / "tiny", tiny_model.Shape(head_dim=64))
+    return tiny_llama.write(tmp_path_factory.mktemp("model") / "tiny", tiny_llama.Shape(head_dim=64))
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.engine import Engine, EngineSpec, kvpool_transfer_config
-from benchmarks.models.tiny_models import write
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
 
 pytestmark = pytest.mark.gpu
 

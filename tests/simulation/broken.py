@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.types import BlockRun, ShardRange
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.scheduler import lookups, scheduler
 from vllm_plugin.scheduler.lookups import Lookups

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.models.tiny_model import write
-from tests.vllm_plugin.conftest import TINY
+from testbed.tiny_llama import write
+from tests.support.toy.fixtures import TINY
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore = ["test_connector_machine.py"]
@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A VllmConfig that simulated engines copy and change."""
-    from tests.vllm_plugin.support import make_config
+    from tests.support.vllm_objects import make_config
 
     return make_config(write(tmp_path_factory.mktemp("models") / "tiny", TINY), "127.0.0.1:1")
 

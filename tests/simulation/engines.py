@@ -1,6 +1,6 @@
 """Toy engines whose connector runs in runtime, and everything that is promised of them.
 
-The engine is vLLM's real scheduler around a model whose KV is known (`tests.vllm_plugin.toy`); the connector is the
+The engine is vLLM's real scheduler around a model whose KV is known (`tests.support.toy.engine`); the connector is the
 real one, sessions and transfer threads included. What is checked, and when:
 
 - each forward pass: every byte of KV that attention reads.
@@ -35,7 +35,6 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import RequestStatus
 
 from kvpool.namespace import GroupSpec
 from kvpool_server import service
@@ -43,10 +42,11 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.observer import Observer
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.support import full_attention, make_request
-from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
-from tests.vllm_plugin.toy_device import Device, DeviceCopier
+from tests.support.toy.device import Device, DeviceCopier
+from tests.support.toy.engine import Rank, ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.toy.model import Sequences, answer
+from tests.support.vllm_objects import full_attention, make_request
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler import load_policy as load_policy
@@ -143,7 +143,7 @@ class Prefixes(Observer):
         group = engine.connector._groups[group_idx]
         names = [(member, name) for member in group.members for name in engine.layer_names[member]]
         if spec.num_kv_heads == 0:
-            parts = [rank.cache._expected(member, name, hashes[-1:]) for rank in engine.ranks for member, name in names]
+            parts = [rank.cache.expected(member, name, hashes[-1:]) for rank in engine.ranks for member, name in names]
         else:
             heads = [self._heads(engine, member, name, hashes) for member, name in names]
             per_shard = spec.num_kv_heads // spec.num_shards
@@ -153,7 +153,7 @@ class Prefixes(Observer):
     @staticmethod
     def _heads(engine: SimEngine, member: int, name: str, hashes: Sequence[int]) -> torch.Tensor:
         """[heads of the model, tokens, columns]."""
-        parts = [rank.cache._expected(member, name, hashes) for rank in engine.ranks]  # [tokens, heads, columns]
+        parts = [rank.cache.expected(member, name, hashes) for rank in engine.ranks]  # [tokens, heads, columns]
         if parts[0].shape[1] == 1:
             parts = parts[:1]
         return torch.cat(parts, dim=1).transpose(0, 1)
@@ -231,12 +231,12 @@ class SimEngine(ToyEngine):
         self.num_stale = 0
         self._alignment = math.lcm(*(spec.block_size for spec in specs))  # type: ignore[attr-defined]
         self._failed: set[str] = set()
-        self.layer_names = [list(group.layer_names) for group in self.ranks[0].worker._kv_cache_config.kv_cache_groups]
+        self.layer_names = [list(group.layer_names) for group in self.ranks[0].cache_config.kv_cache_groups]
         self._watch_scheduler()
         for rank in self.ranks:
             self._watch_rank(rank)
 
-    def _make_device(self, late: bool) -> Device:
+    def make_device(self, late: bool) -> Device:
         return SimDevice(late, self._runtime)
 
     def broke(self, promise: str) -> None:
@@ -252,7 +252,7 @@ class SimEngine(ToyEngine):
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
-        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        super().abort(request_id)
 
     def reset(self) -> None:
         """As for new weights. They come if nothing computed with the old ones is in use."""
@@ -261,14 +261,14 @@ class SimEngine(ToyEngine):
         has_begun = any(request.num_output_tokens or request.num_computed_tokens for request in live)
         if self.setup.on_reset == "keep":
             return
-        is_new = has_reset and not has_begun and not self._in_flight
+        is_new = has_reset and not has_begun and not self.in_flight
         if is_new:
             self.weights = next(self._prefixes.new_weights)
         (spec,) = self.connector._specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
         for request in live if is_new else ():
             prompt, max_tokens, _ = self.prompts[request.request_id]
-            self._sequences[request.request_id] = Sequences(prompt, self.weights)
+            self.sequences[request.request_id] = Sequences(prompt, self.weights)
             self._expect(request.request_id, prompt, max_tokens)
 
     def forget(self) -> None:
@@ -381,9 +381,9 @@ class SimEngine(ToyEngine):
             else:
                 thread._copier = WatchedCopier(self, thread._copier)  # type: ignore[assignment]
 
-    def _run_rank(self, rank: Rank, *step: Any) -> Any:
+    def run_rank(self, rank: Rank, *step: Any) -> Any:
         self._between()
-        return super()._run_rank(rank, *step)
+        return super().run_rank(rank, *step)
 
 
 def _make(config: VllmConfig, role: Any, cache: Any) -> KVConnectorBase_V1:

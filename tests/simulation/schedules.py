@@ -20,9 +20,9 @@ from kvpool_server.cache.entry import Entry
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
 from tests.simulation.network import LIMITS, Lag, SimServer
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.values import block_hash, group_spec, namespace_spec
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.support import tokens
+from tests.support.vllm_objects import tokens
 
 Event = tuple[str | int, ...]
 """The name of a method of `World`, and its arguments."""
@@ -91,7 +91,7 @@ class World:
         """A request that has ended comes back under its name."""
         each = self._engine(engine)
         ended = [name for name in each.prompts if name not in each.scheduler.requests]
-        if ended and not each._in_flight:
+        if ended and not each.in_flight:
             name = ended[which % len(ended)]
             each.check_answers_of(name)
             each.submit(name, *each.prompts[name][:2])
@@ -236,7 +236,7 @@ class World:
         self.server.losses.clear()
         self.server.lags.clear()
         for _ in range(DRAIN_ROUNDS):
-            busy = [engine for engine in self.engines if engine.scheduler.has_requests() or engine._in_flight]
+            busy = [engine for engine in self.engines if engine.scheduler.has_requests() or engine.in_flight]
             if not busy:
                 break
             for engine in busy:

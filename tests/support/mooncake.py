@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from benchmarks.harness.measuring import free_port
-from benchmarks.peers.mooncake_store import holder_command, listens, master_command
+from testbed.mooncake import master_command, segment_command
+from testbed.ports import free_port, is_listening
 from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ class Cluster:
         self.start_master()
         if segment_bytes:
             self.holder = subprocess.Popen(
-                holder_command(self.address, segment_bytes),
+                segment_command(self.address, segment_bytes),
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -43,7 +43,7 @@ class Cluster:
     def start_master(self) -> None:
         """On the same port again, knowing nothing."""
         self.master = subprocess.Popen(master_command(self._port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(lambda: listens(self._port), "mooncake_master listens")
+        wait_for(lambda: is_listening(self._port), "mooncake_master listens")
 
     def kill_master(self) -> None:
         """SIGKILL, also to one that is stopped."""

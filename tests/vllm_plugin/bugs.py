@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.vllm_plugin.toy import ToyEngine
+from tests.support.toy.engine import ToyEngine
 from vllm_plugin.worker.transfer import TransferThread
 
 Scenario = Callable[[float], None]
@@ -23,7 +22,7 @@ HANG_S = 2.0
 """An engine that is not done by then hangs: every scenario takes a fraction of it."""
 
 WRONG_KV = "attention reads KV that is not of its prefix"
-HANGS = "the engine is not done within"
+HANGS = "the engine to be done: not within"
 
 
 def assert_caught(
@@ -98,39 +97,7 @@ def submitted(thread: type[TransferThread[Any]]) -> Iterator[list[Any]]:
         yield jobs
 
 
-def step_until(engine: ToyEngine, reached: Callable[[], object], what: str, deadline_s: float = 10.0) -> None:
-    """Steps, slowly where there is nothing to compute."""
-    ends_at = time.monotonic() + deadline_s
-    while not reached():
-        assert time.monotonic() < ends_at, f"{what}: not within {deadline_s} s"
-        if not engine.step():
-            time.sleep(0.001)
-
-
 def step_until_loading(engine: ToyEngine, request: Any) -> None:
     """Until the worker has a request's load."""
     status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    step_until(engine, lambda: request.status == status, f"{request.request_id} to load")
-
-
-def abort(engine: ToyEngine, *request_ids: str) -> None:
-    engine.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-
-
-def is_forgotten(engine: ToyEngine, request_id: str) -> bool:
-    """Whether a request's name may be used again: vLLM takes the outcome of a step under way for the new one's."""
-    under_way = (scheduled.num_scheduled_tokens for scheduled, _ in engine._in_flight)
-    return request_id not in engine.scheduler.requests and not any(request_id in step for step in under_way)
-
-
-def count_preemptions(engine: ToyEngine) -> list[str]:
-    """The ids of requests that are preempted from now on."""
-    preempted: list[str] = []
-    preempt = engine.scheduler._preempt_request
-
-    def note_and_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    engine.scheduler._preempt_request = note_and_preempt  # type: ignore[method-assign]
-    return preempted
+    engine.step_until(lambda: request.status == status, f"{request.request_id} to load")

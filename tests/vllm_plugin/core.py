@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
 from tests.support.processes import wait_for
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from vllm_plugin.model.identity import namespace_spec

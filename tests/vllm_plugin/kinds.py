@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY
+from tests.support.toy.fixtures import BLOCK_TOKENS, TINY
 
 
 def window(sliding_window: int = 64, num_kv_heads: int = TINY.kv_heads, **fields: Any) -> SlidingWindowSpec:

@@ -16,16 +16,16 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from benchmarks.harness.engine import kvpool_transfer_config
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
+from testbed.engine import kvpool_transfer_config
 from tests.conftest import StartServer
+from tests.support.faults import free_endpoint
 from tests.support.processes import run_command, wait_for
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, MakeConfig
-from tests.vllm_plugin.faults import free_endpoint
-from tests.vllm_plugin.support import cache_config, make_request, tokens
+from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
+from tests.support.vllm_objects import cache_config, make_request, tokens
 from vllm_plugin import NAME, register
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder

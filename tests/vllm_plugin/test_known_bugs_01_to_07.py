@@ -11,22 +11,19 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     HANGS,
     WRONG_KV,
-    abort,
     assert_caught,
-    count_preemptions,
     failing,
     held,
     replaced,
-    step_until,
     step_until_loading,
 )
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import WorkerMetadata
 from vllm_plugin.scheduler.pins import Pins
@@ -46,7 +43,7 @@ def test_bug_01_preemption_frees_blocks_under_a_running_send(fresh_fleet: FreshF
     def scenario(deadline_s: float) -> None:
         fleet = fresh_fleet()
         first = fleet.start(num_blocks=16, extra={"max_pinned_fraction": 1.0})
-        preempted = count_preemptions(first)
+        preempted = first.preempted
         with held(SendThread) as go:
             for nth, prompt in enumerate(prompts):
                 first.add(f"r{nth}", prompt, max_tokens=60)
@@ -73,7 +70,7 @@ def test_bug_02_aborted_request_is_reported_twice(fresh_fleet: FreshFleet) -> No
         engine = fleet.start()
         with held(ReceiveThread) as go:
             step_until_loading(engine, engine.add("r", prompt))
-            abort(engine, "r")
+            engine.abort("r")
             for _ in range(3):
                 engine.step()
             assert engine.num_used_blocks() == 6, "a thread may still be writing to them"
@@ -203,8 +200,8 @@ def test_bug_06_readmission_while_old_transfers_live(fresh_fleet: FreshFleet) ->
         with held(SendThread) as go:
             for prompt in prompts:  # Each under the same name, while what was stored of the one before is on its way.
                 first.add("r", prompt, max_tokens=4)
-                step_until(first, lambda: first.answers["r"], "a token")
-                abort(first, "r")
+                first.step_until(lambda: first.answers["r"], "a token")
+                first.abort("r")
             go.set()
             first.run(deadline_s)
         assert_nothing_is_left(first)
@@ -239,7 +236,7 @@ def test_bug_07_abort_leaves_more_hashes_than_blocks(fresh_fleet: FreshFleet) ->
         engine = fresh_fleet().start()
         request = engine.add("r", prompt)
         side = engine.connector
-        step_until(engine, lambda: engine.answers["r"], "a token")
+        engine.step_until(lambda: engine.answers["r"], "a token")
         side._stores._tracked["r"].stored = [0]
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = {"r": 1}

@@ -13,25 +13,24 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpool.types import BlockRun
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.toy.slow_device import SlowDevice, unmarked
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     HANGS,
     WRONG_KV,
-    abort,
     assert_caught,
     at_once,
     failing,
     held,
     replaced,
-    step_until,
     step_until_loading,
     submitted,
 )
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.slow_device import SlowDevice, unmarked
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.model.hit_rules import Found, Reach, Rule
@@ -128,7 +127,7 @@ def blocks_of(jobs: list[Any]) -> set[int]:
 def zero_new_blocks(engine: ToyEngine, launch: Callable[..., None] = lambda work, *args: work(*args)) -> set[int]:
     """Blocks are zeroed as vLLM's model runner does it, before the forward pass; returns those that have been."""
     zeroed: set[int] = set()
-    run_rank = engine._run_rank
+    run_rank = engine.run_rank
 
     def zero_and_run(rank: Any, scheduled: SchedulerOutput, metadata: Any, *args: Any) -> Any:
         bind = rank.connector.bind_connector_metadata
@@ -145,7 +144,7 @@ def zero_new_blocks(engine: ToyEngine, launch: Callable[..., None] = lambda work
         with patch.object(rank.connector, "bind_connector_metadata", zero_and_bind):
             return run_rank(rank, scheduled, metadata, *args)
 
-    engine._run_rank = zero_and_run  # type: ignore[method-assign]
+    engine.run_rank = zero_and_run  # type: ignore[method-assign]
     return zeroed
 
 
@@ -180,8 +179,8 @@ def test_bug_10_load_overtakes_zeroing_and_computation_that_were_launched(fresh_
             zeroed = zero_new_blocks(engine, device.launch)
             device.go.clear()
             engine.add("other", other)
-            step_until(engine, lambda: zeroed, "a first step")
-            abort(engine, "other")  # Its blocks are free, and yet to be zeroed and written by the device.
+            engine.step_until(lambda: zeroed, "a first step")
+            engine.abort("other")  # Its blocks are free, and yet to be zeroed and written by the device.
             with submitted(ReceiveThread) as jobs:
                 step_until_loading(engine, engine.add("r", prompt))
             assert zeroed & blocks_of(jobs), "the scenario wants the same blocks again"

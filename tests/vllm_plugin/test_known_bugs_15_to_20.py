@@ -13,25 +13,24 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from benchmarks.harness.engine import kvpool_transfer_config
 from kvpool.namespace import NamespaceSpec
+from testbed.engine import kvpool_transfer_config
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
     HANGS,
     WRONG_KV,
     assert_caught,
     at_once,
-    count_preemptions,
     held,
     replaced,
-    step_until,
     submitted,
 )
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import ConnectorMetadata, StoreJob
 from vllm_plugin.model import identity
@@ -110,9 +109,9 @@ class MultiToy(ToyEngine):
         sessions += [child._of_worker._session for rank in self.ranks for child in rank.connector.sub_connectors]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
-    def _count(self, stats: dict[str, Any]) -> None:
+    def count_stats(self, stats: dict[str, Any]) -> None:
         for each in stats.values():
-            super()._count(each.get("data", each))
+            super().count_stats(each.get("data", each))
 
 
 def test_bug_16_unchosen_connector_loads_anyway(vllm_config: MakeConfig, shared_server: ServerProcess) -> None:
@@ -142,7 +141,7 @@ def test_bug_16_unchosen_connector_loads_anyway(vllm_config: MakeConfig, shared_
             with submitted(ReceiveThread) as jobs, held(ReceiveThread) as go:
                 for nth, prompt in enumerate(prompts):
                     engines[1].add(f"r{nth}", prompt)
-                step_until(engines[1], lambda: len({job.request_id for job in jobs}) == 3, "three loads")
+                engines[1].step_until(lambda: len({job.request_id for job in jobs}) == 3, "three loads")
                 assert len(jobs) == 3, f"{len(jobs)} loads of 3 requests"
                 go.set()
                 engines[1].run(deadline_s)
@@ -268,7 +267,7 @@ def test_bug_20_blocks_of_a_resumed_request_are_appended(steps_ahead: int, fresh
     def scenario(deadline_s: float) -> None:
         fleet = fresh_fleet()
         first = fleet.start(num_blocks=16, steps_ahead=steps_ahead, extra={"max_pinned_fraction": 1.0})
-        preempted = count_preemptions(first)
+        preempted = first.preempted
         assert first.generate(*prompts, max_tokens=60) == [answer(prompt, 60) for prompt in prompts]
         assert preempted, "the scenario wants preemption"
         second = fleet.start(num_blocks=128)

@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
 from tests.support.effort import some
+from tests.support.faults import flip_arena, free_endpoint, stopped
 from tests.support.processes import wait_for
-from tests.vllm_plugin.faults import flip_arena, free_endpoint, stopped
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.toy import ToyEngine, answer
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
+from tests.support.toy.model import answer
+from tests.support.vllm_objects import tokens
+from tests.vllm_plugin.bugs import step_until_loading
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.worker import worker
 
@@ -124,17 +123,8 @@ def test_preempted_requests_answer_right_and_leak_nothing(num_blocks: int, steps
     expected = [answer(prompt, 60) for prompt in prompts]
     for _ in range(2):  # Cold, then with everything in the pool.
         engine = fleet.start(num_blocks=num_blocks, steps_ahead=steps_ahead)
-        preempted = 0
-        original = engine.scheduler._preempt_request
-
-        def count(request: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            nonlocal preempted
-            preempted += 1
-            return original(request, *args, **kwargs)
-
-        engine.scheduler._preempt_request = count  # type: ignore[method-assign]
         assert engine.generate(*prompts, max_tokens=60) == expected
-        assert preempted > 0, "the test wants preemption"
+        assert engine.preempted, "the test wants preemption"
         assert_nothing_is_left(engine)
     assert engine.counted("loaded_blocks") > 0
 
@@ -153,15 +143,6 @@ def test_several_loads_at_once_do_not_deadlock_a_small_cache(steps_ahead: int, f
 # Aborts
 
 
-def run_until(engine: ToyEngine, request: Any, status: RequestStatus) -> None:
-    def reached() -> bool:
-        if request.status != status:
-            engine.step()
-        return request.status == status
-
-    wait_for(reached, f"{request.request_id} to be {status.name}")
-
-
 @pytest.mark.parametrize("loads", ["succeeds", "fails"])
 def test_a_request_aborted_while_it_loads_is_reported_once_and_its_blocks_come_back(
     loads: str, fleet_on: Callable[[str], Fleet], pool_server: StartServer
@@ -172,10 +153,10 @@ def test_a_request_aborted_while_it_loads_is_reported_once_and_its_blocks_come_b
     fleet.start().generate(prompt)
     engine = fleet.start()
     request = engine.add("r", prompt)
-    run_until(engine, request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+    step_until_loading(engine, request)
     if loads == "fails":
         server.kill()
-    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    engine.abort("r")
     assert engine.num_used_blocks() == 6, "a thread may still be writing to them"
     engine.run()
     assert_nothing_is_left(engine)
@@ -196,7 +177,7 @@ def test_requests_aborted_at_every_moment_leave_nothing_behind(fleet: Fleet) -> 
             engine.add(f"{steps}-{idx}", prompt, max_tokens=20)
         for _ in range(steps):
             engine.step()
-        engine.scheduler.finish_requests([f"{steps}-{idx}" for idx in range(3)], RequestStatus.FINISHED_ABORTED)
+        engine.abort(*(f"{steps}-{idx}" for idx in range(3)))
         engine.run()
         assert_nothing_is_left(engine)
     assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
@@ -234,7 +215,7 @@ def test_a_pool_that_dies_under_loads_costs_a_recomputation(
     fleet.start().generate(*prompts)
     engine = fleet.start(tp_size=tp_size)
     requests = [engine.add(f"r{nth}", prompt) for nth, prompt in enumerate(prompts)]
-    run_until(engine, requests[0], RequestStatus.WAITING_FOR_REMOTE_KVS)
+    step_until_loading(engine, requests[0])
     server.kill()
     engine.run()
     assert [engine.answers[f"r{nth}"] for nth in range(4)] == [answer(prompt, 8) for prompt in prompts]
@@ -292,7 +273,7 @@ def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
     started = time.monotonic()
     wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
     with stopped(server):
-        run_until(engine, request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        step_until_loading(engine, request)
         engine.run()
     assert time.monotonic() - started < 5
     assert engine.answers["r"] == answer(prompt, 8)
@@ -383,7 +364,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(
                 case "abort" if wanted:
                     at, request_id = chance.choice(list(wanted))
                     del wanted[at, request_id]
-                    engines[at].scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                    engines[at].abort(request_id)
                 case "stop":
                     stack.enter_context(stopped(server))
                 case "go":

@@ -33,9 +33,9 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from tests.conftest import StartServer
+from tests.support.faults import free_endpoint, stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, run_of
-from tests.vllm_plugin.faults import free_endpoint, stopped
 from vllm_plugin.breaker import FAILURES_TO_OPEN, State
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session

@@ -12,11 +12,12 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from tests.vllm_plugin.conftest import BLOCK_TOKENS
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.shapes import SHAPES
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.toy import ToyEngine, answer
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 
 ALL = pytest.mark.parametrize("shape", SHAPES)
 

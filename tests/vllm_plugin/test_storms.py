@@ -13,20 +13,17 @@ from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
 from tests.support.effort import some
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
-    abort,
-    count_preemptions,
     held,
-    is_forgotten,
-    step_until,
     step_until_loading,
 )
-from tests.vllm_plugin.faults import flip_arena, stopped
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left, stats_of
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.test_shapes import SHAPES
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
@@ -78,7 +75,7 @@ def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[...,
     expected = [answer(prompt, 50) for prompt in prompts]
     for _ in range(2):  # Cold, then with everything in the pool.
         engine = storm(shape, num_blocks=ROOM[shape], **mode, extra={"max_pinned_fraction": 1.0})
-        preempted = count_preemptions(engine)
+        preempted = engine.preempted
         assert engine.generate(*prompts, max_tokens=50) == expected
         assert preempted, "the storm wants preemption"
     assert engine.counted("loaded_blocks") > 0
@@ -94,7 +91,7 @@ def test_drafts_are_rejected_in_a_preemption_storm(
     expected = [answer(prompt, 50) for prompt in prompts]
     for _ in range(2):
         engine = storm(shape, num_blocks=ROOM[shape], **mode, options=DRAFTS, extra={"max_pinned_fraction": 1.0})
-        preempted = count_preemptions(engine)
+        preempted = engine.preempted
         assert engine.generate(*prompts, max_tokens=50) == expected
         assert preempted and engine.num_rejected_drafts, "the storm wants preemption and wrong drafts"
     # What was decoded is loaded, too, though drafts that were wrong have lain in its blocks.
@@ -115,11 +112,11 @@ def bring_to(stage: str, engine: ToyEngine, request: Any) -> None:
         case "loading":
             step_until_loading(engine, request)
         case "prefill":
-            step_until(engine, lambda: 0 < request.num_computed_tokens < request.num_prompt_tokens, "a first chunk")
+            engine.step_until(lambda: 0 < request.num_computed_tokens < request.num_prompt_tokens, "a first chunk")
         case "decoding":
-            step_until(engine, lambda: request.num_output_tokens >= 3, "three tokens")
+            engine.step_until(lambda: request.num_output_tokens >= 3, "three tokens")
         case "storing":
-            step_until(engine, engine.connector.has_pinned_blocks, "a store")
+            engine.step_until(engine.connector.has_pinned_blocks, "a store")
 
 
 @ALL
@@ -138,18 +135,18 @@ def test_abort_at_every_stage_and_the_same_name_again(
             request = engine.add("r", prompt, max_tokens=20)
             other = engine.add("other", [*prompt[:96], *tokens(30, "other")], max_tokens=20)
             bring_to(stage, engine, request)
-            abort(engine, "r")
+            engine.abort("r")
             for _ in range(3):
                 engine.step()
-            abort(engine, "other")
+            engine.abort("other")
             receive.set()  # What is loading has its blocks until the load is over.
             for name in ("r", "other"):
-                step_until(engine, lambda name=name: is_forgotten(engine, name), f"{name} to end")  # type: ignore[misc]
+                engine.step_until(lambda name=name: engine.may_reuse(name), f"{name} to end")  # type: ignore[misc]
             assert other.status == RequestStatus.FINISHED_ABORTED
             receive.clear()
         receive.set()
         engine.add("r", prompt, max_tokens=20)  # While what was stored under its name is on its way.
-        step_until(engine, lambda: len(engine.answers["r"]) > 2, "an answer")
+        engine.step_until(lambda: len(engine.answers["r"]) > 2, "an answer")
         send.set()
         engine.run()
     assert engine.answers["r"] == answer(prompt, 20)
@@ -178,8 +175,8 @@ def test_requests_share_blocks_that_are_being_sent(
     with held(SendThread) as go:
         for nth, prompt in enumerate(prompts):
             first.add(f"r{nth}", prompt, max_tokens=20)
-            step_until(first, lambda nth=nth: first.answers[f"r{nth}"], "a token")  # type: ignore[misc]
-        abort(first, "r0", "r3")
+            first.step_until(lambda nth=nth: first.answers[f"r{nth}"], "a token")  # type: ignore[misc]
+        first.abort("r0", "r3")
         for _ in range(30):
             first.step()
         assert first.connector.has_pinned_blocks()
@@ -226,13 +223,13 @@ def test_aborts_at_random_moments_of_two_engines(
     wanted: dict[tuple[ToyEngine, str], list[int]] = {}
     for nth in range(120):
         engine, name = chance.choice(engines), f"r{nth % 9}"
-        if is_forgotten(engine, name):
+        if engine.may_reuse(name):
             prompt, max_tokens = chance.choice(prompts), chance.choice([1, 10, 40])
             engine.add(name, prompt, max_tokens)
             wanted[engine, name] = answer(prompt, max_tokens)
         elif name in engine.scheduler.requests and chance.random() < 0.4:
             wanted.pop((engine, name), None)
-            abort(engine, name)
+            engine.abort(name)
         for _ in range(chance.randrange(6)):
             chance.choice(engines).step()
     for engine in engines:
@@ -265,12 +262,12 @@ def test_pool_that_fails_in_a_storm(
             case "corrupt":
                 flip_arena(server, shm_dir)
             case _:
-                step_until(engine, lambda: engine.connector.held()["loads"], "a load")
+                engine.step_until(lambda: engine.connector.held()["loads"], "a load")
                 if fault == "killed":
                     server.kill()
                 else:
                     stack.enter_context(stopped(server))
-        abort(engine, "r3")
+        engine.abort("r3")
         engine.run()
     assert all(engine.answers[f"r{nth}"] == answer(prompts[nth], 20) for nth in range(12) if nth != 3)
     assert_nothing_is_left(engine)

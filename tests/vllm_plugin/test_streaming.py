@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_plugin.bugs import step_until
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import make_request, tokens
-from tests.vllm_plugin.test_shapes import SHAPES
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.test_storms import DRAFTS, MODES
-from tests.vllm_plugin.toy import ToyEngine, answer
 
 CHUNKS = [tokens(count, f"chunk {count}") for count in (100, 7, 41, 64)]
 MAX_TOKENS = 12
@@ -28,9 +28,9 @@ def converse(engine: ToyEngine, together: bool) -> tuple[list[int], list[int]]:
     request = engine.add("session", CHUNKS[0], MAX_TOKENS, resumable=True)
     for nth, chunk in enumerate(CHUNKS[1:], 1):
         if not together:
-            step_until(engine, lambda nth=nth: len(answers["session"]) == nth * MAX_TOKENS, "an answer")  # type: ignore[misc]
+            engine.step_until(lambda nth=nth: len(answers["session"]) == nth * MAX_TOKENS, "an answer")  # type: ignore[misc]
         engine.extend("session", chunk, MAX_TOKENS)
-    step_until(engine, lambda: len(answers["session"]) == len(CHUNKS) * MAX_TOKENS, "the last answer")
+    engine.step_until(lambda: len(answers["session"]) == len(CHUNKS) * MAX_TOKENS, "the last answer")
     engine.scheduler.add_request(make_request("session", [0]))  # No more input.
     engine.run()
     return answers["session"], list(request.all_token_ids)
@@ -75,5 +75,5 @@ def test_what_vllm_takes_for_computed_after_drafts_reaches_nobody(together: bool
 def go_on_where_kv_is_wrong(engine: ToyEngine) -> list[str]:
     """Makes an engine compute with whatever attention reads, as real ones do; returns where that was wrong."""
     wrong: list[str] = []
-    engine._found_wrong = lambda rank, request_id, found: wrong.append(str(found))  # type: ignore[method-assign]
+    engine.found_wrong = lambda rank, request_id, found: wrong.append(str(found))  # type: ignore[method-assign]
     return wrong

@@ -29,9 +29,9 @@ from kvpool.types import MooncakeInfo, Offer
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
-from tests.vllm_plugin.faults import flip_arena, stopped
 
 pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
 

@@ -12,8 +12,8 @@ from kvpool.transport.base import Buffers
 from kvpool.transport.stream import StreamTransport
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+from tests.support.faults import stopped
 from tests.support.processes import ServerProcess
-from tests.vllm_plugin.faults import stopped
 
 
 @pytest.fixture(scope="module")

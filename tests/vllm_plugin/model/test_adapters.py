@@ -12,10 +12,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from tests.support.processes import wait_for
+from tests.support.toy.fixtures import MakeConfig
 from tests.support.values import block_hash
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import MakeCore, fill
-from tests.vllm_plugin.support import make_request, tokens
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.model.adapters import CLOCK_STEP_S, NO_ADAPTER, Adapters, named
 

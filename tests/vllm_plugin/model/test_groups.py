@@ -12,9 +12,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindow
 
 from kvpool.errors import ConfigError
 from kvpool.namespace import GroupSpec
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import LAYERS, cache_config, full_attention, of_rank
 from tests.vllm_plugin.kinds import chunked, kv_cache, mla, state, uniform, window
-from tests.vllm_plugin.support import LAYERS, cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import (
     alignment_tokens,

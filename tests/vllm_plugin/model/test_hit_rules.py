@@ -17,9 +17,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from tests.support.effort import effort
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import full_attention
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
-from tests.vllm_plugin.support import full_attention
 from vllm_plugin.model.groups import Group, alignment_tokens, make_groups
 from vllm_plugin.model.hit_rules import Found, Reach, Rule, longest, usable
 

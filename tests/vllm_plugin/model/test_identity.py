@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models.tiny_models import write as write_shape
 from kvpool.errors import ConfigError
 from kvpool.namespace import NamespaceSpec, differences
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.support import cache_config, full_attention, of_rank
+from testbed.tiny_models import write as write_shape
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.identity import namespace_spec
 

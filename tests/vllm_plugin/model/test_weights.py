@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.config import LoadConfig
 
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.toy.fixtures import MakeConfig
 from vllm_plugin.model.weights import Weights, describe_weights
 
 SIZE = 3 << 20

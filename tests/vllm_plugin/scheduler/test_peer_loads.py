@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import RequestStatus
 
 from tests.support.processes import wait_for
-from tests.vllm_plugin.fleet import Fleet
-from tests.vllm_plugin.support import tokens
-from tests.vllm_plugin.toy import Chunk, Rank, ToyEngine, answer
-from tests.vllm_plugin.toy_cache import Wrong
+from tests.support.toy.cache import Wrong
+from tests.support.toy.engine import Rank, ToyEngine
+from tests.support.toy.fleet import Fleet
+from tests.support.toy.model import Chunk, answer
+from tests.support.vllm_objects import tokens
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler import step_budget
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
@@ -80,32 +80,32 @@ class BesidePeer(ToyEngine):
         wait_for(lambda: self.num_stored == self.num_submitted, "the stores of the step")
         super()._update(scheduled, output)
 
-    def _run_rank(self, rank: Rank, scheduled: SchedulerOutput, metadata: Any, chunks: Mapping[str, Chunk]) -> Any:
+    def run_rank(self, rank: Rank, scheduled: SchedulerOutput, metadata: Any, chunks: Mapping[str, Chunk]) -> Any:
         if scheduled.has_sync_kv_loads and self.peer_loads_well:
             for chunk in chunks.values():
                 rank.cache.write(chunk.tables, chunk.model.hashes, 0, chunk.start)
-        return super()._run_rank(rank, scheduled, metadata, chunks)
+        return super().run_rank(rank, scheduled, metadata, chunks)
 
-    def _forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
+    def forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
         """What is computed from wrong KV is wrong itself."""
         before = self.num_wrong_reads
-        super()._forward(rank, request_id, chunk)
+        super().forward(rank, request_id, chunk)
         if self.num_wrong_reads > before:
             spoiled = [~each & MASK for each in chunk.hashes()]
             rank.cache.write(chunk.tables, spoiled, chunk.first(), chunk.first() + chunk.count)
 
-    def _found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
+    def found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
         self.num_wrong_reads += 1
 
     def _sample(self, chunk: Chunk) -> list[int]:
         model, stop = chunk.model, chunk.first() + chunk.count
-        (request_id,) = (name for name, each in self._sequences.items() if each is model)
+        (request_id,) = (name for name, each in self.sequences.items() if each is model)
         request = self.scheduler.requests.get(request_id)
         if request is not None and request.num_tokens <= stop < len(model.tokens):
             return [model.tokens[stop]]  # Again: the first answer was thrown away.
         return super()._sample(chunk)
 
-    def _count(self, stats: dict[str, Any]) -> None:
+    def count_stats(self, stats: dict[str, Any]) -> None:
         ours = stats.get("KVPoolConnector", {})
         self.num_loaded_blocks += ours.get("data", ours).get("loaded_blocks", 0)
 
@@ -238,7 +238,7 @@ def test_a_request_that_is_aborted_while_its_load_is_under_way_leaves_nothing_wr
     engine, prompt = beside_peer(fleet, steps_ahead=1), tokens(PROMISED + 64)
     engine.add("aborted", prompt)
     wait_for(engine.step, "the step of the load")
-    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    engine.abort("aborted")
     engine.run()
     wrong = engine.num_wrong_reads
     # What was computed from invalid blocks must not follow what is computed again.

@@ -11,11 +11,11 @@ from vllm.v1.request import Request
 from kvpool.errors import PoolTimeoutError
 from tests.conftest import StartServer
 from tests.support.clock import FakeClock
+from tests.support.faults import free_endpoint
 from tests.support.processes import wait_for
+from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, num_leases, wait_for_leases
-from tests.vllm_plugin.faults import free_endpoint
 from tests.vllm_plugin.kinds import kv_cache, window
-from tests.vllm_plugin.support import full_attention, make_request, tokens
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import lookups
 from vllm_plugin.scheduler.load_policy import MIN_STEPS

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import make_request, tokens
-from tests.vllm_plugin.toy import ToyEngine, answer
 from vllm_plugin.metrics import KVPoolStats
 
 

@@ -14,8 +14,10 @@ from vllm.v1.request import Request
 
 from kvpool.types import BlockRun
 from tests.conftest import StartServer
+from tests.support.faults import free_endpoint, stopped
 from tests.support.processes import wait_for
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, MakeConfig
+from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
+from tests.support.vllm_objects import cache_config, full_attention, make_request, tokens
 from tests.vllm_plugin.core import (
     NUM_BLOCKS,
     Core,
@@ -25,9 +27,7 @@ from tests.vllm_plugin.core import (
     num_leases,
     wait_for_leases,
 )
-from tests.vllm_plugin.faults import free_endpoint, stopped
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
-from tests.vllm_plugin.support import cache_config, full_attention, make_request, tokens
 from vllm_plugin.breaker import FAILURES_TO_OPEN
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, blocks, fill
-from tests.vllm_plugin.support import make_request, tokens
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import step_budget
 from vllm_plugin.scheduler.step_budget import MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget

@@ -12,11 +12,11 @@ from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
-from tests.vllm_plugin.bugs import count_preemptions, held, step_until
+from tests.support.toy.fleet import Fleet, assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.vllm_objects import make_request, tokens
+from tests.vllm_plugin.bugs import held
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
-from tests.vllm_plugin.fleet import Fleet, assert_nothing_is_left
-from tests.vllm_plugin.support import make_request, tokens
-from tests.vllm_plugin.toy import answer
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import stores
 from vllm_plugin.scheduler.pins import Pins
@@ -262,12 +262,12 @@ def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
     with held(SendThread) as go:
         engine.add("a", tokens(100, "a"), max_tokens=1)
         engine.add("b", tokens(100, "b"), max_tokens=1)
-        step_until(engine, lambda: len(engine.answers["b"]) == 1, "both to be computed")
+        engine.step_until(lambda: len(engine.answers["b"]) == 1, "both to be computed")
         assert worker._sender is not None
         sender = worker._sender
         wait_for(lambda: len(sender._queued) == 1, "the first store to have begun")
         assert engine.connector.has_pending_block_frees()
-        step_until(engine, lambda: engine.connector.held()["jobs"] == 1, "the second store to be dropped")
+        engine.step_until(lambda: engine.connector.held()["jobs"] == 1, "the second store to be dropped")
         assert engine.connector.held()["pinned blocks"] == 6, "the first one's blocks are being read"
     go.set()
     engine.run()
@@ -278,15 +278,15 @@ def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
 def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None:
     """What is queued behind a store that does not end gives its blocks back before a request is preempted for them."""
     engine = fresh_fleet().start(num_blocks=40)
-    preempted = count_preemptions(engine)
+    preempted = engine.preempted
     with held(SendThread) as go:
         for nth in range(4):
             engine.add(f"r{nth}", tokens(96, nth), max_tokens=2)
-        step_until(engine, lambda: all(len(engine.answers[f"r{nth}"]) == 2 for nth in range(4)), "four answers")
+        engine.step_until(lambda: all(len(engine.answers[f"r{nth}"]) == 2 for nth in range(4)), "four answers")
         assert engine.num_used_blocks() == 24, "all of it is being stored"
         long = tokens(100, "long")
         engine.add("long", long, max_tokens=300)  # 25 blocks; 15 are free, and 33 without the queued stores.
-        step_until(engine, lambda: len(engine.answers["long"]) == 300, "the long answer")
+        engine.step_until(lambda: len(engine.answers["long"]) == 300, "the long answer")
         assert engine.answers["long"] == answer(long, 300)
         assert preempted == []
         go.set()
@@ -299,7 +299,7 @@ def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None
 
 def running_with_a_store(engine: object, prompt: list[int]) -> None:
     engine.add("r", prompt, max_tokens=40)  # type: ignore[attr-defined]
-    step_until(engine, lambda: engine.connector.held()["jobs"], "a store")  # type: ignore[attr-defined, arg-type]
+    engine.step_until(lambda: engine.connector.held()["jobs"], "a store")  # type: ignore[attr-defined, arg-type]
 
 
 def test_vllm_resets_a_running_engine_in_spite_of_stores_under_way(fresh_fleet: FreshFleet) -> None:
@@ -309,7 +309,7 @@ def test_vllm_resets_a_running_engine_in_spite_of_stores_under_way(fresh_fleet: 
         running_with_a_store(engine, prompt)
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
         assert engine.num_used_blocks() == 6, "what is being stored stays pinned"
-        step_until(engine, lambda: len(engine.answers["r"]) > 5, "the request to be computed again")
+        engine.step_until(lambda: len(engine.answers["r"]) > 5, "the request to be computed again")
         go.set()
         engine.run()
     assert engine.answers["r"] == answer(prompt, 40)

@@ -16,9 +16,9 @@ from kvpool.namespace import NamespaceSpec
 from kvpool.transport.base import Buffers
 from kvpool.types import BlockRun, ShardRange
 from tests.conftest import StartServer
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, run_of
-from tests.vllm_plugin.faults import flip_arena, stopped
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import RankShards

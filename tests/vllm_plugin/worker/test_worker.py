@@ -12,12 +12,12 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.types import BlockRun
+from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.toy.fixtures import BLOCK_TOKENS, TINY, MakeConfig
 from tests.support.values import block_hash
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY, MakeConfig
-from tests.vllm_plugin.faults import free_endpoint
+from tests.support.vllm_objects import cache_config, full_attention
 from tests.vllm_plugin.kinds import kv_cache, mla, uniform, window
-from tests.vllm_plugin.support import cache_config, full_attention
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.worker.worker import KVPoolWorker

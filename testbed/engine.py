@@ -1,34 +1,34 @@
-"""A real vLLM engine in a process of its own, driven line by line: for the demo, the benchmarks and the tests.
+"""A real vLLM engine in a process of its own, as the process that drives it sees it.
 
-The parent writes one JSON command a line and reads one JSON answer a line; vLLM's own output goes to a log file.
+`Engine` writes one JSON command a line and reads one JSON answer a line from `testbed.engine_process`; vLLM's own
+output goes to a log file.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.harness.fork_server import ForkedProcess
+from testbed.forked_process import start_module
 
 START_TIMEOUT_S = 480.0
-FORK_SERVER = "ENGINE_FORK_SERVER"
-"""Environment variable: the socket of a `benchmarks.harness.fork_server`, which makes the engines' processes then."""
+IMPORT_SETTINGS = {"VLLM_USE_SPINLOOP_EXT": "1"}
+"""Environment variables that vLLM reads while it is imported.
+
+vLLM's processes wait for each other in a loop of sched_yield, with which Linux 6.18 lets no other process run for 20 s
+and more; the extension waits in another way.
+"""
 BLOCK_TOKENS = 32
 """The CPU attention kernel wants multiples of 32."""
 
@@ -111,16 +111,14 @@ class Engine:
             # GiB; goes before `kv_cache_memory_bytes` where both are given.
             **({} if "kv_cache_memory_bytes" in spec.options else {"VLLM_CPU_KVCACHE_SPACE": "1"}),
             "VLLM_CPU_OMP_THREADS_BIND": _cores(num_ranks),
-            # vLLM's processes wait for each other in a loop of sched_yield, which Linux 6.18 answers by letting nobody
-            # else run, for 20 s and more; this waits in another way.
-            "VLLM_USE_SPINLOOP_EXT": "1",
+            **IMPORT_SETTINGS,
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not spec.in_process)),
             **spec.environment,
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._process = _start_process(environment, log)
+            self._process = start_module("testbed.engine_process", [], environment, log)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)
@@ -243,172 +241,6 @@ def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> 
     return engines
 
 
-def _start_process(environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[str] | ForkedProcess:
-    """Starts the process that runs `serve`, in a session of its own: `Engine.kill` reaches vLLM's processes alone."""
-    if address := os.environ.get(FORK_SERVER):
-        from benchmarks.harness.fork_server import ForkedProcess
-
-        return ForkedProcess(address, environment, log)
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.harness.engine"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,
-    )
-
-
 def _cores(num_ranks: int) -> str:
     """All of them: "auto" leaves one idle in some set-ups and not in others, and a comparison would compare that."""
     return "nobind" if num_ranks > 1 or "OMP_NUM_THREADS" in os.environ else f"0-{(os.cpu_count() or 1) - 1}"
-
-
-def serve() -> None:
-    """The engine's process: one command a line until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Whatever vLLM prints is not an answer.
-    from vllm import LLM, SamplingParams
-
-    spec = json.loads(sys.stdin.readline())["spec"]
-    arguments: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "max_model_len": 8192,
-        "max_num_batched_tokens": 8192,
-        "prefix_caching_hash_algo": "sha256_cbor",
-        "disable_log_stats": False,
-        **spec["options"],
-    }
-    llm = LLM(model=spec["model"], kv_transfer_config=spec["transfer"], **arguments)
-    _warm_up(llm)
-    print("true", file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer: Any
-        if "reset" in command:
-            _wait_for_stores(llm)
-            answer = llm.reset_prefix_cache(reset_connector=command["reset"])
-        elif "sleep" in command:
-            _end_stores(llm)
-            answer = llm.sleep(level=command["sleep"])
-        elif "wake_up" in command:
-            answer = llm.wake_up()
-        elif "decode" in command:
-            answer = _decode(llm, command["decode"], command["arrivals"], command["max_tokens"])
-        elif "call" in command:
-            module, _, name = command["call"].partition(":")
-            answer = getattr(importlib.import_module(module), name)(llm, *command["arguments"])
-        elif "metrics" in command:
-            answer = {}
-            for metric in llm.get_metrics():
-                for field, suffix in (("value", ""), ("sum", "_sum"), ("count", "_count")):
-                    if (value := getattr(metric, field, None)) is not None:
-                        answer[metric.name + suffix] = answer.get(metric.name + suffix, 0) + value
-        else:
-            sampling = SamplingParams(
-                max_tokens=command["max_tokens"],
-                **{"temperature": 0, "logprobs": 0, "detokenize": False, "ignore_eos": True, **command["options"]},
-            )
-            given = [Prompt(**each) for each in command["generate"]]
-            prompts = [_vllm_prompt(each, llm.model_config.get_hidden_size()) for each in given]
-            adapters = [_adapter(each.lora) for each in given]
-            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None)
-            answer = [asdict(_answer(output)) for output in outputs]
-        print(json.dumps(answer), file=answers, flush=True)
-    gc.collect = lambda generation=2: 0  # vLLM would search a heap that is about to go; it takes a second.
-    llm.llm_engine.engine_core.shutdown()
-    os._exit(0)  # Taking a large interpreter apart takes seconds more.
-
-
-def _warm_up(llm: Any) -> None:
-    """Computes and decodes several prompts at once, each too short for a block: none is looked up, stored or cached.
-
-    On processors with AMX vLLM's CPU build dies of SIGILL if the first step of an engine computes one token in
-    bfloat16, which is what a hit leaves to be computed (docs/operations.md).
-    """
-    from vllm import SamplingParams
-
-    if llm.model_config.runner_type != "generate":
-        return
-    short = min(BLOCK_TOKENS, llm.llm_engine.vllm_config.cache_config.block_size) // 2
-    sampling = SamplingParams(temperature=0, max_tokens=short // 2, detokenize=False, ignore_eos=True)
-    llm.generate([{"prompt_token_ids": [5] * short}] * 4, sampling, use_tqdm=False)
-
-
-def _decode(llm: Any, background: list[list[int]], arrivals: list[list[int]], max_tokens: int) -> list[float]:
-    from vllm import SamplingParams
-
-    def add(name: str, tokens: list[int], count: int) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
-        engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
-
-    engine = llm.llm_engine
-    for nth, tokens in enumerate(background):
-        add(f"background {nth}", tokens, max_tokens)
-    waiting = list(enumerate(arrivals))
-    last: dict[str, float] = {}
-    between: list[float] = []
-    arrived = ""
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = time.perf_counter()
-        for output in outputs:
-            if output.request_id.startswith("background"):
-                if output.request_id in last:
-                    between.append(now - last[output.request_id])
-                last[output.request_id] = now
-            elif output.finished:
-                arrived = ""
-        if waiting and not arrived and len(last) == len(background):
-            nth, tokens = waiting.pop(0)
-            arrived = f"arrival {nth}"
-            add(arrived, tokens, 1)
-    return between
-
-
-def _end_stores(llm: Any) -> None:
-    """In its own process vLLM steps by itself while blocks are being stored; in this one, only while it generates."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    while core is not None and core.scheduler.has_requests():
-        llm.llm_engine.engine_core.get_output()
-
-
-def _wait_for_stores(llm: Any) -> None:
-    """Returns when no block is being stored: in its own process vLLM's core takes so long to pause."""
-    _end_stores(llm)
-    if getattr(llm.llm_engine.engine_core, "engine_core", None) is None:
-        llm.sleep(level=0, mode="wait")
-        llm.wake_up(["scheduling"])
-
-
-def _vllm_prompt(prompt: Prompt, hidden_size: int) -> dict[str, Any]:
-    salt = {"cache_salt": prompt.cache_salt} if prompt.cache_salt else {}
-    if prompt.embeds_seed is None:
-        return {"prompt_token_ids": prompt.tokens, **salt}
-    import torch
-
-    generator = torch.Generator().manual_seed(prompt.embeds_seed)
-    return {"prompt_embeds": torch.randn(len(prompt.tokens), hidden_size, generator=generator) * 0.08, **salt}
-
-
-def _adapter(directory: str) -> Any:
-    if not directory:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(Path(directory).name, 1 + zlib.crc32(directory.encode()), directory)
-
-
-def _answer(output: Any) -> Answer:
-    completion = output.outputs[0]
-    tokens = list(completion.token_ids)
-    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs or [], strict=False)]
-    return Answer(tokens, logprobs, output.metrics.first_token_latency, output.num_cached_tokens or 0)
-
-
-if __name__ == "__main__":
-    serve()

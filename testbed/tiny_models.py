@@ -1,6 +1,6 @@
 """Writes small models with random weights, one of each cache layout that vLLM knows.
 
-    python -m benchmarks.models.tiny_models DIRECTORY [SHAPE ...]
+    python -m testbed.tiny_models DIRECTORY [SHAPE ...]
 
 Every function below gives the Hugging Face config of one shape; Transformers makes the modules and their names. The
 weights are seeded and their spread is wide enough that every output depends on the whole prompt. `write` puts a shape

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,14 +35,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.processes import wait_for
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY
-from tests.vllm_plugin.support import cache_config, make_request
-from tests.vllm_plugin.toy_cache import Tables, ToyCache, Wrong, config_of_rank
-from tests.vllm_plugin.toy_device import Device, DeviceCopier
+from tests.support.toy.cache import Tables, ToyCache, Wrong, config_of_rank
+from tests.support.toy.device import Device, DeviceCopier
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.toy.model import Chunk, Sequences
+from tests.support.vllm_objects import cache_config, make_request
 from vllm_plugin import register
 from vllm_plugin.metrics import KVPoolStats
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
@@ -52,61 +52,6 @@ from vllm_plugin.worker.worker import KVPoolWorker
 
 MakeConnector = Callable[[VllmConfig, KVConnectorRole, KVCacheConfig], KVConnectorBase_V1]
 create_connector: MakeConnector = KVConnectorFactory.create_connector  # Engines patch it while they start.
-_MULTIPLIER = 6364136223846793005
-_MASK = (1 << 64) - 1
-_WRONG_DRAFT = 1
-"""A token that the toy model never samples."""
-
-
-class Sequences:
-    """The toy model: tokens and prefix hashes of one request. Other weights give other hashes."""
-
-    def __init__(self, prompt: Sequence[int], weights: int = 1):
-        self._weights = weights
-        self.tokens: list[int] = []
-        self.hashes: list[int] = []
-        self.drafts: list[int] = []
-        for token in prompt:
-            self.append(token)
-
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
-        self.hashes.append(_hash(self.hashes[-1] if self.hashes else self._weights, token))
-
-    def next_token(self) -> int:
-        return _next_token(self.hashes[-1])
-
-    def restart(self, tokens: Sequence[int]) -> None:
-        """The scheduler's tokens take the place of those sampled since; drafts are forgotten."""
-        self.drafts = []
-        if self.tokens != tokens:
-            self.__init__(tokens, self._weights)  # type: ignore[misc]
-
-    def draft(self, count: int) -> list[int]:
-        """Guesses of the next tokens. The first few are right: how many depends on the last token."""
-        at, num_right = self.hashes[-1], (self.hashes[-1] >> 40) % (count + 1)
-        self.drafts = []
-        for nth in range(count):
-            right = _next_token(at)
-            self.drafts.append(right if nth < num_right else _WRONG_DRAFT)
-            at = _hash(at, self.drafts[-1])
-        return self.drafts
-
-
-def _hash(before: int, token: int) -> int:
-    return ((before ^ token) * _MULTIPLIER + 1442695040888963407) & _MASK
-
-
-def _next_token(at: int) -> int:
-    return 3 + (at >> 33) % (TINY.vocab - 3)
-
-
-def answer(prompt: Sequence[int], max_tokens: int, weights: int = 1) -> list[int]:
-    """What the toy model answers, cold or warm."""
-    model = Sequences(prompt, weights)
-    for _ in range(max_tokens):
-        model.append(model.next_token())
-    return model.tokens[len(prompt) :]
 
 
 @contextmanager
@@ -117,54 +62,6 @@ def as_rank(tp_rank: int, tp_size: int, stage: int = 0) -> Iterator[None]:
         patch.object(parallel_state, "_PP", SimpleNamespace(rank_in_group=stage)),
     ):
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one step computes of one request.
-
-    Args:
-        tables: the request's blocks when the step was scheduled.
-        start: as the scheduler reckons it; it takes drafts of the step before for accepted until it hears otherwise.
-        scheduled_drafts: the last of the `count` tokens; -1 for those that the worker has drafted itself.
-    """
-
-    model: Sequences
-    tables: Tables
-    start: int
-    count: int
-    scheduled_drafts: Sequence[int] = ()
-
-    def drafts(self) -> list[int]:
-        own = [*self.model.drafts, *[_WRONG_DRAFT] * len(self.scheduled_drafts)]
-        return [mine if given == -1 else given for given, mine in zip(self.scheduled_drafts, own, strict=False)]
-
-    def first(self) -> int:
-        """Position of the first token. To be asked when the steps before have been computed."""
-        return min(self.start, len(self.model.tokens) - 1)
-
-    def hashes(self) -> list[int]:
-        """Of the prefix, to the end of the chunk."""
-        stop = self.first() + self.count - len(self.scheduled_drafts)
-        assert stop <= len(self.model.tokens), "the scheduler wants a token computed that nobody has sampled"
-        if not self.scheduled_drafts:
-            return self.model.hashes
-        hashes = self.model.hashes[:stop]
-        for draft in self.drafts():
-            hashes.append(_hash(hashes[-1], draft))
-        return hashes
-
-    def sample(self) -> list[int]:
-        """The next tokens: one more than there are right drafts; none before the end of the prompt."""
-        if self.first() + self.count - len(self.scheduled_drafts) < len(self.model.tokens):
-            return []
-        sampled: list[int] = []
-        for draft in [*self.drafts(), None]:
-            sampled.append(self.model.next_token())
-            self.model.append(sampled[-1])
-            if draft != sampled[-1]:
-                break
-        return sampled
 
 
 class Rank:
@@ -183,6 +80,7 @@ class Rank:
         self.tp_rank, self.stage, self._tp_size = tp_rank, stage, tp_size
         with self:
             self.connector = make(config, KVConnectorRole.WORKER, mine)
+        self.cache_config = mine
         self.cache = ToyCache(mine, whole, tp_rank, tp_size)
         with self:
             self.connector.register_kv_caches(self.cache.layers)
@@ -218,6 +116,12 @@ class ToyEngine:
         make: constructs the connector's sides; what the configuration names by default.
         specs: of the model's KV-cache groups, with all heads; one full-attention group by default.
         num_stages: of the pipeline.
+
+    Attributes:
+        answers: request -> its tokens so far.
+        cached_tokens: request -> prompt tokens that were not computed.
+        preempted: a request's name for each time that it was preempted.
+        in_flight: steps whose outcome the scheduler does not know yet.
     """
 
     def __init__(
@@ -260,7 +164,7 @@ class ToyEngine:
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {ranks: metadata for ranks, metadata in told.items() if metadata is not None}
         )
-        self.device = self._make_device(late)
+        self.device = self.make_device(late)
         for thread in self._transfer_threads() if late else ():
             thread._copier = DeviceCopier(self.device, thread._copier)  # type: ignore[assignment]
         self.num_blocks = num_blocks
@@ -269,11 +173,12 @@ class ToyEngine:
         self.stats = KVPoolStats()
         self.weights = 1
         self.answers: dict[str, list[int]] = {}
+        self.preempted: list[str] = []
         self.cached_tokens: dict[str, int] = {}
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.ranks))
-        self._sequences: dict[str, Sequences] = {}
+        self.sequences: dict[str, Sequences] = {}
         self._steps_ahead = steps_ahead
-        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
         if wait:
             self.wait_until_connected()
 
@@ -289,20 +194,30 @@ class ToyEngine:
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:
         request = make_request(request_id, prompt, max_tokens, **options)
-        self._sequences[request_id] = Sequences(prompt, self.weights)
+        self.sequences[request_id] = Sequences(prompt, self.weights)
         self.answers[request_id] = []
         self.scheduler.add_request(request)
         return request
 
     def run(self, deadline_s: float = 30.0) -> None:
         """Steps until every request has its answer, and every block is free again."""
+        self.step_until(lambda: not self.scheduler.has_requests(), "the engine to be done", deadline_s)
+
+    def step_until(self, reached: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+        """Steps until something is so, slowly where there is nothing to compute; AssertionError after the deadline."""
         ends_at = time.monotonic() + deadline_s
-        while self.scheduler.has_requests():
-            assert time.monotonic() < ends_at, (
-                f"the engine is not done within {deadline_s} s: {self.scheduler.requests}"
-            )
+        while not reached():
+            assert time.monotonic() < ends_at, f"{what}: not within {deadline_s} s; requests {self.scheduler.requests}"
             if not self.step():
                 time.sleep(0.001)
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def may_reuse(self, request_id: str) -> bool:
+        """Whether a new request may have this name: vLLM would give it what steps under way compute of the old one."""
+        under_way = (scheduled.num_scheduled_tokens for scheduled, _ in self.in_flight)
+        return request_id not in self.scheduler.requests and not any(request_id in step for step in under_way)
 
     def generate(self, *prompts: Sequence[int], max_tokens: int = 8, **options: Any) -> list[list[int]]:
         """Answers to prompts that are submitted together; `cached_tokens[i]` says how much was not computed."""
@@ -319,14 +234,15 @@ class ToyEngine:
     def step(self) -> int:
         """One step; returns how many tokens were computed."""
         scheduled = self.scheduler.schedule()
+        self.preempted += scheduled.preempted_req_ids or ()
         tables = {
             request_id: self.scheduler.kv_cache_manager.get_block_ids(request_id)
             for request_id in scheduled.num_scheduled_tokens
         }
-        self._in_flight.append((scheduled, self._execute(scheduled, tables)))
+        self.in_flight.append((scheduled, self._execute(scheduled, tables)))
         ahead = self._steps_ahead if scheduled.num_scheduled_tokens else 0
-        while len(self._in_flight) > ahead:
-            launched, outcome = self._in_flight.popleft()
+        while len(self.in_flight) > ahead:
+            launched, outcome = self.in_flight.popleft()
             self._update(launched, outcome())
         return scheduled.total_num_scheduled_tokens
 
@@ -344,7 +260,7 @@ class ToyEngine:
         for rank in self.ranks:
             rank.connector.shutdown()
 
-    def _make_device(self, late: bool) -> Device:
+    def make_device(self, late: bool) -> Device:
         return Device(late)
 
     def _transfer_threads(self) -> Iterator[TransferThread[Any]]:
@@ -362,10 +278,10 @@ class ToyEngine:
             self.cached_tokens.setdefault(request_id, computed[request_id])
         for request_id in [*(new.req_id for new in scheduled.scheduled_new_reqs), *cached.resumed_req_ids]:
             known = list(self.scheduler.requests[request_id].all_token_ids)
-            self.device.launch(functools.partial(self._sequences[request_id].restart, known))
+            self.device.launch(functools.partial(self.sequences[request_id].restart, known))
         chunks = {
             request_id: Chunk(
-                self._sequences[request_id],
+                self.sequences[request_id],
                 tables[request_id],
                 computed[request_id],
                 count,
@@ -377,7 +293,7 @@ class ToyEngine:
         hooked = []
         for rank in self.ranks:
             with rank:
-                hooked.append(self._run_rank(rank, scheduled, pickle.loads(metadata), chunks))
+                hooked.append(self.run_rank(rank, scheduled, pickle.loads(metadata), chunks))
         sampled: list[list[int]] = []
         self.device.launch(lambda: sampled.extend(self._sample(chunk) for chunk in chunks.values()))
         mark = self.device.mark()
@@ -395,7 +311,7 @@ class ToyEngine:
 
         return outcome
 
-    def _run_rank(
+    def run_rank(
         self,
         rank: Rank,
         scheduled: SchedulerOutput,
@@ -413,7 +329,7 @@ class ToyEngine:
             for layer in rank.cache.layers:
                 connector.wait_for_layer_load(layer)
             for request_id, chunk in chunks.items():
-                self.device.launch(functools.partial(self._forward, rank, request_id, chunk))
+                self.device.launch(functools.partial(self.forward, rank, request_id, chunk))
             for layer, kv in rank.cache.layers.items():
                 connector.save_kv_layer(layer, kv, context.attn_metadata[layer])
         if not scheduled.has_sync_kv_loads:
@@ -432,13 +348,13 @@ class ToyEngine:
         connector.clear_connector_metadata()
         return output
 
-    def _forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
+    def forward(self, rank: Rank, request_id: str, chunk: Chunk) -> None:
         first, hashes = chunk.first(), chunk.hashes()
         for wrong in rank.cache.wrong(chunk.tables, hashes, first):
-            self._found_wrong(rank, request_id, wrong)
+            self.found_wrong(rank, request_id, wrong)
         rank.cache.write(chunk.tables, hashes, first, first + chunk.count)
 
-    def _found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
+    def found_wrong(self, rank: Rank, request_id: str, wrong: Wrong) -> None:
         raise AssertionError(f"{request_id}: attention reads KV that is not of its prefix: {wrong}")
 
     def _sample(self, chunk: Chunk) -> list[int]:
@@ -449,14 +365,14 @@ class ToyEngine:
         return sampled
 
     def _update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        drafts = {name: self._sequences[name].drafts for name in output.req_ids} if self._num_drafts else {}
+        drafts = {name: self.sequences[name].drafts for name in output.req_ids} if self._num_drafts else {}
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
                 self.answers[one.request_id].extend(one.new_token_ids)
             if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
-                self._count(outputs.scheduler_stats.kv_connector_stats)
+                self.count_stats(outputs.scheduler_stats.kv_connector_stats)
         if drafts and not self._steps_ahead:  # Else the worker keeps them, and the scheduler counts on them.
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
-    def _count(self, stats: dict[str, Any]) -> None:
+    def count_stats(self, stats: dict[str, Any]) -> None:
         self.stats.aggregate(KVPoolStats(stats))

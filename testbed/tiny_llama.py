@@ -1,6 +1,6 @@
 """Writes a small Llama-like model with random weights: real vLLM without a download.
 
-    python -m benchmarks.models.tiny_model DIRECTORY [--layers N]
+    python -m testbed.tiny_llama DIRECTORY [--layers N]
 
 The weights are seeded, so two machines make the same model; their spread is wide enough that every output depends on
 the whole prompt.

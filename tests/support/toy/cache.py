@@ -122,7 +122,7 @@ class ToyCache:
             first = start - 1 if isinstance(spec, MambaSpec) else attended(spec, start)
             cells, blocks = self._cells(spec, tables[idx], first, start)
             for name, view in zip(group.layer_names, views, strict=True):
-                read, wanted = view[cells], self._expected(idx, name, hashes[first:start])
+                read, wanted = view[cells], self.expected(idx, name, hashes[first:start])
                 if not (all(blocks) and torch.equal(read, wanted)):
                     yield Wrong(idx, name, first, blocks, read, wanted, view, cells)
 
@@ -134,7 +134,7 @@ class ToyCache:
             cells, blocks = self._cells(spec, tables[idx], first, stop)
             assert all(blocks), f"group {idx} has the null block among {blocks} for tokens {first} to {stop}"
             for name, view in zip(group.layer_names, views, strict=True):
-                view[cells] = self._expected(idx, name, hashes[first:stop])
+                view[cells] = self.expected(idx, name, hashes[first:stop])
 
     def _words(self, spec: Any) -> int:
         if isinstance(spec, MambaSpec):
@@ -150,7 +150,7 @@ class ToyCache:
         cells = blocks if isinstance(spec, MambaSpec) else (blocks, slice(None), positions % spec.block_size)
         return cells, block_ids.tolist()
 
-    def _expected(self, idx: int, name: str, hashes: Sequence[int]) -> torch.Tensor:
+    def expected(self, idx: int, name: str, hashes: Sequence[int]) -> torch.Tensor:
         """What the cache must hold for some tokens: int32 [tokens, H, C], or [tokens, state words]."""
         if (idx, name) not in self._places:
             self._places[idx, name] = self._place(idx, name)

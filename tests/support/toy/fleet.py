@@ -12,8 +12,8 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.types import PoolStats
 from tests.support.processes import ServerProcess
-from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.toy import ToyEngine
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import MakeConfig
 
 _salts = itertools.count()
 MakeToy = Callable[..., ToyEngine]

@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.request import Request
 
-from benchmarks.harness.engine import kvpool_transfer_config
-from tests.vllm_plugin.conftest import BLOCK_TOKENS, TINY
+from testbed.engine import kvpool_transfer_config
+from tests.support.toy.fixtures import BLOCK_TOKENS, TINY
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.vllm_plugin.support import full_attention
+from tests.support.vllm_objects import full_attention
 
 FULL = full_attention()
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=8, dtype=torch.float32, sliding_window=40)

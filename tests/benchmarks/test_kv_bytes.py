@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, SlidingWindowSpec
 
 from benchmarks.cases.kv_bytes import BLOCK_TOKENS, SHAPES, Shape
-from tests.vllm_plugin.conftest import MakeConfig
+from tests.support.toy.fixtures import MakeConfig
 from vllm_plugin.model.groups import group_spec, make_groups
 from vllm_plugin.model.hit_rules import Reach
 

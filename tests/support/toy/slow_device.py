@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from tests.vllm_plugin.toy import ToyEngine
+from tests.support.toy.engine import ToyEngine
 from vllm_plugin.worker.copy.cpu import CpuCopier
 
 

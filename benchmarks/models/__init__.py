@@ -1,1 +1,0 @@
-"""Tiny models with random weights."""

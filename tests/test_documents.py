@@ -1,0 +1,112 @@
+"""The documents say what the code does: each setting, series and named test exists, and the tour runs."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool.config import ClientConfig
+from kvpool_server.config import ServerConfig
+from kvpool_server.metrics import _COUNTERS, _GAUGES, _TIER_COUNTERS, _TIER_GAUGES
+from tests.support.processes import ServerProcess, clean_environment
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+
+
+def _section(name: str, heading: str) -> str:
+    """The part of a document under one heading."""
+    text = (ROOT / "docs" / name).read_text()
+    return text.split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0]
+
+
+def _table(section: str) -> dict[str, str]:
+    """First column -> second column of a section's table."""
+    return dict(re.findall(r"^\| `([^`]+)` \| `?([^`|]*?)`? \|", section, re.MULTILINE))
+
+
+def test_every_server_setting_is_documented_with_its_default():
+    table = _table(_section("configuration.md", "kvpool-server"))
+    assert table.keys() == ServerConfig.model_fields.keys()
+    for name, field in ServerConfig.model_fields.items():
+        expected = "1GiB" if name == "memory" else "" if field.default == () else str(field.default)
+        assert table[name] == expected, name
+
+
+def test_every_client_setting_is_documented_with_its_default():
+    table = _table(_section("configuration.md", "The client"))
+    assert table == {field.name: str(field.default) for field in dataclasses.fields(ClientConfig)}
+
+
+def test_every_connector_setting_is_documented_with_its_default():
+    from vllm_plugin.config import ConnectorConfig
+
+    table = _table(_section("configuration.md", "The connector"))
+    assert table.keys() == {field.name for field in dataclasses.fields(ConnectorConfig)}
+    for field in dataclasses.fields(ConnectorConfig):
+        default = {True: "true", "": '""'}.get(field.default, str(field.default))
+        assert table[field.name] == default, field.name
+
+
+def test_every_server_series_is_documented():
+    table = _table(_section("metrics.md", "The server"))
+    gauges = {f"kvpool_{name.removeprefix('num_')}" for name in (*_GAUGES, *(f"tier_{name}" for name in _TIER_GAUGES))}
+    gauges = {name.replace("tier_num_", "tier_") for name in gauges}
+    counters = {f"kvpool_{name}_total" for name in (*_COUNTERS, *(f"tier_{name}" for name in _TIER_COUNTERS))}
+    assert table.keys() == gauges | counters | {
+        "kvpool_own_memory_bytes",
+        "kvpool_rpc_seconds",
+        "kvpool_stream_bytes_total",
+    }
+
+
+@pytest.mark.vllm
+def test_every_engine_series_is_documented():
+    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
+
+    table = _table(_section("metrics.md", "The engine"))
+    assert table.keys() == {f"vllm:kvpool_{name}_total" for name in COUNTERS} | {
+        f"vllm:kvpool_{name}" for name in (*GAUGES, *HISTOGRAMS)
+    }
+
+
+def test_the_tour_runs(shared_server: ServerProcess):
+    tour = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    assert tour is not None
+    ran = subprocess.run(
+        [sys.executable, "-c", tour[1]],
+        env=clean_environment(KVPOOL_ENDPOINT=shared_server.endpoint),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "6 blocks became readable" in ran.stdout
+    assert "6 of 6 blocks hit" in ran.stdout
+
+
+def test_the_tests_that_are_named_exist():
+    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", (ROOT / "docs" / "testing.md").read_text())
+    assert len(named) > 20
+    for name in named:
+        assert list((ROOT / "tests").rglob(name)), name
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            found = document.parent / path if path else document
+            assert found.exists(), target
+            assert not anchor or anchor in _anchors(found), target
+
+
+def _anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
