@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from benchmarks.harness.measuring import free_port, process, wait_until
-from kvpool_server.allocator import keep_freed_memory
+from kvpool_server.malloc import keep_freed_memory
 
 DEADLINE_S = 60.0
 _OPTIONS = [("grpc.max_send_message_length", 64 << 20), ("grpc.max_receive_message_length", 64 << 20)]
