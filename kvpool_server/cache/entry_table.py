@@ -19,8 +19,7 @@ from kvpool.types import BlockRun, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group, Record
-from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.eviction.base import TICK
+from kvpool_server.cache.eviction import TICK, Policy
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.quarantine import Quarantine
@@ -79,7 +78,7 @@ class EntryTable:
         """
         offsets = iter(self._make_room(group, runs))
         stamp = self.next_stamp([group])
-        policy = self.placement.policy(group)
+        evictor = self.placement.evictor(group)
         statuses = []
         for run in runs:
             parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
@@ -94,9 +93,9 @@ class EntryTable:
                     renewed.append(entry)
                 statuses.append(_reserve(entry, ticket))
                 parent, parent_hash = entry, block_hash
-            policy.renewed(renewed, stamp)
+            evictor.renewed(renewed, stamp)
             if stored:
-                policy.stored(stored, stored[0].parent, stamp)
+                evictor.stored(stored, stamp)
         return statuses
 
     def commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
@@ -149,7 +148,7 @@ class EntryTable:
     def offer(self, entry: Entry) -> None:
         """Lets the policies choose an entry, if nothing speaks against that any more."""
         if entry.live and not entry.children and not entry.pending:
-            self.placement.policy(entry.group).add(entry)
+            self.placement.evictor(entry.group).add(entry)
 
     # Out
 
@@ -165,7 +164,7 @@ class EntryTable:
         """Takes an entry out of the index; its slot is freed once nobody can touch it, and not before a time."""
         assert entry.live
         entry.live = False
-        self.placement.policy(entry.group).dropped(entry)
+        self.placement.evictor(entry.group).dropped(entry)
         entry.group.forget(entry.block_hash)
         self.num_live -= 1
         if entry.complete:

@@ -220,7 +220,7 @@ class Pool:
         """Tells the policies what a reader wants."""
         stamp = self.entry_table.next_stamp([group for group, _, _ in seen.parts])
         for group, start, stop in seen.parts:
-            self.entry_table.placement.policy(group).used(lease.entries[start:stop], stamp)
+            self.entry_table.placement.evictor(group).used(lease.entries[start:stop], stamp)
 
     # Put
 

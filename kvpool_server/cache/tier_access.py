@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvpool.types import BlockRun, PutGrant, ShardRange
 from kvpool_server.cache.entry import Entry, Group, Record
-from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
 
@@ -23,12 +23,12 @@ class Ahead(NamedTuple):
     Args:
         lease_id: of the hold.
         entries: children before their parents.
-        policies: by which each was chosen.
+        evictors: by which each was chosen.
     """
 
     lease_id: int
     entries: list[Entry]
-    policies: list[Policy]
+    evictors: list[Evictor]
 
 
 class Moves:
@@ -67,7 +67,7 @@ class Moves:
         """
         entry_table, arena = self._pool.entry_table, self._pool.arena
         placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-        policy = entry_table.placement.policy(group)
+        evictor = entry_table.placement.evictor(group)
         stamp = entry_table.next_stamp([group])
         restored = 0
         chain: list[Entry] = []
@@ -77,12 +77,12 @@ class Moves:
             elif is_placed:
                 parent = group.index.get(record.parent_hash)
                 if chain and parent is not chain[-1]:
-                    policy.stored(chain, chain[0].parent, stamp)
+                    evictor.stored(chain, stamp)
                     chain = []
                 chain.append(entry_table.restore(group, record, parent, stamp))
                 restored += 1
         if chain:
-            policy.stored(chain, chain[0].parent, stamp)
+            evictor.stored(chain, stamp)
         for entry in group.index.values():
             entry_table.offer(entry)
         return restored
@@ -104,19 +104,19 @@ class Moves:
         entry_table = self._pool.entry_table
         entry_table.evict(entry_table.placement.superseded_ahead(reserve, needs))
         entries = entry_table.placement.next_victims(reserve, needs, max_bytes).entries
-        return Ahead(self.hold(entries), entries, [entry_table.placement.policy(entry.group) for entry in entries])
+        return Ahead(self.hold(entries), entries, [entry_table.placement.evictor(entry.group) for entry in entries])
 
     def let_go(self, ahead: Ahead, *, drop: bool) -> int:
         """Ends that hold, and drops those that nobody has come to need meanwhile, if they may go; returns how many."""
         self._pool.release([ahead.lease_id])
         entry_table, dropped = self._pool.entry_table, 0
-        for entry, policy in zip(ahead.entries, ahead.policies, strict=True):
+        for entry, evictor in zip(ahead.entries, ahead.evictors, strict=True):
             if not entry.live:
                 continue
             if drop and entry.movable and not entry.children:
                 entry_table.drop(entry)
                 dropped += 1
             else:
-                entry_table.placement.spare(entry, policy)
+                entry_table.placement.spare(entry, evictor)
         self._pool.counters["evicted_blocks"] += dropped
         return dropped

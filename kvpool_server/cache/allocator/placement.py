@@ -23,8 +23,8 @@ from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.eviction.partitions import Partition, Partitions, oldest_stamp, take
+from kvpool_server.cache.eviction import Evictor, Policy
+from kvpool_server.cache.eviction.partitions import Partition, Partitions, choose_victims, oldest_stamp
 from kvpool_server.cache.eviction.victims import Victims
 from kvpool_server.cache.quotas import Account
 
@@ -74,9 +74,9 @@ class Placement:
         self._last_used: dict[int, int] = {}
         self._stamp = 0
 
-    def policy(self, group: Group) -> Policy:
-        """The one that a group's entries are under."""
-        return self._partitions.policy(group)
+    def evictor(self, group: Group) -> Evictor:
+        """The one that chooses among a group's entries."""
+        return self._partitions.evictor(group)
 
     def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
         """Says under which quotas groups are from now on."""
@@ -102,12 +102,12 @@ class Placement:
         for account in self._partitions.of(group).accounts:
             if self._settle(account, victims, slot_bytes, count):
                 self._counters["over_quota"] += 1
-                victims.undo(self.policy)
+                victims.undo(self.evictor)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
         if not self._make_room(slot_bytes, count, victims):
             self._counters["out_of_space"] += 1
-            victims.undo(self.policy)
+            victims.undo(self.evictor)
             raise NoRoomError(
                 f"no room for {count} blocks of {slot_bytes} bytes",
                 self._elsewhere(slot_bytes, count),
@@ -141,7 +141,7 @@ class Placement:
         for size, short in self._shortages(reserve, needs):
             if max_bytes > 0:
                 count = min(short, max(1, max_bytes // size))
-                max_bytes -= size * take(self._partitions.of_size(size), count, victims, self._stamp)
+                max_bytes -= size * choose_victims(self._partitions.of_size(size), count, victims, self._stamp)
         return victims
 
     def superseded_ahead(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
@@ -160,9 +160,9 @@ class Placement:
             short.append((size, math.ceil(slots * reserve) + needs.get(size, 0) - self.arena.available(size)))
         return [(size, count) for size, count in short if count > 0]
 
-    def spare(self, entry: Entry, chosen_by: Policy) -> None:
+    def spare(self, entry: Entry, chosen_by: Evictor) -> None:
         """Takes back who does not go after all, unless it is under another policy by now, which has queued it."""
-        if self.policy(entry.group) is chosen_by:
+        if self.evictor(entry.group) is chosen_by:
             chosen_by.restore([entry])
 
     def surplus(self, accounts: Iterable[Account]) -> list[Entry]:
@@ -204,7 +204,7 @@ class Placement:
         """Adds up to `count` victims of partitions of one slot size, the superseded first; how many there were."""
         groups = {group for partition in partitions for group in partition.groups} if self.superseded else ()
         taken = self.superseded.take(groups, count, victims)
-        return taken + take(partitions, count - taken, victims, self._stamp) if taken < count else taken
+        return taken + choose_victims(partitions, count - taken, victims, self._stamp) if taken < count else taken
 
     def _make_room(self, slot_bytes: int, count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of this size can be taken; whether they can."""
@@ -221,7 +221,7 @@ class Placement:
                 return True
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
-        return short <= 0 or take(mine, short, victims, self._stamp) == short
+        return short <= 0 or choose_victims(mine, short, victims, self._stamp) == short
 
     def _donations(self, slot_bytes: int, mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
         """Extents that other sizes give up to this one, coldest first. Looks at a size only when it is to give."""
