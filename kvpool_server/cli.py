@@ -19,9 +19,9 @@ from kvpool.errors import ConfigError
 from kvpool.quotas import size_text
 from kvpool.version import __version__
 from kvpool_server import logs
-from kvpool_server.allocator import keep_freed_memory
 from kvpool_server.collector import keep_collections_short
 from kvpool_server.config import ENV_PREFIX, ServerConfig, load, split_address
+from kvpool_server.malloc import keep_freed_memory
 from kvpool_server.server import Server
 from kvpool_server.service_links import service_links
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, Va
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, check_policy
 from kvpool_server.service_links import service_links
 from kvpool_server.tiers.spec import parse
 
@@ -41,10 +42,11 @@ class ServerConfig(BaseModel):
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
     )
-    policy: Literal["density", "lru"] = Field(
-        "density",
-        description="Whom to evict: density, who will serve the fewest hits, as it learns; lru, who was used least "
-        "recently. `kvpool bench replay` compares them on a trace.",
+    policy: str = Field(
+        DEFAULT_POLICY,
+        description="Which blocks to evict: "
+        + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items())
+        + ". `kvpool bench replay` compares policies on a trace.",
     )
     tier: tuple[str, ...] = Field(
         (),
@@ -111,6 +113,11 @@ class ServerConfig(BaseModel):
         if value or info.field_name == "listen":
             split_address(value)
         return value
+
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, value: str) -> str:
+        return check_policy(value)
 
     @field_validator("tier", mode="before")
     @classmethod

@@ -27,7 +27,7 @@ class EntryTable:
     """See the module.
 
     Args:
-        placement: chooses the victims of an allocation, and knows each group's policy.
+        placement: chooses the victims of an allocation, and knows the evictor of each group.
         quarantine: takes the slots that cannot be freed yet.
         clock: monotonic seconds.
         grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
@@ -73,7 +73,7 @@ class EntryTable:
         """
         offsets = iter(self._allocate(group, runs))
         stamp = self._placement.next_stamp([group])
-        policy = self._placement.policy(group)
+        evictor = self._placement.evictor(group)
         statuses = []
         for run in runs:
             parent, parent_hash = group.index.get(run.parent_hash), run.parent_hash
@@ -88,9 +88,9 @@ class EntryTable:
                     renewed.append(entry)
                 statuses.append(_reserve(entry, ticket))
                 parent, parent_hash = entry, block_hash
-            policy.renewed(renewed, stamp)
+            evictor.renewed(renewed, stamp)
             if stored:
-                policy.stored(stored, stored[0].parent, stamp)
+                evictor.stored(stored, stamp)
         return statuses
 
     def commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
@@ -141,9 +141,9 @@ class EntryTable:
         return entry
 
     def make_candidate(self, entry: Entry) -> None:
-        """Lets the policy choose an entry as a victim, if it is a live leaf that is not being written."""
+        """Queues an entry as a candidate for eviction, if it is a live leaf that is not being written."""
         if entry.live and not entry.children and not entry.pending:
-            self._placement.policy(entry.group).add(entry)
+            self._placement.evictor(entry.group).add(entry)
 
     # Out
 
@@ -160,7 +160,7 @@ class EntryTable:
         """Removes an entry from the index; frees its slot once no hold covers it, and not before a time."""
         assert entry.live
         entry.live = False
-        self._placement.policy(entry.group).dropped(entry)
+        self._placement.evictor(entry.group).dropped(entry)
         entry.group.forget(entry.block_hash)
         self.num_live -= 1
         if entry.complete:

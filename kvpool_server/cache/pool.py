@@ -234,7 +234,7 @@ class Pool:
         if found.lease_id:
             stamp = self.placement.next_stamp([group for group, _, _ in found.spans])
             for group, start, stop in found.spans:
-                self.placement.policy(group).used(found.entries[start:stop], stamp)
+                self.placement.evictor(group).used(found.entries[start:stop], stamp)
 
     def record_use_on_get(self, found: Found) -> None:
         """Has the first get under the lease record a lookup; for one that its client is going to repeat.

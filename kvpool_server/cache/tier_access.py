@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvpool.types import BlockRun, PutGrant, ShardRange
 from kvpool_server.cache.entry import Entry, Group, Record
-from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
 
@@ -23,12 +23,12 @@ class PinnedVictims(NamedTuple):
     Args:
         lease_id: of the pin.
         entries: children before their parents.
-        policies: which chose each of them.
+        evictors: which chose each of them.
     """
 
     lease_id: int
     entries: list[Entry]
-    policies: list[Policy]
+    evictors: list[Evictor]
 
 
 # The server writes
@@ -73,7 +73,7 @@ def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
     """
     entry_table, arena = pool.entry_table, pool.arena
     placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-    policy = pool.placement.policy(group)
+    evictor = pool.placement.evictor(group)
     stamp = pool.placement.next_stamp([group])
     restored = 0
     chain: list[Entry] = []
@@ -83,12 +83,12 @@ def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
         elif is_placed:
             parent = group.index.get(record.parent_hash)
             if chain and parent is not chain[-1]:
-                policy.stored(chain, chain[0].parent, stamp)
+                evictor.stored(chain, stamp)
                 chain = []
             chain.append(entry_table.restore(group, record, parent, stamp))
             restored += 1
     if chain:
-        policy.stored(chain, chain[0].parent, stamp)
+        evictor.stored(chain, stamp)
     for entry in group.index.values():
         entry_table.make_candidate(entry)
     return restored
@@ -115,20 +115,20 @@ def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[int, int], max_b
     pool.expire()
     pool.entry_table.evict(pool.placement.next_superseded(reserve, needs))
     entries = pool.placement.next_victims(reserve, needs, max_bytes).entries
-    return PinnedVictims(pin(pool, entries), entries, [pool.placement.policy(entry.group) for entry in entries])
+    return PinnedVictims(pin(pool, entries), entries, [pool.placement.evictor(entry.group) for entry in entries])
 
 
 def unpin_victims(pool: Pool, victims: PinnedVictims, *, drop: bool) -> int:
     """Unpins victims; with `drop`, drops those that are still unused leaves. Returns how many were dropped."""
     pool.release([victims.lease_id])
     dropped = 0
-    for entry, policy in zip(victims.entries, victims.policies, strict=True):
+    for entry, evictor in zip(victims.entries, victims.evictors, strict=True):
         if not entry.live:
             continue
         if drop and entry.movable and not entry.children:
             pool.entry_table.drop(entry)
             dropped += 1
         else:
-            pool.placement.keep(entry, policy)
+            pool.placement.keep(entry, evictor)
     pool.counters["evicted_blocks"] += dropped
     return dropped

@@ -1,1 +1,1 @@
-"""Traces of prompts, replayed against the server's own pool: which policy, and how much memory, would serve them."""
+"""Replays traces of prompts against the server's own pool, to compare eviction policies and capacities."""

@@ -1,4 +1,4 @@
-"""`kvpool bench replay`: which policy, and how much memory, would have served a trace?"""
+"""`kvpool bench replay`: the hit ratios of a trace, by eviction policy and by capacity."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.eviction import POLICIES, check_policy
 from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
 from kvpool_server.replay.trace import load, num_blocks, num_distinct
 
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
 LIMIT = "clairvoyant"
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Replay a trace, without a server.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Replay traces, without a server.")
 
 
 @app.callback()
@@ -31,34 +31,40 @@ def command(
     trace: Annotated[
         Path, typer.Argument(help="JSON lines with timestamp (ms) and hash_ids.", exists=True, dir_okay=False)
     ],
-    policy: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(POLICIES)}; default: all.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"{' or '.join(POLICIES)}; repeat it for several. Default: all.")
+    ] = None,
     share: Annotated[
-        list[float] | None, typer.Option(help="Capacity in per cent of the distinct blocks; several; default: six.")
+        list[float] | None,
+        typer.Option(help="Capacity in per cent of the trace's distinct blocks; repeat it for several. Default: six."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratio against capacity into this SVG or PNG.")] = None,
 ) -> None:
-    """How many blocks of a trace's prompts would a pool of a given size have had?
+    """Print the share of a trace's blocks that a pool of each capacity would have hit.
 
-    Beside the policies stand plain LRU, block by block, and a clairvoyant, whom nobody can beat.
+    Beside the policies stand plain LRU, block by block, and the clairvoyant limit, which no policy can exceed.
     """
     policies, shares = policy or list(POLICIES), sorted(share or DEFAULT_SHARES)
-    if unknown := [name for name in policies if name not in POLICIES]:
-        _refuse(f"--policy {unknown[0]}: there is none; there are {', '.join(POLICIES)}")
+    try:
+        for name in policies:
+            check_policy(name)
+    except ValueError as error:
+        _refuse(str(error))
     if wrong := [each for each in shares if not 0 < each <= 100]:
-        _refuse(f"--share {wrong[0]:g}: a share of the distinct blocks is more than 0 and at most 100 per cent")
+        _refuse(f"--share {wrong[0]:g} is out of range; give more than 0 and at most 100 per cent")
     if plot is not None and plot.suffix not in (".svg", ".png"):
-        _refuse(f"--plot {plot}: give a name that ends in .svg or .png")
+        _refuse(f"--plot {plot} is neither SVG nor PNG; give a name that ends in .svg or .png")
     if plot is not None and not plot.parent.is_dir():
-        _refuse(f"--plot {plot}: there is no folder {plot.parent}; make it first")
+        _refuse(f"--plot {plot}: the directory {plot.parent} does not exist; create it first")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        _refuse("--plot wants matplotlib: pip install matplotlib")
+        _refuse("--plot needs matplotlib; run `pip install matplotlib`")
     try:
         requests = load(trace)
     except (ValueError, OSError) as error:
         _refuse(str(error))
     total, distinct = num_blocks(requests), num_distinct(requests)
     if not total:
-        _refuse(f"{trace}: no prompt has a block")
+        _refuse(f"trace {trace} has no blocks; give one with hash_ids")
     capacities = [max(1, int(distinct * each / 100)) for each in shares]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -107,7 +113,7 @@ def _draw(path: Path, shares: list[float], ratios: dict[str, list[float]]) -> No
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("capacity, of the trace's distinct blocks")
-    axes.set_ylabel("hits, of all blocks asked for")
+    axes.set_ylabel("hit ratio, of all blocks looked up")
     axes.legend()
     figure.savefig(path)
 

@@ -1,7 +1,7 @@
-"""What a pool is compared with: plain LRU, and the limit, a clairvoyant.
+"""What policies are compared with: plain LRU, and the clairvoyant limit.
 
-The clairvoyant always lets go of the block whose next use is farthest away, and of several the deepest. No block is
-used before its parent is, so that what it keeps is always a prefix.
+The clairvoyant evicts the block whose next use is farthest away, and of several the deepest. No block is used before
+its parent, so the blocks that it keeps always form prefixes.
 
 Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
 """
@@ -20,7 +20,7 @@ NEVER = math.inf
 
 
 def lru(requests: Sequence[Request], capacity: int) -> int:
-    """Hits of plain least recently used, block by block."""
+    """Hits of plain least recently used, which knows no prefixes."""
     resident: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in requests:
@@ -34,7 +34,7 @@ def lru(requests: Sequence[Request], capacity: int) -> int:
 
 
 def clairvoyant(requests: Sequence[Request], capacity: int) -> int:
-    """Hits of who knows every next use: no policy has more."""
+    """Hits with every next use known: no policy has more."""
     next_uses = _next_uses(requests)
     resident: dict[int, float] = {}
     farthest: list[tuple[float, int, int]] = []
@@ -46,13 +46,13 @@ def clairvoyant(requests: Sequence[Request], capacity: int) -> int:
             heapq.heappush(farthest, (-use, -depth, block))
         while len(resident) > capacity:
             use, _, block = heapq.heappop(farthest)
-            if resident.get(block) == -use:  # Else it was used since, and is queued under its new next use.
+            if resident.get(block) == -use:  # If not, the block was used since and has a newer item.
                 del resident[block]
     return hits
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[float]]:
-    """For each block of each request, which request is the next to use it."""
+    """For each block of each request, the index of the next request that uses it."""
     next_use: dict[int, float] = {}
     found: list[list[float]] = []
     for nth in range(len(requests) - 1, -1, -1):

@@ -1,8 +1,7 @@
-"""How many blocks of a service's prompts would a pool of a given size have had?
+"""Replays a trace against the server's own `Pool`, in this process, without bytes and without RPCs.
 
-Each request of a trace looks its blocks up, as an engine does, and then stores those that were missing: the server's
-own `Pool`, in this process, without bytes and without RPCs. A hit is a block of the prefix that was there when its
-request came.
+Each request looks its blocks up, as an engine does, and then stores those that missed. A block hits if it and all
+blocks before it in the prompt are in the pool when the request comes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.replay.trace import Request
 
 SLOT_BYTES = 2 << 20
-"""Of a block that is never there: an arena is offsets."""
+"""Any size will do: an arena consists of offsets, and no bytes are stored."""
 LEASE_MS = TICKET_MS = 10_000
-REQUESTS_A_STEP = 256
+REQUESTS_PER_STEP = 256
 
 
 class Clock:
-    """The trace's time."""
+    """The time of the trace, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,11 +41,12 @@ def replay(
 ) -> int:
     """Hits of a pool of `capacity` blocks.
 
-    A request with more blocks than the pool can hold stores none of them, as an engine's put of them would fail.
+    A request with more blocks than the pool can hold stores none, because an engine's put of them would fail.
 
     Args:
-        policy: one of `POLICIES`.
-        advance: is called once in `REQUESTS_A_STEP` requests.
+        capacity: in blocks.
+        policy: a name in `POLICIES`.
+        advance: called once for each `REQUESTS_PER_STEP` requests.
     """
     clock = Clock()
     pool = Pool(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
@@ -55,7 +55,7 @@ def replay(
     shards = ShardRange(0, 1)
     hits = 0
     for nth, request in enumerate(requests):
-        if nth % REQUESTS_A_STEP == 0:
+        if nth % REQUESTS_PER_STEP == 0:
             advance()
         if not request.ids:
             continue
@@ -75,7 +75,7 @@ def replay(
 
 
 def _arena(capacity: int) -> Arena:
-    """Room for `capacity` blocks; less by one an extent where they do not divide evenly."""
+    """An arena of `capacity` slots, rounded down to a multiple of its extents."""
     num_extents = -(-capacity // MAX_SLOTS_PER_EXTENT)
     extent_bytes = capacity // num_extents * SLOT_BYTES
     return Arena(num_extents * extent_bytes, extent_bytes)

@@ -1,7 +1,7 @@
-"""A trace: which blocks the prompts of a service had, and when they came.
+"""Traces: the blocks of a service's prompts, and when each prompt came.
 
-A file of one JSON object a line, with `timestamp` (ms) and `hash_ids` (an id a block; equal ids are equal prefixes), as
-the Mooncake paper published them.
+A trace is a file of JSON lines, each with `timestamp` (ms) and `hash_ids` (one id for each block; equal ids mean equal
+prefixes), the format of the traces published with the Mooncake paper.
 
 Source of the format: Qin et al., Mooncake, FAST '25.
 """
@@ -25,8 +25,8 @@ class Request:
     """One prompt of a trace.
 
     Args:
-        at_s: when it came.
-        ids: of its blocks, from the start of the prefix on.
+        at_s: when it came, in seconds.
+        ids: of its blocks, from the first.
     """
 
     at_s: float
@@ -34,18 +34,18 @@ class Request:
 
 
 def load(path: Path) -> list[Request]:
-    """Reads a trace. Raises ValueError for a line that is none."""
+    """Reads a trace. Raises ValueError if the file is not text, or a line is not a request."""
     requests = []
     try:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text ({error})") from None
+        raise ValueError(f"{path} is not a text file ({error}); give JSON lines") from None
     for number, line in enumerate(lines, 1):
         try:
             fields = json.loads(line)
             request = Request(_seconds(fields["timestamp"]), _ids(fields["hash_ids"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: no request of a trace ({error!r})") from None
+            raise ValueError(f"{path}, line {number} has no valid timestamp and hash_ids ({error!r})") from None
         requests.append(request)
     return requests
 
@@ -58,17 +58,17 @@ def _seconds(timestamp_ms: float) -> float:
 
 def _ids(ids: list[int]) -> list[int]:
     if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < MAX_ID for each in ids):
-        raise ValueError("hash_ids is no list of whole numbers from 0 on")
+        raise ValueError("hash_ids is not a list of integers from 0 on")
     if len(ids) > MAX_BLOCKS:
-        raise ValueError(f"{len(ids)} blocks in one prompt; a trace has at most {MAX_BLOCKS}")
+        raise ValueError(f"the prompt has {len(ids)} blocks; at most {MAX_BLOCKS} are read")
     return ids
 
 
 def num_blocks(requests: Sequence[Request]) -> int:
-    """How many blocks all prompts have."""
+    """Blocks of all prompts together."""
     return sum(len(request.ids) for request in requests)
 
 
 def num_distinct(requests: Sequence[Request]) -> int:
-    """How many blocks there are, each counted once."""
+    """Distinct blocks of all prompts."""
     return len({block for request in requests for block in request.ids})

@@ -1,20 +1,16 @@
-"""Entries of no pool, for tests of what orders them."""
+"""Entries outside a pool, for tests of what chooses among them."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction.base import Policy
+from kvpool_server.cache.eviction import Evictor
 from tests.support.values import block_hash, group_spec
 
 GROUP = Group(group_spec())
 
-P = TypeVar("P", bound=Policy)
-
 
 def make_entry(name: object, used: int = 0, parent: Entry | None = None) -> Entry:
-    """A complete one, maybe behind another."""
+    """A complete entry."""
     made = Entry(GROUP, block_hash(name), parent, 0, used)
     made.present = GROUP.full_mask
     if parent is not None:
@@ -30,25 +26,25 @@ def make_chain(name: str, *used: int) -> list[Entry]:
     return made
 
 
-def drop(policy: Policy, *gone: Entry) -> None:
-    """As the pool does it, in this order."""
-    for each in gone:
+def drop(evictor: Evictor, *dropped: Entry) -> None:
+    """Drops entries in this order, as the pool does."""
+    for each in dropped:
         each.live = False
         if each.parent is not None:
             each.parent.children -= 1
-        policy.dropped(each)
+        evictor.dropped(each)
 
 
-def queued(policy: P, *entries: Entry) -> P:
+def queued(evictor: Evictor, *entries: Entry) -> Evictor:
     for each in entries:
-        policy.add(each)
-    return policy
+        evictor.add(each)
+    return evictor
 
 
-def evict(policy: Policy, count: int) -> list[Entry] | None:
+def evict(evictor: Evictor, count: int) -> list[Entry] | None:
     """`count` victims; None if there are fewer, and nothing has changed."""
-    chosen = policy.choose(count, {})
-    if len(chosen) == count:
-        return chosen
-    policy.restore(chosen)
+    victims = evictor.choose(count, {})
+    if len(victims) == count:
+        return victims
+    evictor.restore(victims)
     return None

@@ -23,8 +23,8 @@ from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import TICK, Policy
-from kvpool_server.cache.eviction.partitions import Partition, Partitions, oldest_stamp, take
+from kvpool_server.cache.eviction import TICK, Evictor, Policy
+from kvpool_server.cache.eviction.partitions import Partition, Partitions, choose_victims, oldest_stamp
 from kvpool_server.cache.eviction.victims import Victims
 from kvpool_server.cache.quotas import Account
 
@@ -70,9 +70,9 @@ class Placement:
         self._last_used: dict[int, int] = {}
         self._stamp = 0
 
-    def policy(self, group: Group) -> Policy:
-        """The eviction policy of a group's entries."""
-        return self._partitions.policy(group)
+    def evictor(self, group: Group) -> Evictor:
+        """Chooses victims among a group's entries, and those that share its slot size and its quotas."""
+        return self._partitions.evictor(group)
 
     def next_stamp(self, groups: Iterable[Group]) -> int:
         """The stamp of a call that uses entries of these groups."""
@@ -113,12 +113,12 @@ class Placement:
         for account in self._partitions.of(group).accounts:
             if self._choose_for_quota(account, victims, slot_bytes, count):
                 self._counters["over_quota"] += 1
-                victims.undo(self.policy)
+                victims.undo(self.evictor)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
         if not self._choose_for_arena(slot_bytes, count, victims):
             self._counters["out_of_space"] += 1
-            victims.undo(self.policy)
+            victims.undo(self.evictor)
             raise NoRoomError(
                 f"no room for {count} blocks of {slot_bytes} bytes",
                 self._elsewhere(slot_bytes, count),
@@ -153,7 +153,7 @@ class Placement:
         for size, short in self._shortages(reserve, needs):
             if max_bytes > 0:
                 count = min(short, max(1, max_bytes // size))
-                max_bytes -= size * take(self._partitions.of_size(size), count, victims, self._stamp)
+                max_bytes -= size * choose_victims(self._partitions.of_size(size), count, victims, self._stamp)
         return victims
 
     def next_superseded(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
@@ -172,9 +172,9 @@ class Placement:
             short.append((size, math.ceil(slots * reserve) + needs.get(size, 0) - self._arena.available(size)))
         return [(size, count) for size, count in short if count > 0]
 
-    def keep(self, entry: Entry, chosen_by: Policy) -> None:
-        """Gives a victim of `next_victims` back to its policy, unless another policy has queued it since."""
-        if self.policy(entry.group) is chosen_by:
+    def keep(self, entry: Entry, chosen_by: Evictor) -> None:
+        """Gives a victim of `next_victims` back to its evictor, unless another evictor has queued it since."""
+        if self.evictor(entry.group) is chosen_by:
             chosen_by.restore([entry])
 
     def over_quota(self, accounts: Iterable[Account]) -> list[Entry]:
@@ -222,7 +222,7 @@ class Placement:
         """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
         groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
         taken = self._superseded.choose(groups, count, victims)
-        return taken + take(partitions, count - taken, victims, self._stamp) if taken < count else taken
+        return taken + choose_victims(partitions, count - taken, victims, self._stamp) if taken < count else taken
 
     def _choose_for_arena(self, slot_bytes: int, count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
@@ -241,7 +241,7 @@ class Placement:
                 return True
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
-        return short <= 0 or take(mine, short, victims, self._stamp) == short
+        return short <= 0 or choose_victims(mine, short, victims, self._stamp) == short
 
     def _donations(self, slot_bytes: int, mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
         """Extents that other sizes give up to this one, coldest first. Visits a size only when its turn has come."""

@@ -47,7 +47,7 @@ class Superseded:
             for entry in group.newest():
                 if chosen == count or skipped == MAX_SKIPPED:
                     break
-                if entry.movable and entry.children == victims.gone.get(entry, 0):
+                if entry.movable and victims.would_be_leaf(entry):
                     victims.add([entry])
                     chosen += 1
                 else:

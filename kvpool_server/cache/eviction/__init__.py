@@ -1,16 +1,25 @@
-"""Which blocks to let go of. A policy is one name of `POLICIES`; what all share is in `queue`."""
+"""Which blocks are evicted when the arena is full. `POLICIES` is the registry; `base` is what a policy implements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from kvpool_server.cache.eviction.base import CHOSEN, TICK, Policy
+from kvpool_server.cache.eviction.base import TICK, Policy
+from kvpool_server.cache.eviction.evictor import Evictor
 from kvpool_server.cache.eviction.hit_density import HitDensity
 from kvpool_server.cache.eviction.lru import PrefixLRU
 
-POLICIES: Mapping[str, Callable[[], Policy]] = {"density": HitDensity, "lru": PrefixLRU}
-"""What `--policy` may say. Each makes a policy."""
+POLICIES: Mapping[str, type[Policy]] = {"density": HitDensity, "lru": PrefixLRU}
+"""The values of `--policy`, and the policy that each names."""
 
 DEFAULT_POLICY = "density"
 
-__all__ = ["CHOSEN", "DEFAULT_POLICY", "POLICIES", "TICK", "Policy"]
+
+def check_policy(name: str) -> str:
+    """Returns the name of a policy. Raises ValueError for any other."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; choose {' or '.join(POLICIES)}")
+    return name
+
+
+__all__ = ["DEFAULT_POLICY", "POLICIES", "TICK", "Evictor", "Policy", "check_policy"]

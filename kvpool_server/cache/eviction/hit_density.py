@@ -1,103 +1,117 @@
-"""Lowest hit density first: whose slot will serve the fewest hits for the time that it is taken.
+"""Hit density: evicts the block whose slot is expected to serve the fewest hits for the time that it stays occupied.
 
-A conversation's blocks are asked for again when its next turn comes, or never. How long that takes and how likely it is
-depends on what is known of it: how many turns there have been, how much the last one added, and how long ago that was.
-So blocks are told apart by kind, and for each kind the policy learns from what it sees how many of those that have
-waited for so long are still asked for, and when (`hazards`). What has waited longer than such blocks ever do goes, and
-what is about to be asked for stays, though it was used before what has only just come.
+Sources:
+- N. Beckmann, H. Chen, A. Cidon, LHD: Improving Cache Hit Rate by Maximizing Hit Density, NSDI 2018: evict the lowest
+  ratio of expected hits to expected time in the cache, learned by class and age.
+- J. Gittins, Bandit Processes and Dynamic Allocation Indices, 1979: rank by the best ratio of reward to time over all
+  horizons. It replaces LHD's estimate of when a block will be evicted.
+- E. Kaplan, P. Meier, Nonparametric Estimation from Incomplete Observations, 1958: learn from waits not yet ended, too.
+The kinds, the cohorts and learning from blocks after their eviction are ours.
 
-Some of the blocks that were evicted are remembered for a while, so that it learns also what it could not keep.
+The algorithm. A block **waits** from each use until its next hit; its age is how long it has waited, in calls of the
+pool. The next turn of a conversation hits its blocks, or there is none. How likely that is, and when, depends on what
+is known of the conversation, so each wait is of a **kind** (below).
 
-Candidates are kept in buckets by kind and time, so that a victim is found without looking at the others.
+1. Learn (`hit_density_model`): for each kind k, S_k(a), the share of waits that last longer than age a.
+2. Rank: the hit density of a block of kind k and age a, in hits a call, is
 
-Source: N. Beckmann, H. Chen, A. Cidon, LHD: improving cache hit rate by maximizing hit density, NSDI 2018; ranking by
-the best horizon is J. Gittins's index. The kinds, and learning from evicted blocks, are ours.
+                          S_k(a) - S_k(h)         hits expected until age h
+     D_k(a) =  max     ---------------------  =  -------------------------------
+              h > a     sum of S_k(t), t=a..h     calls that the slot is occupied
+
+   It rises as the usual time of the next turn comes near and falls once that has passed. So a block that is due
+   soon outlives one that was used after it.
+3. Evict the candidate of the lowest density (`hit_density_queue`).
+
+A block that was evicted stays known for a while as a **ghost**: a put that stores it again ends its wait as a hit would
+have done. Without ghosts the policy would never learn of hits that come later than its evictions.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.base import TICK, Policy
-from kvpool_server.cache.eviction.hit_density_model import PERIOD_CALLS, HazardModel
+from kvpool_server.cache.eviction.hit_density_model import HitDensityModel
+from kvpool_server.cache.eviction.hit_density_queue import DensityQueue
 
+# A kind has six bits, which are the part of a stamp below TICK:
+#   bits 4 and 5: turn, how many hits the conversation has had, up to MAX_TURN.
+#   bits 1 to 3: growth, log2 of how many blocks the turn has added, up to MAX_GROWTH; 0 after a hit.
+#   bit 0: tail, set for the last block of a conversation.
 NUM_KINDS = TICK
-"""What a stamp says of a use, in the bits below a tick: turn, step, and whether it was the last block of a store.
-
-The step is the logarithm of how many blocks a store added; 0 for those that a reader found."""
 TAIL = 1
-_STEP_SHIFT, _STEP_MASK = 1, 7
+_GROWTH_SHIFT, _GROWTH_MASK = 1, 7
 _TURN_SHIFT, _TURN_MASK = 4, 3
-MAX_STEP, MAX_TURN = 6, 3
+MAX_TURN = 3
+"""Largest turn, which two bits hold. Later turns count as this one."""
+MAX_GROWTH = 6
+"""Largest growth: 64 blocks or more."""
 
 _DEPTHS = [1] + [base << shift for shift in range(24) for base in (2, 3)]
 SAMPLES = {depth: after - depth for depth, after in itertools.pairwise(_DEPTHS)}
-"""Of a prefix's blocks those at depths 1, 2, 3, 4, 6, 8, 12, 16, 24, ... teach, for all until the next: the others have
-the same fate, and memory is dear."""
-GHOSTS_A_BLOCK, MIN_GHOSTS = 0.5, 1_000
-"""Evicted blocks that are remembered, for each that is there: twice as many were no better."""
-EPOCH_CALLS = 4
-"""Of a bucket, to begin with: twice as many whenever there are too many buckets."""
-MAX_BUCKETS = 512
-BUCKETS_RANKED_A_CALL = 8
-"""To rank them all is not to cost a call more than this."""
+"""Depth in a prefix -> weight, in blocks. Only blocks at depths 1, 2, 3, 4, 6, 8, 12, 16, 24, ... are observed, each
+for all blocks up to the next: blocks of a prefix share its fate, and time and memory grow with its logarithm alone."""
+GHOSTS_PER_ENTRY = 0.5
+"""Ghosts for each entry of the policy. On the Mooncake trace twice as many gave no more hits."""
+MIN_GHOSTS = 1_000
+"""Ghosts that are kept however few entries there are, so that a small partition learns, too."""
 
 
 class HitDensity(Policy):
-    """See the module."""
+    """Evicts the block of the lowest hit density."""
+
+    summary = "the fewest hits expected for the time in the arena, as learned from the traffic"
 
     def __init__(self) -> None:
-        super().__init__()
-        self._now = 0  # In calls.
-        self._epoch_calls = EPOCH_CALLS
-        self._buckets: dict[tuple[int, int], deque[tuple[int, Entry]]] = {}
-        self._ranking: list[tuple[float, tuple[int, int]]] = []  # Ascending by negated density: the next victims last.
-        self._rank_at = 0
-        self._ghosts: OrderedDict[tuple[Group, bytes], int] = OrderedDict()
-        self._num_resident = 0
-        self._hazards = HazardModel(NUM_KINDS)
-        self._learned_at = 0
+        self._model = HitDensityModel(NUM_KINDS)
+        self.queue: DensityQueue = DensityQueue(self._model)
+        self._ghosts: OrderedDict[tuple[Group, bytes], int] = OrderedDict()  # Oldest first -> stamp of the last use.
 
-    # What the pool tells
+    @property
+    def num_ghosts(self) -> int:
+        """Evicted blocks that are remembered."""
+        return len(self._ghosts)
 
-    def stored(self, entries: Sequence[Entry], parent: Entry | None, stamp: int) -> None:
-        self._pass_time(stamp)
-        turn = step = 0
+    def stored(self, entries: Sequence[Entry], stamp: int) -> None:
+        now = self._advance(stamp)
+        if not entries:
+            return
+        turn = num_before = 0
+        parent = entries[0].parent
         if parent is not None:
-            turn = parent.used >> _TURN_SHIFT & _TURN_MASK
-            step = (1 << (parent.used >> _STEP_SHIFT & _STEP_MASK)) - 1
-            if parent.used & TAIL:
+            turn = turn_of(parent)
+            num_before = (1 << (parent.used >> _GROWTH_SHIFT & _GROWTH_MASK)) - 1
+            if is_tail(parent):
                 if (weight := SAMPLES.get(parent.depth)) is not None:
                     kind = parent.used % TICK
-                    self._hazards.changed(kind, kind & ~TAIL, parent.used // TICK, self._now, weight)
+                    self._model.reclassify(kind, kind & ~TAIL, parent.used // TICK, now, weight)
                 parent.used &= ~TAIL
-        step = min((step + len(entries)).bit_length() - 1, MAX_STEP) << _STEP_SHIFT
+        growth = min((num_before + len(entries)).bit_length() - 1, MAX_GROWTH)
         for entry in entries:
             if (
                 entry.depth in SAMPLES
                 and (ghost := self._ghosts.pop((entry.group, entry.block_hash), None)) is not None
             ):
-                self._hazards.asked(ghost % TICK, ghost // TICK, self._now, SAMPLES[entry.depth])
+                self._model.hit(ghost % TICK, ghost // TICK, now, SAMPLES[entry.depth])
                 turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         last = entries[-1]
         for entry in entries:
-            kind = turn << _TURN_SHIFT | step | (entry is last)
+            kind = turn << _TURN_SHIFT | growth << _GROWTH_SHIFT | (entry is last)
             entry.used = stamp | kind
             if (weight := SAMPLES.get(entry.depth)) is not None:
-                self._hazards.began(kind, self._now, weight)
-        self._num_resident += len(entries)
+                self._model.start(kind, now, weight)
 
     def used(self, entries: Sequence[Entry], stamp: int) -> None:
         if not entries:
             return
-        self._pass_time(stamp)
+        now = self._advance(stamp)
         last = entries[-1]
-        # Where prefixes part, a shared beginning ends: what follows is a new conversation.
-        turn = min((last.used >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN) if last.children <= 1 else 0
+        # Several children: the hit ends in a beginning that conversations share, and what follows is a new one.
+        turn = min(turn_of(last) + 1, MAX_TURN) if last.children <= 1 else 0
         kind = turn << _TURN_SHIFT
         first = entries[0].depth
         for depth, weight in SAMPLES.items():
@@ -105,99 +119,38 @@ class HitDensity(Policy):
                 break
             if depth >= first:
                 entry = entries[depth - first]
-                self._hazards.asked(entry.used % TICK, entry.used // TICK, self._now, weight)
-                self._hazards.began(kind, self._now, weight)
+                self._model.hit(entry.used % TICK, entry.used // TICK, now, weight)
+                self._model.start(kind, now, weight)
         stamp |= kind
         for entry in entries:
             entry.used = stamp
 
-    def renewed(self, entries: Sequence[Entry], stamp: int) -> None:
-        for entry in entries:
-            entry.used = stamp | entry.used % TICK
-
-    def dropped(self, entry: Entry) -> None:
-        super().dropped(entry)
-        self._num_resident -= 1
+    def dropped(self, entry: Entry, num_entries: int) -> None:
         if entry.depth in SAMPLES:
             self._ghosts[entry.group, entry.block_hash] = entry.used
-            while len(self._ghosts) > MIN_GHOSTS + GHOSTS_A_BLOCK * self._num_resident:
+            while len(self._ghosts) > MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
                 self._ghosts.popitem(last=False)
 
-    def leave(self, groups: Collection[Group]) -> None:
-        super().leave(groups)
-        self._num_resident -= sum(len(group.index) for group in groups)
+    def worth(self, entry: Entry, stamp: int) -> float:
+        self._advance(stamp)  # The policy may not have been called for long.
+        return self.queue.density(entry)
 
-    def join(self, group: Group, stamp: int) -> None:
-        self._pass_time(stamp)
-        self._num_resident += len(group.index)
-        super().join(group, stamp)
+    def oldest_stamp(self, next_victim: Entry | None) -> int | None:
+        return self.queue.oldest_stamp()  # The next victim need not be the oldest candidate.
 
-    def _pass_time(self, stamp: int) -> None:
-        self._now = stamp // TICK
-        if self._now - self._learned_at >= PERIOD_CALLS:
-            self._learned_at = self._now
-            self._hazards.learn(self._now)
-            self._rank_at = self._now
+    def _advance(self, stamp: int) -> int:
+        """Sets the time to a stamp's call, and returns it."""
+        now = self.queue.now = stamp // TICK
+        if self._model.learn_if_due(now):
+            self.queue.rank_at = now
+        return now
 
-    # Candidates
 
-    def oldest_stamp(self, gone: dict[Entry, int]) -> int | None:
-        epochs = [epoch for (epoch, _), bucket in self._buckets.items() if bucket]
-        return min(epochs) * self._epoch_calls * TICK if epochs else None
+def turn_of(entry: Entry) -> int:
+    """How many hits the conversation of an entry has had, up to MAX_TURN."""
+    return entry.used >> _TURN_SHIFT & _TURN_MASK
 
-    def _push(self, entry: Entry) -> None:
-        key = (entry.used // TICK // self._epoch_calls, entry.used % TICK)
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = deque()
-            bisect.insort(self._ranking, (-self._density(key), key))
-            if len(self._buckets) > 2 * MAX_BUCKETS:
-                self._rank()  # Also where nothing is evicted: the first eviction is not to pay for all.
-                key = (entry.used // TICK // self._epoch_calls, entry.used % TICK)
-                bucket = self._buckets[key]
-        if bucket and entry.used <= bucket[0][0]:
-            bucket.appendleft((entry.used, entry))
-        else:
-            bucket.append((entry.used, entry))
 
-    def _pop_next(self) -> tuple[int, Entry] | None:
-        if self._now >= self._rank_at:
-            self._rank()
-        while self._ranking:
-            key = self._ranking[-1][1]
-            bucket = self._buckets[key]
-            if bucket:
-                return bucket.popleft()
-            del self._buckets[key]
-            self._ranking.pop()
-        return None
-
-    def _rank(self) -> None:
-        while len(self._buckets) > MAX_BUCKETS:
-            self._coarsen()
-        self._rank_at = self._now + max(self._epoch_calls, len(self._buckets) // BUCKETS_RANKED_A_CALL)
-        self._ranking = sorted((-self._density(key), key) for key in self._buckets)
-
-    def _density(self, key: tuple[int, int]) -> float:
-        epoch, kind = key
-        return self._hazards.density(kind, min(epoch * self._epoch_calls, self._now), self._now)
-
-    def _coarsen(self) -> None:
-        """Longer epochs, so that there are fewer buckets."""
-        self._epoch_calls *= 2
-        finer, self._buckets = self._buckets, {}
-        for epoch, kind in sorted(finer):
-            self._buckets.setdefault((epoch // 2, kind), deque()).extend(finer[epoch, kind])
-
-    def _worth(self, entry: Entry, stamp: int) -> float:
-        self._pass_time(stamp)  # It may not have been called for long.
-        return self._density((entry.used // TICK // self._epoch_calls, entry.used % TICK))
-
-    def _sweep(self, stays: Callable[[Entry], bool]) -> int:
-        self._buckets = {
-            key: kept
-            for key, bucket in self._buckets.items()
-            if (kept := deque(item for item in bucket if stays(item[1])))
-        }
-        self._rank()
-        return sum(map(len, self._buckets.values()))
+def is_tail(entry: Entry) -> bool:
+    """True for the last block of a conversation that has had no hit since it was stored."""
+    return bool(entry.used & TAIL)

@@ -1,13 +1,20 @@
-"""When blocks are asked for again: learned by kind from what was seen, as hit densities by age.
+"""Learns how long blocks of each kind wait for their next hit, and from that their hit density by age.
 
-For each kind: of those that were not asked for until an age, how many were at that age (the hazard of survival
-analysis; blocks that are too young to have reached an age say nothing about it). From these follows what a slot is
-worth to a block of that age: over the best horizon, the hits to be expected for the time that the slot is taken. Blocks
-that came together share a fate: where fewer of them have been asked for than of their kind, all count for less.
+A wait starts with a use of a block and ends with its next hit; until then its age is the calls since its start. For
+each kind the model counts the waits that started, and the hits by the age of the wait that they ended, in age bins.
 
-Ages are in calls of the pool, in bins that grow with them. What was seen counts less with time.
+1. Hazard of an age bin: hits in it / waits that were seen to reach it. A wait too young to have reached the bin is in
+   neither number, so recent waits without a hit yet do not count as waits without a hit (Kaplan and Meier, 1958).
+2. Survival S(a), the share of waits longer than a: the product of (1 - hazard) over the bins up to a. Counts of all
+   kinds together are the prior of each kind, so that a rare kind is judged as all are until it has shown otherwise.
+3. Density D(a) = max over h > a of (S(a) - S(h)) / (time lived between a and h): see `hit_density`.
+4. Cohorts: the waits of a kind that start at the same time share more than their kind, such as a batch job. If c
+   waits of a cohort have ended by hits, and of its kind e = (waits started) * (1 - S(a)) would have, D(a) is scaled by
+   (W + c) / (W + e), W = COHORT_WEIGHT.
 
-Source: E. Kaplan, P. Meier, Nonparametric estimation from incomplete observations, 1958.
+Old observations fade exponentially. Times are in calls of the pool: load speeds up hits and evictions alike.
+
+Source: see `hit_density`. The prior and the cohorts are ours.
 """
 
 from __future__ import annotations
@@ -18,118 +25,150 @@ from collections import OrderedDict
 import numpy as np
 
 NUM_BINS = 64
+"""Age bins; the last ends at 5.1 million calls, beyond any wait that a pool could bridge."""
 FIRST_BIN_CALLS, GROWTH = 4.0, 1.25
+"""The first bin's width in calls, and the ratio of one bin's end to that before: every age is known to a quarter."""
+PERIOD_CALLS = 256
+"""Calls between two estimates: each takes about 2 ms, so on average a call pays 8 us."""
+KEEP = 0.99
+"""What a period leaves of the weight of older observations: half of it remains after 69 periods, or 17,700 calls."""
 MAX_CHECKPOINTS = 512
-PERIOD_CALLS, KEEP = 256, 0.99
-"""What each period leaves of the weight of what was seen before."""
-COHORT_CALLS, MAX_COHORTS = 64, 4_096
-"""Blocks of a kind came together that came within so many calls."""
+"""Points in time for which the counts of started waits are kept; beyond it every second is deleted."""
+COHORT_CALLS = 64
+"""Waits of one kind that start within so many calls are a cohort."""
+MAX_COHORTS = 4_096
+"""Cohorts that are kept, the latest; older waits are judged by their kind alone."""
 COHORT_WEIGHT = 30.0
-"""So many sampled blocks ought to have been asked for before their own fate counts as much as that of their kind."""
-PRIOR_HITS = 0.3
-"""Before anything is known: the share of blocks that is asked for again, sooner rather than later."""
+"""W, in expected hits: a cohort's own hits weigh as much as its kind's when so many were to be expected."""
 PRIOR_WEIGHT = 30.0
-"""Blocks of a kind that have to be seen before they count as much as what all kinds have in common."""
+"""In blocks: a kind's own observations weigh as much as those of all kinds when so many of its waits were seen."""
+PRIOR_HITS = 0.3
+"""Before any observation: the share of waits that a hit ends, alike in every bin, so more likely sooner than later."""
 
 EDGES = np.concatenate([[0.0], FIRST_BIN_CALLS * GROWTH ** np.arange(NUM_BINS)])
-"""Bin b holds ages [EDGES[b], EDGES[b + 1])."""
+"""Bin b holds the ages [EDGES[b], EDGES[b + 1]), in calls. float64 [NUM_BINS + 1]."""
 
 
-class HazardModel:
-    """What is known of some kinds of blocks."""
+class HitDensityModel:
+    """Waits and hits of some kinds of blocks.
+
+    Args:
+        num_kinds: kinds are 0 to num_kinds - 1.
+    """
 
     def __init__(self, num_kinds: int):
-        self._asked = np.zeros((num_kinds, NUM_BINS))
-        self._began = np.zeros(num_kinds)
-        self._checkpoints: list[tuple[int, np.ndarray]] = [(-1, self._began.copy())]
-        self._edges = EDGES[1:-1].tolist()
+        self._hits = np.zeros((num_kinds, NUM_BINS))  # Blocks, by kind and by the age at the hit.
+        self._started = np.zeros(num_kinds)  # Blocks, by kind.
+        self._checkpoints: list[tuple[int, np.ndarray]] = [(-1, self._started.copy())]  # (Call, _started then).
+        self._inner_edges = EDGES[1:-1].tolist()
         self._learned_at = 0
-        self._densities: list[list[float]] = []
-        self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
+        self._densities: list[list[float]] = []  # By kind and age bin.
+        self._hit_shares: list[list[float]] = []  # 1 - S, by kind and bin edge.
+        self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (Period, kind) -> [started, hits].
         self.learn(0)
 
-    def began(self, kind: int, now: int, count: int) -> None:
-        """Blocks have become of a kind."""
-        self._began[kind] += count
+    # Observations
+
+    def start(self, kind: int, now: int, count: int) -> None:
+        """`count` blocks begin a wait of a kind."""
+        self._started[kind] += count
         key = (now // COHORT_CALLS, kind)
         cohort = self._cohorts.get(key)
         if cohort is None:
             cohort = self._cohorts[key] = [0, 0]
             if len(self._cohorts) > MAX_COHORTS:
                 self._cohorts.popitem(last=False)
-        cohort[0] += 1  # Not `count`: the blocks of one prompt share its fate, and are no more proof than one of them.
+        cohort[0] += 1  # Not `count`: blocks of one prompt share its fate, and are one observation.
 
-    def changed(self, kind: int, other: int, since: int, now: int, count: int) -> None:
-        """Blocks that had become of a kind at `since` have turned out to be of another."""
+    def reclassify(self, kind: int, other: int, since: int, now: int, count: int) -> None:
+        """The waits of `count` blocks that started as of a kind at `since` turn out to be of another."""
         weight = count * KEEP ** ((now - since) / PERIOD_CALLS)
-        self._began[kind] -= weight
-        self._began[other] += weight
+        self._started[kind] -= weight
+        self._started[other] += weight
 
-    def asked(self, kind: int, since: int, now: int, count: int) -> None:
-        """Blocks that had become of a kind at `since` were asked for, and begin anew."""
+    def hit(self, kind: int, since: int, now: int, count: int) -> None:
+        """A hit ends the waits of `count` blocks that started at `since`."""
         age = now - since
         if age < EDGES[-1]:
-            # As much as they count for that had become of the kind with it.
-            self._asked[kind, bisect.bisect_right(self._edges, age)] += count * KEEP ** (age / PERIOD_CALLS)
+            # Faded as much as the start of this wait has.
+            self._hits[kind, bisect.bisect_right(self._inner_edges, age)] += count * KEEP ** (age / PERIOD_CALLS)
         if (cohort := self._cohorts.get((since // COHORT_CALLS, kind))) is not None:
             cohort[1] += 1
 
+    # Estimates
+
     def density(self, kind: int, since: int, now: int) -> float:
-        """Hits a call that the slot of a block may be expected to serve that became of a kind at `since`."""
-        nth = bisect.bisect_right(self._edges, now - since)
-        density = self._densities[kind][nth]
+        """Hits a call that may be expected of the slot of a block whose wait started at `since`."""
+        age_bin = bisect.bisect_right(self._inner_edges, now - since)
+        density = self._densities[kind][age_bin]
         if (cohort := self._cohorts.get((since // COHORT_CALLS, kind))) is not None:
-            began, asked = cohort
-            density *= (COHORT_WEIGHT + asked) / (COHORT_WEIGHT + began * self._shares[kind][nth])
+            started, hits = cohort
+            density *= (COHORT_WEIGHT + hits) / (COHORT_WEIGHT + started * self._hit_shares[kind][age_bin])
         return density
 
+    def learn_if_due(self, now: int) -> bool:
+        """Estimates anew once in PERIOD_CALLS calls; True if it did."""
+        if now - self._learned_at < PERIOD_CALLS:
+            return False
+        self.learn(now)
+        return True
+
     def learn(self, now: int) -> None:
-        """Makes densities of what was seen until now."""
-        began = self._began_before(now - EDGES[:-1], now)  # [bins, kinds]
+        """Estimates densities from the observations until now, and fades these."""
+        reached = self._started_before(now - EDGES[:-1], now)  # [bins, kinds]
         prior = np.full(NUM_BINS, PRIOR_HITS / NUM_BINS)
-        common = _survival(self._asked.sum(0)[None], began.sum(1)[:, None], prior[None], PRIOR_WEIGHT)
-        alike = -np.diff(common)
-        survival = _survival(self._asked, began, alike, PRIOR_WEIGHT)
+        of_all_kinds = _survival(self._hits.sum(0)[None], reached.sum(1)[:, None], prior[None], PRIOR_WEIGHT)
+        survival = _survival(self._hits, reached, -np.diff(of_all_kinds), PRIOR_WEIGHT)
         self._densities = _densities(survival).tolist()
-        self._shares = (1 - survival).tolist()
+        self._hit_shares = (1 - survival).tolist()
         keep = KEEP ** ((now - self._learned_at) / PERIOD_CALLS)
         self._learned_at = now
-        self._asked *= keep
-        self._began *= keep
+        self._hits *= keep
+        self._started *= keep
         for _, counts in self._checkpoints:
             counts *= keep
-        self._checkpoints.append((now, self._began.copy()))
+        self._checkpoints.append((now, self._started.copy()))
         if len(self._checkpoints) > MAX_CHECKPOINTS:
             del self._checkpoints[1::2]
 
-    def _began_before(self, times: np.ndarray, now: int) -> np.ndarray:
-        """How many of each kind had begun at these times: [times, kinds]."""
+    def _started_before(self, times: np.ndarray, now: int) -> np.ndarray:
+        """Waits of each kind that started before each time, interpolated between checkpoints: [times, kinds]."""
         calls = np.array([*(call for call, _ in self._checkpoints), max(now, self._checkpoints[-1][0] + 1)])
-        counts = np.stack([*(counts for _, counts in self._checkpoints), self._began])
+        counts = np.stack([*(counts for _, counts in self._checkpoints), self._started])
         after = np.clip(np.searchsorted(calls, times, side="right"), 1, len(calls) - 1)
         part = np.clip((times - calls[after - 1]) / (calls[after] - calls[after - 1]), 0.0, 1.0)[:, None]
         return counts[after - 1] + part * (counts[after] - counts[after - 1])
 
 
-def _survival(asked: np.ndarray, began: np.ndarray, prior: np.ndarray, prior_weight: float) -> np.ndarray:
-    """Which share is not asked for until each edge: [kinds, bins + 1]."""
-    shares = [np.ones(len(asked))]
+def _survival(hits: np.ndarray, reached: np.ndarray, prior: np.ndarray, prior_weight: float) -> np.ndarray:
+    """S at each bin edge, by kind.
+
+    Args:
+        hits: [kinds, bins].
+        reached: waits old enough to have reached each bin, with or without a hit before it: [bins, kinds].
+        prior: share of waits that a hit ends in each bin: [kinds or 1, bins].
+        prior_weight: of the prior, in waits.
+
+    Returns:
+        [kinds, bins + 1].
+    """
+    survival = [np.ones(len(hits))]
     for nth in range(NUM_BINS):
-        at_risk = np.maximum(began[nth], 0.0) * shares[-1] + prior_weight * (1 - prior[:, :nth].sum(1))
-        hits = asked[:, nth] + prior_weight * prior[:, nth]
-        shares.append(shares[-1] * (1 - np.minimum(hits / np.maximum(at_risk, 1e-12), 1.0)))
-    return np.stack(shares, 1)
+        at_risk = np.maximum(reached[nth], 0.0) * survival[-1] + prior_weight * (1 - prior[:, :nth].sum(1))
+        ended = hits[:, nth] + prior_weight * prior[:, nth]
+        survival.append(survival[-1] * (1 - np.minimum(ended / np.maximum(at_risk, 1e-12), 1.0)))
+    return np.stack(survival, 1)
 
 
 def _densities(survival: np.ndarray) -> np.ndarray:
-    """The best ratio of hits to time over all horizons, from the start of each bin: [kinds, bins]."""
+    """D at the start of each bin: [kinds, bins]."""
     widths = np.diff(EDGES)
-    lifetimes = (survival[:, :-1] + survival[:, 1:]) / 2 * widths
+    lived = (survival[:, :-1] + survival[:, 1:]) / 2 * widths
     hits_until = 1 - survival
-    life_until = np.concatenate([np.zeros((len(survival), 1)), np.cumsum(lifetimes, 1)], 1)
+    lived_until = np.concatenate([np.zeros((len(survival), 1)), np.cumsum(lived, 1)], 1)
     best = np.zeros((len(survival), NUM_BINS))
     for nth in range(NUM_BINS):
         hits = hits_until[:, nth + 1 :] - hits_until[:, nth : nth + 1]
-        life = life_until[:, nth + 1 :] - life_until[:, nth : nth + 1]
-        best[:, nth] = (hits / np.maximum(life, 1e-12)).max(1)
+        time = lived_until[:, nth + 1 :] - lived_until[:, nth : nth + 1]
+        best[:, nth] = (hits / np.maximum(time, 1e-12)).max(1)
     return best

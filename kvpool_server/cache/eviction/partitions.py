@@ -1,7 +1,7 @@
-"""Which eviction policy an entry is under: one for each slot size and each set of quotas.
+"""Partitions of the entries: one for each slot size and set of quotas, each with a policy of its own.
 
-Namespaces without a quota share a policy, which learns from all of them. A subject with a quota has its own, so that it
-can be asked for victims without looking at anybody else's entries.
+The groups of one slot size that no quota covers share a partition, and their policy learns from all of them. A subject
+with a quota has its own partition, so its victims are found without visiting the entries of others.
 """
 
 from __future__ import annotations
@@ -9,37 +9,39 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import TICK, Policy
+from kvpool_server.cache.entry import Group
+from kvpool_server.cache.eviction.base import TICK, Policy
+from kvpool_server.cache.eviction.evictor import Chosen, Evictor
 from kvpool_server.cache.eviction.victims import Victims
 from kvpool_server.cache.quotas import Account
 
-TURNS = 8
-"""Where several policies compete, a put's victims are chosen in about so many turns, not one by one."""
+ROUNDS = 8
+"""If a put needs victims of several partitions, each choice takes 1/8 of them from the partition whose next victim is
+worth least: comparing partitions for every single victim would cost more than it improves."""
 
 
 class Partition:
     """Entries of one slot size under the same quotas."""
 
-    __slots__ = ("_looked_at", "_worth", "accounts", "groups", "policy", "slot_bytes")
+    __slots__ = ("_worth", "_worth_at", "accounts", "evictor", "groups", "slot_bytes")
 
-    def __init__(self, slot_bytes: int, accounts: tuple[Account, ...], policy: Policy):
+    def __init__(self, slot_bytes: int, accounts: tuple[Account, ...], evictor: Evictor):
         self.slot_bytes = slot_bytes
         self.accounts = accounts
-        self.policy = policy
+        self.evictor = evictor
         self.groups: set[Group] = set()
         self._worth: float | None = None
-        self._looked_at = 0
+        self._worth_at = 0
 
-    def look(self, gone: dict[Entry, int], stamp: int) -> float | None:
+    def worth(self, chosen: Chosen, stamp: int) -> float | None:
         """What its next victim is worth now; None if there is none."""
-        self._worth, self._looked_at = self.policy.least_worth(gone, stamp), stamp
+        self._worth, self._worth_at = self.evictor.least_worth(chosen, stamp), stamp
         return self._worth
 
-    def worth(self, max_calls: int, gone: dict[Entry, int], stamp: int) -> float | None:
-        """The same, as it was found at most so many calls ago, or now."""
-        if self._worth is None or stamp - self._looked_at >= max_calls * TICK:
-            return self.look(gone, stamp)
+    def recent_worth(self, max_calls: int, chosen: Chosen, stamp: int) -> float | None:
+        """The last result of `worth` if at most `max_calls` calls old, else a new one."""
+        if self._worth is None or stamp - self._worth_at >= max_calls * TICK:
+            return self.worth(chosen, stamp)
         return self._worth
 
 
@@ -47,19 +49,19 @@ class Partitions:
     """The partition of every group of an open namespace.
 
     Args:
-        policy: makes one.
+        policy: makes a policy.
     """
 
     def __init__(self, policy: Callable[[], Policy]):
         self._policy = policy
         self._by_key: dict[tuple[int, tuple[Account, ...]], Partition] = {}
-        self._of: dict[Group, Partition] = {}
+        self._by_group: dict[Group, Partition] = {}
 
     def of(self, group: Group) -> Partition:
-        return self._of[group]
+        return self._by_group[group]
 
-    def policy(self, group: Group) -> Policy:
-        return self._of[group].policy
+    def evictor(self, group: Group) -> Evictor:
+        return self._by_group[group].evictor
 
     def of_size(self, slot_bytes: int) -> list[Partition]:
         return [partition for partition in self._by_key.values() if partition.slot_bytes == slot_bytes]
@@ -68,20 +70,20 @@ class Partitions:
         return [partition for partition in self._by_key.values() if account in partition.accounts]
 
     def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]], stamp: int) -> None:
-        """Says under which quotas groups are from now on; the entries of those that change are queued anew."""
+        """Assigns groups to the partitions of their quotas; entries of a group that moves are queued anew."""
         changed = [
             (group, accounts)
             for group, accounts in placed
-            if (before := self._of.get(group)) is None or before.accounts != accounts
+            if (before := self._by_group.get(group)) is None or before.accounts != accounts
         ]
-        leaving: dict[Policy, set[Group]] = {}
+        moving: dict[Evictor, set[Group]] = {}
         for group, _ in changed:
-            if group.index and group in self._of:
-                leaving.setdefault(self.policy(group), set()).add(group)
-        for policy, groups in leaving.items():  # Once a policy: it looks at all that it has.
-            policy.leave(groups)
+            if group.index and group in self._by_group:
+                moving.setdefault(self.evictor(group), set()).add(group)
+        for evictor, groups in moving.items():  # All groups at once: the evictor visits every queued entry.
+            evictor.remove_groups(groups)
         for group, accounts in changed:
-            if group in self._of:
+            if group in self._by_group:
                 self.remove(group)
             self._add(group, accounts, stamp)
 
@@ -89,17 +91,17 @@ class Partitions:
         key = (group.spec.slot_bytes, accounts)
         partition = self._by_key.get(key)
         if partition is None:
-            partition = self._by_key[key] = Partition(*key, self._policy())
+            partition = self._by_key[key] = Partition(*key, Evictor(self._policy()))
         partition.groups.add(group)
         for account in accounts:
             account.groups.add(group)
-        self._of[group] = partition
+        self._by_group[group] = partition
         if group.index:
-            partition.policy.join(group, stamp)
+            partition.evictor.add_group(group, stamp)
 
     def remove(self, group: Group) -> None:
-        """A group is no more on any partition. What is shared by those without quotas stays: it has learned."""
-        partition = self._of.pop(group)
+        """Removes a group. A partition without quotas stays when it is empty: its policy has learned."""
+        partition = self._by_group.pop(group)
         partition.groups.remove(group)
         for account in partition.accounts:
             account.groups.remove(group)
@@ -108,28 +110,28 @@ class Partitions:
 
 
 def oldest_stamp(partitions: Sequence[Partition], victims: Victims) -> int | None:
-    """No candidate on them was used before this; None if there is none."""
-    stamps = [stamp for partition in partitions if (stamp := partition.policy.oldest_stamp(victims.gone)) is not None]
-    return min(stamps, default=None)
+    """A stamp before which no candidate of these partitions was used; None if there is no candidate."""
+    stamps = (partition.evictor.oldest_stamp(victims.chosen) for partition in partitions)
+    return min((stamp for stamp in stamps if stamp is not None), default=None)
 
 
-def take(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
-    """Adds up to `count` victims of these partitions, those of least worth first; how many there were."""
+def choose_victims(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
+    """Adds up to `count` victims of partitions of one slot size, those worth least first; returns how many."""
     if len(partitions) == 1:
-        return victims.take(partitions[0].policy, count)
+        return victims.choose(partitions[0].evictor, count)
     ranked: list[tuple[float, int]] = []
     for nth, partition in enumerate(partitions):
-        # One is looked at a call, on average, however many there are.
-        if (worth := partition.worth(len(partitions), victims.gone, stamp)) is not None:
+        # On average one partition a call computes its worth anew, however many partitions there are.
+        if (worth := partition.recent_worth(len(partitions), victims.chosen, stamp)) is not None:
             ranked.append((worth, nth))
     heapq.heapify(ranked)
-    taken, at_once = 0, -(-count // TURNS)
-    while ranked and taken < count:
-        believed, nth = heapq.heappop(ranked)  # It may be worth more by now, for it was used.
-        worth = partitions[nth].look(victims.gone, stamp)
-        if worth is not None and worth <= max(believed, ranked[0][0] if ranked else worth):
-            taken += victims.take(partitions[nth].policy, min(at_once, count - taken))
-            worth = partitions[nth].look(victims.gone, stamp) if taken < count else None
+    num_chosen, at_once = 0, -(-count // ROUNDS)
+    while ranked and num_chosen < count:
+        recent, nth = heapq.heappop(ranked)
+        worth = partitions[nth].worth(victims.chosen, stamp)  # A use since may have raised it.
+        if worth is not None and worth <= max(recent, ranked[0][0] if ranked else worth):
+            num_chosen += victims.choose(partitions[nth].evictor, min(at_once, count - num_chosen))
+            worth = partitions[nth].worth(victims.chosen, stamp) if num_chosen < count else None
         if worth is not None:
             heapq.heappush(ranked, (worth, nth))
-    return taken
+    return num_chosen

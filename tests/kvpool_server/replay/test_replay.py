@@ -17,15 +17,15 @@ from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
 Count = Callable[[Sequence[Request], int], int]
 
 TURNS = [Request(second, ids) for second, ids in enumerate([[1, 2], [3, 4], [1, 2], [3, 4]])]
-EVERYONE: dict[str, Count] = {**REFERENCES, **{name: functools.partial(replay, policy=name) for name in POLICIES}}
+COUNTS: dict[str, Count] = {**REFERENCES, **{name: functools.partial(replay, policy=name) for name in POLICIES}}
 
 
-@pytest.mark.parametrize("count", EVERYONE.values(), ids=EVERYONE)
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 def test_where_everything_fits_only_first_uses_miss(count: Count) -> None:
     assert count(TURNS, 4) == 4
 
 
-@pytest.mark.parametrize("count", EVERYONE.values(), ids=EVERYONE)
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 def test_only_the_prefix_counts(count: Count) -> None:
     assert count([Request(0, [1, 2, 3]), Request(1, [1, 9, 3])], 9) == 1
 
@@ -35,7 +35,7 @@ def test_in_half_the_room_lru_has_lost_what_comes_next_and_the_clairvoyant_keeps
     assert clairvoyant(TURNS, 2) == 2
 
 
-def test_the_pool_lets_go_of_the_end_of_a_prefix_and_plain_lru_of_its_start() -> None:
+def test_the_pool_evicts_the_end_of_a_prefix_and_plain_lru_its_start() -> None:
     requests = [Request(second, ids) for second, ids in enumerate([[1, 2], [3], [4], [1, 2]])]
     assert lru(requests, 3) == 0
     assert replay(requests, 3, "lru") == 1
@@ -48,7 +48,7 @@ def test_a_request_that_cannot_fit_stores_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_has_more_than_the_clairvoyant(policy: str) -> None:
+def test_no_policy_has_more_hits_than_the_clairvoyant(policy: str) -> None:
     requests = [Request(nth, [nth % 7, 100 + nth % 7, 1000 + nth % 35]) for nth in range(300)]
     for capacity in (3, 9, 20):
         assert replay(requests, capacity, policy) <= clairvoyant(requests, capacity)
@@ -61,7 +61,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_is_read_and_what_is_none_is_named(trace: Path) -> None:
+def test_a_trace_is_read_and_a_line_that_is_no_request_is_an_error(trace: Path) -> None:
     assert load(trace) == TURNS
     assert (num_blocks(TURNS), num_distinct(TURNS)) == (8, 4)
     with trace.open("a") as lines:
@@ -85,7 +85,7 @@ def test_a_trace_is_read_and_what_is_none_is_named(trace: Path) -> None:
         "no JSON",
     ],
 )
-def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_request_is_an_error_that_names_it(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
     done = CliRunner().invoke(command.app, ["replay", str(path)])
@@ -106,14 +106,14 @@ def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--policy", "fifo"], "fifo"),
+        (["--policy", "fifo"], "unknown policy 'fifo'; choose density or lru"),
         (["--share", "0"], "--share 0"),
         (["--share", "101"], "--share 101"),
         (["--plot", "plot.txt"], "plot.txt"),
-        (["--plot", "nowhere/plot.svg"], "no folder nowhere"),
+        (["--plot", "nowhere/plot.svg"], "directory nowhere does not exist"),
     ],
 )
-def test_what_the_command_cannot_do_it_names(trace: Path, arguments: list[str], named: str) -> None:
+def test_a_wrong_option_is_an_error_that_names_it(trace: Path, arguments: list[str], named: str) -> None:
     done = CliRunner().invoke(command.app, ["replay", str(trace), *arguments])
     assert done.exit_code == 2
     assert named in done.output
@@ -123,4 +123,4 @@ def test_a_trace_without_blocks_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text('{"timestamp": 0, "hash_ids": []}\n')
     done = CliRunner().invoke(command.app, ["replay", str(path)])
-    assert done.exit_code == 2 and "no prompt has a block" in done.output
+    assert done.exit_code == 2 and "has no blocks" in done.output
