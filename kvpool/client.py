@@ -606,8 +606,8 @@ class Client:
         return [wire.decode_namespace_info(info) for info in reply.namespaces]
 
     def quotas(self) -> list[Quota]:
-        """Every bound on what a tenant or a namespace may hold, by subject."""
-        return self.set_quotas([])
+        """Every quota, by subject."""
+        return wire.decode_quotas(self._call(self._stub.ListQuotas, pb.ListQuotasRequest()).quotas)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
         """Sets bounds, and takes those of 0 bytes away; returns all there are then.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +13,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvpool.errors import KVPoolError
 from kvpool.types import PoolStats
+from kvpool.wire import status_of
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -113,8 +118,26 @@ class RpcMetrics:
         self._data_bytes = data_bytes
         registry.register(_Lazy(self._collect_bytes))
 
-    def observe(self, method: str, status: str, seconds: float) -> None:
-        self._seconds.labels(method, status).observe(seconds)
+    @contextlib.contextmanager
+    def timed(self, method: str, was_answered: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Observes the time that the body takes, with the status that the body's outcome has as an RPC.
+
+        Args:
+            was_answered: whether a call that was cancelled had been answered in full, and counts as OK.
+        """
+        started = time.perf_counter()
+        status = "UNKNOWN"
+        try:
+            yield
+            status = "OK"
+        except KVPoolError as error:
+            status = status_of(error).name
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            status = "OK" if was_answered() else "CANCELLED"
+            raise
+        finally:
+            self._seconds.labels(method, status).observe(time.perf_counter() - started)
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
         self._bytes[direction] += nbytes

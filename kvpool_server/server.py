@@ -40,6 +40,7 @@ from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
+from kvpool_server.rpc_interceptor import RpcInterceptor
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
 from kvpool_server.tiering.tiers import Tiers
 from kvpool_server.tiers.registry import make_tier
@@ -219,19 +220,21 @@ class Server:
             collector(registry=registry)
         registry.register(PoolCollector(self._stats))
         registry.register(OwnMemory())
+        metrics = RpcMetrics(registry, self.data.nbytes if self.data is not None else dict)
         self._grpc = grpc.aio.server(
+            interceptors=[RpcInterceptor(SERVICE_NAME, metrics)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port must be an error, not a lottery.
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ]
+            ],
         )
         self._service = PoolService(
             self.pool,
             self._segment.bytes,
             self._offer(),
             self.boot_token,
-            RpcMetrics(registry, self.data.nbytes if self.data is not None else dict),
+            metrics,
             self._stats,
             self.data.signer if self.data is not None else None,
             self._tiers,

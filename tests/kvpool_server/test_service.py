@@ -439,6 +439,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.Ping(pb.PingRequest(), timeout=10),
         stub.Stats(pb.StatsRequest(), timeout=10),
         stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
+        stub.ListQuotas(pb.ListQuotasRequest(), timeout=10),
         stub.SetQuotas(pb.SetQuotasRequest(), timeout=10),
     ]
     streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
