@@ -196,7 +196,7 @@ class Pool:
         if not found:
             return Lookup(told, retry_after_ms=retry_after_ms)
         if len(self.leases) >= self.limits.max_leases:
-            self.counters["leases_refused"] += 1
+            self.counters["refused_leases"] += 1
             return Lookup(told, retry_after_ms=retry_after_ms)
         ttl_ms = min(lease_ttl_ms, self.limits.max_ttl_ms)
         lease = Lease(self.new_id(), now + ttl_ms / 1000, found)
@@ -256,9 +256,9 @@ class Pool:
             raise error.because(holders.describe(now, error.account)) from None
         granted = tuple(entry.offset + shards.start * group.spec.chunk_bytes for entry in ticket.entries)
         if expires:  # What the server itself brings up is no client's put.
-            self.counters["put_blocks_granted"] += len(granted)
-            self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
-            self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
+            self.counters["put_granted_blocks"] += len(granted)
+            self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
+            self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)
         if not granted:
             return PutGrant(0, 0, tuple(statuses), ())
         self.tickets.add(ticket)
@@ -287,7 +287,7 @@ class Pool:
         for idx, entry in enumerate(ticket.entries):
             committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
             completed += entry.live and entry.complete
-        self.counters["put_blocks_completed"] += completed
+        self.counters["put_completed_blocks"] += completed
         return PutReceipt(committed, completed)
 
     def put_revoke(self, ticket_id: int) -> bool:
@@ -296,7 +296,7 @@ class Pool:
         ticket = self.tickets.pop(ticket_id)
         if ticket is None:
             return False
-        self.counters["tickets_revoked"] += 1
+        self.counters["revoked_tickets"] += 1
         for entry in ticket.entries:
             self.entry_table.take_back(entry, ticket)
         return True
@@ -345,7 +345,7 @@ class Pool:
                 offsets.append(entry.offset + start)
                 checksums += entry.checksums[first:stop]
         self.counters["get_blocks"] += len(present)
-        self.counters["get_blocks_present"] += len(offsets)
+        self.counters["get_present_blocks"] += len(offsets)
         remaining_ms = int((lease.deadline - now) * 1000)
         return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
 
@@ -388,7 +388,7 @@ class Pool:
             ):
                 self.entry_table.drop(entry)
                 dropped += 1
-        self.counters["corrupt_blocks_dropped"] += dropped
+        self.counters["corrupt_blocks"] += dropped
         return checked, dropped
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
@@ -417,10 +417,10 @@ class Pool:
         """Ends what has reached its deadline; returns the time. Cheap when nothing has."""
         now = self._clock()
         for lease in self.leases.pop_expired(now):
-            self.counters["leases_expired"] += 1
+            self.counters["expired_leases"] += 1
             self._end_lease(lease)
         for ticket in self.tickets.pop_expired(now):
-            self.counters["tickets_expired"] += 1
+            self.counters["expired_tickets"] += 1
             for entry in ticket.entries:
                 self.entry_table.abandon(entry, ticket)
         self.entry_table.free_ended(now)

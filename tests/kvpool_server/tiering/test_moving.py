@@ -18,7 +18,7 @@ from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.metrics import _TIER_COUNTERS
+from kvpool_server.metrics import TIER_COUNTERS
 from kvpool_server.tiering import demoter as demotion
 from kvpool_server.tiering import promoter as promotion
 from kvpool_server.tiering.tiers import Tiers
@@ -400,11 +400,11 @@ async def test_a_put_of_what_is_on_its_way_is_busy_and_then_present(rig: Rig, ti
     rig.lookup("a")
     await turns()
     rig.put("a")
-    assert rig.pool.counters["put_blocks_busy"] == 1
+    assert rig.pool.counters["put_busy_blocks"] == 1
     tier.gate.set()
     await rig.quiet()
     rig.put("a")
-    assert rig.pool.counters["put_blocks_present"] == 1
+    assert rig.pool.counters["put_present_blocks"] == 1
     assert (await rig.hits("a")).num_leading == 1
 
 
@@ -511,7 +511,7 @@ async def test_a_slow_tier_keeps_no_put_waiting_and_what_is_lost_is_counted(rig:
     for name in names:
         rig.put(name)
         await turns(2)
-    assert rig.pool.counters["put_blocks_completed"] == len(names)
+    assert rig.pool.counters["put_completed_blocks"] == len(names)
     lost = tier.counters["dropped_demotions"]
     assert lost > 0
     tier.gate.set()
@@ -724,4 +724,4 @@ async def test_a_tier_that_stands_still_does_not_keep_the_others(
 
 
 def test_every_counter_of_a_tier_has_a_series() -> None:
-    assert tuple(_TIER_COUNTERS) == COUNTERS
+    assert tuple(TIER_COUNTERS) == COUNTERS
