@@ -22,7 +22,7 @@ from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, differences
 from kvpool.quotas import parse_quota, size_text
-from kvpool.types import HASH_BYTES, Quota
+from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
 from kvpool.version import __version__
 
 app = typer.Typer(
@@ -32,9 +32,11 @@ app = typer.Typer(
     help="Talk to a running kvpool-server.",
 )
 QUIET_S = 5.0
+"""After this long without a message `kvpool events` asks for messages that may have been lost."""
+
 CLEAR_TIMEOUT_MS = 20_000
-"""Tiers are waited for, too."""
-"""After so long without an event, one that was lost is asked for."""
+"""`kvpool clear` waits for tiers, too."""
+
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -57,25 +59,33 @@ def ping(
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
     """What the pool holds and has done."""
     with _client(endpoint) as client:
-        found = dataclasses.asdict(client.stats())
+        snapshot = client.stats()
+    tiers = [_metrics(tier) for tier in snapshot.tiers]
+    pool = {**_metrics(snapshot), "tiers": tiers}
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(pool, indent=2))
         return
-    counters, tiers = found.pop("counters"), found.pop("tiers")
-    table = Table("what", "value", title=f"kvpool-server at {endpoint}")
-    for name, value in (*found.items(), *sorted(counters.items())):
-        table.add_row(name, f"{value:,}")
-    asked = counters.get("lookup_blocks", 0)
-    if asked:
-        table.add_row("hit ratio of lookups", f"{counters.get('lookup_hits', 0) / asked:.1%}")
+    table = _metrics_table(f"kvpool-server at {endpoint}", pool)
+    if snapshot.counters.get("lookup_blocks"):
+        ratio = snapshot.counters.get("lookup_hits", 0) / snapshot.counters["lookup_blocks"]
+        table.add_row("lookup hit ratio", f"{ratio:.1%}")
     Console().print(table)
     for tier in tiers:
-        counters = tier.pop("counters")
-        table = Table("what", "value", title=f"tier {tier.pop('name')}")
-        table.add_row("up", "yes" if tier.pop("up") else "no: it failed, and is left alone for a while")
-        for name, value in (*tier.items(), *sorted(counters.items())):
-            table.add_row(name, f"{value:,}")
-        Console().print(table)
+        tier["up"] = "yes" if tier["up"] else "no: the tier failed, and is not called for a while"
+        Console().print(_metrics_table(f"tier {tier.pop('name')}", tier))
+
+
+def _metrics(stats: PoolStats | TierStats) -> dict[str, Any]:
+    """A snapshot by the names of the server's Prometheus metrics, without kvpool_, kvpool_tier_ and _total."""
+    return {name.removeprefix("num_"): value for name, value in dataclasses.asdict(stats).items()}
+
+
+def _metrics_table(title: str, metrics: dict[str, Any]) -> Table:
+    table = Table("metric", "value", title=title)
+    values = {name: value for name, value in metrics.items() if name not in ("counters", "tiers")}
+    for name, value in (*values.items(), *sorted(metrics["counters"].items())):
+        table.add_row(name, value if isinstance(value, str) else f"{value:,}")
+    return table
 
 
 @app.command()
@@ -180,7 +190,7 @@ def quota(
     """Bound what tenants or namespaces hold of the arena; say what the bounds are. Lasts until the server stops."""
     wanted = [parse_quota(text) for text in quotas or ()]
     with _client(endpoint) as client:
-        found = client.set_quotas(wanted)
+        found = client.set_quotas(wanted) if wanted else client.quotas()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(quota) for quota in found], indent=2))
         return

@@ -57,11 +57,10 @@ from kvpool.types import (
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
-MAX_MESSAGE_BYTES = 64 << 20
 INLINE_BATCH_BYTES = 4 << 20
 _CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
@@ -606,8 +605,8 @@ class Client:
         return [wire.decode_namespace_info(info) for info in reply.namespaces]
 
     def quotas(self) -> list[Quota]:
-        """Every bound on what a tenant or a namespace may hold, by subject."""
-        return self.set_quotas([])
+        """Every quota, by subject."""
+        return wire.decode_quotas(self._call(self._stub.ListQuotas, pb.ListQuotasRequest()).quotas)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
         """Sets bounds, and takes those of 0 bytes away; returns all there are then.

@@ -19,8 +19,9 @@ from kvpool.errors import ConfigError
 from kvpool.quotas import size_text
 from kvpool.version import __version__
 from kvpool_server import logs
+from kvpool_server.addresses import EVERYWHERE, is_local, split_address
 from kvpool_server.collector import keep_collections_short
-from kvpool_server.config import ENV_PREFIX, ServerConfig, load, split_address
+from kvpool_server.config import ENV_PREFIX, ServerConfig, load
 from kvpool_server.malloc import keep_freed_memory
 from kvpool_server.server import Server
 from kvpool_server.service_links import service_links
@@ -101,7 +102,7 @@ async def _run(settings: ServerConfig) -> None:
         return
     await starting
     host = split_address(settings.listen)[0]
-    if host in ("0.0.0.0", "::"):
+    if host in EVERYWHERE:
         log.warning(
             "anybody who can reach this host can read and write the pool, which asks nobody who they are: "
             "keep its ports closed to all but your engines, or give --listen an address that only they can reach"
@@ -112,7 +113,7 @@ async def _run(settings: ServerConfig) -> None:
             "the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool; "
             "keep them closed to all but your engines"
         )
-    if server.data is not None and _is_local(settings.data_listen) and not _is_local(settings.listen):
+    if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(
             "other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone; "
             "give it an address that they can reach"
@@ -128,11 +129,6 @@ async def _run(settings: ServerConfig) -> None:
         await stopping
     finally:
         await server.stop()
-
-
-def _is_local(address: str) -> bool:
-    host = split_address(address)[0]
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _http_url(server: Server) -> str:

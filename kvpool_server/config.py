@@ -11,6 +11,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, Va
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
+from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, check_policy
 from kvpool_server.service_links import service_links
 from kvpool_server.tiers.spec import parse
@@ -175,16 +176,6 @@ class ServerConfig(BaseModel):
         if value < 1 << 20:
             raise ValueError("give at least 1MiB")
         return value
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT as a pair. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()):
-        raise ValueError(f"{address!r} is not HOST:PORT")
-    if int(port) > 65535:
-        raise ValueError(f"port {port} is none; give one of 1 to 65535, or 0 for a free one")
-    return host.strip("[]"), int(port)
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:

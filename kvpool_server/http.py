@@ -1,36 +1,78 @@
-"""The operator's HTTP port: /metrics for Prometheus, /healthz for probes."""
+"""The operator's HTTP port: /metrics for Prometheus, /healthz for probes.
+
+Threads serve the requests, and the event loop owns the pool. So the threads ask the loop for the pool's numbers, with a
+deadline: a loop that has stopped is reported, and holds up no scrape.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+LOOP_TIMEOUT_S = 2.0
+SERVING = "ok"
+TEXT = "text/plain"
+
+Value = TypeVar("Value")
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> Callable[[], Value]:
+    """A function for other threads that calls `function` on the loop; TimeoutError after `LOOP_TIMEOUT_S`."""
+
+    async def call() -> Value:
+        return function()
+
+    def called() -> Value:
+        future = asyncio.run_coroutine_threadsafe(call(), loop)
+        try:
+            return future.result(LOOP_TIMEOUT_S)
+        finally:
+            future.cancel()
+
+    return called
+
 
 class OperatorHttp:
-    """Serves in a thread of its own, so that a scrape never waits for the event loop, nor it for a scrape.
+    """Listens and serves once it is made.
 
     Args:
-        healthy: what /healthz answers: 200 "ok" or 503 "draining".
+        registry: its collectors may raise TimeoutError, which becomes status 503.
+        health: called by the threads: `SERVING`, or why the server does not serve, which becomes status 503.
+
+    Attributes:
+        port: as bound.
+
+    Raises:
+        OSError: it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, healthy: Callable[[], bool]):
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], str]):
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
 
             def do_GET(self) -> None:
-                if self.path == "/metrics":
-                    self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
-                elif self.path == "/healthz":
-                    self._answer(*((200, "text/plain", b"ok\n") if healthy() else (503, "text/plain", b"draining\n")))
-                else:
-                    self._answer(404, "text/plain", b"try /metrics or /healthz\n")
+                try:
+                    self._answer(*self._route())
+                except TimeoutError:
+                    self._answer(503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n")
 
-            def _answer(self, status: int, content_type: str, body: bytes) -> None:
+            def _route(self) -> tuple[int, str, str]:
+                if self.path == "/metrics":
+                    return 200, generate_latest(registry).decode(), CONTENT_TYPE_LATEST
+                if self.path == "/healthz":
+                    state = health()
+                    return 200 if state == SERVING else 503, f"{state}\n", TEXT
+                return 404, "try /metrics or /healthz\n", TEXT
+
+            def _answer(self, status: int, text: str, content_type: str = TEXT) -> None:
+                body = text.encode()
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
@@ -38,18 +80,19 @@ class OperatorHttp:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Probes are no events."""
+                """Scrapes and probes are not logged."""
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
 
         self._server = Server((host, port), Handler)
-        self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvpool-http", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """Blocks for up to half a second."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)

@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import re
 import secrets
 import socket
-import threading
 import time
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from pydantic import ByteSize
 
-from kvpool.client import MAX_MESSAGE_BYTES
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
+from kvpool_server import host_memory
+from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.config import ServerConfig, split_address
+from kvpool_server.config import ServerConfig
 from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
-from kvpool_server.http import OperatorHttp
+from kvpool_server.grpc_server import GrpcServer
+from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
-from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
+from kvpool_server.prefault import Prefault
+from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import make_tier
 from kvpool_server.tiers.spec import Spec, parse
@@ -46,20 +43,24 @@ from kvpool_server.tiers.tier import Tier
 
 log = structlog.get_logger()
 
-PREFAULT_STEP_BYTES = 32 << 20
 EXPIRE_EVERY_S = 0.5
 PREDECESSOR_S = 15.0
+"""How long a start waits for engines to unmap the memory of a server that ran here before."""
+
 HANDOVER_S = 5.0
-"""How long a predecessor may take to stop, beyond `drain_ms`, until it lets go of a tier's directory."""
+"""How long a predecessor may take to stop, beyond `drain_ms`, until it releases a tier's directory."""
 
 
 class Server:
-    """One kvpool server. `start`, then `wait`, then `stop`.
+    """One kvpool server. `start`, then `wait`, then `stop`, all on one event loop, which owns the pool.
+
+    What `start` opens goes onto one exit stack in the order of use, so that a stop, or a start that fails, closes it in
+    the reverse order: first what lets clients in, last the memory.
 
     Attributes:
-        port: of gRPC, once started (settings may say 0).
-        http_port: of /metrics and /healthz; 0 if there is none.
-        engine: Mooncake's, once started; None if it is off.
+        port: of gRPC, once started. The settings may have asked for any free port.
+        http_port: of /metrics and /healthz; 0 if HTTP is off.
+        engine: Mooncake's Transfer Engine, once started; None if it is off.
         data: the data port's workers, once started; None if it is off.
     """
 
@@ -67,111 +68,144 @@ class Server:
         self.config = config
         self.port = self.http_port = 0
         self.boot_token = secrets.randbits(63) | 1
-        self._stopping = asyncio.Event()
-        self._failure = ""
-        self._draining = False
-        self._publisher: Publisher | None = None
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
-        self._prefaulted_bytes = 0
-        self._prefault_stop = threading.Event()
+        self._state = "starting"
+        self._stopping = asyncio.Event()
+        self._failure = ""
+        self._open = AsyncExitStack()
 
     async def start(self) -> None:
-        """Listens. Raises ConfigError where the settings cannot be met; nothing is left behind then."""
+        """Returns when clients are served. Raises ConfigError if the settings cannot be met; all is closed then."""
+        try:
+            await self._start()
+        except BaseException as error:
+            await self._open.aclose()
+            if isinstance(error, MemoryError):
+                raise ConfigError(f"{error}; lower --memory") from None
+            raise
+        self._state = SERVING
+        log.info(
+            "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{self.port}",
+            http_port=self.http_port or None, data_port=self.data.info.port if self.data else None,
+            arena_bytes=self.pool.arena.arena_bytes, segment=self._segment.path,
+        )  # fmt: skip
+
+    async def _start(self) -> None:
         config = self.config
         if config.kv_events_replay and not config.kv_events:
-            raise ConfigError(f"nothing to replay at {config.kv_events_replay}: give --kv-events, too")
-        for path in sweep(config.shm_dir):
-            log.info("removed the memory of a dead server", path=path)
-        _check_memory(config.memory)
+            raise ConfigError(
+                f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
+            )
+        self.pool = self._make_pool()
+        specs = [parse(text) for text in config.tier]
+        tiers = self._make_tiers(specs)
+        self._segment = await self._create_segment()
+        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [spec.write == "back" for spec in specs])
+        self._prefault = Prefault(self._segment, self.pool.arena)
+        self._open.push_async_callback(self._prefault.close)
+        metrics = self._serve_http()
+        if config.data_listen:
+            self.data = self._start_workers()
+        await self._prefault.step()
+        if config.kv_events:
+            self._publish_events()
+        self._open.push_async_callback(self._tiered.close)
+        await self._tiered.open()
+        if config.mooncake != "off":
+            self.engine = await self._start_engine()
+        if self.data is not None and not await self.data.ready():
+            log.warning("no data worker is ready yet; clients that connect before one is ready use gRPC")
+        await self._serve_grpc(metrics)
+        self._in_background(self._expire())
+        self._in_background(self._prefault_rest())
+        if self.data is not None:
+            self._in_background(self.data.watch())
+
+    def _make_pool(self) -> Pool:
+        config = self.config
+        host_memory.check_fits(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
-        policy = POLICIES[config.policy]
-        self.pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, policy)
+        pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, POLICIES[config.policy])
         try:
-            self.pool.set_quotas([parse_quota(text) for text in config.quota])
+            pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
-        specs, tiers = self._make_tiers()
-        self._segment = await self._create_segment(arena.arena_bytes)
-        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [spec.write == "back" for spec in specs])
-        try:
-            if config.data_listen:
-                self.data = self._start_workers()
-            arena.back(self._prefault_step())
-            if config.kv_events:
-                self._publisher = self._publish_events()
-            await self._tiered.open()
-            if config.mooncake != "off":
-                self.engine = await self._register_arena(arena)
-            if self.data is not None and not await self.data.ready():
-                log.warning("no data worker is ready yet; clients that open before one is take gRPC")
-            await self._listen()
-        except MemoryError as error:
-            await self._abandon()
-            raise ConfigError(f"{error}; lower --memory") from None
-        except BaseException:
-            await self._abandon()
-            raise
-        self._loop = asyncio.get_running_loop()
-        self._prefault_thread = threading.Thread(target=self._prefault, name="kvpool-prefault", daemon=True)
-        self._prefault_thread.start()
-        self._expire_task = asyncio.create_task(self._expire())
-        self._watch_task = asyncio.create_task(self.data.watch()) if self.data is not None else None
-        log.info(
-            "listening", version=__version__, grpc=f"{split_address(config.listen)[0]}:{self.port}",
-            http_port=self.http_port or None, data_port=self.data.info.port if self.data else None,
-            arena_bytes=arena.arena_bytes, segment=self._segment.path,
-        )  # fmt: skip
+        return pool
+
+    async def _create_segment(self) -> Segment:
+        """Creates the arena's memory. Waits a little where engines still map the memory of a predecessor."""
+        directory, nbytes = self.config.shm_dir, self.pool.arena.arena_bytes
+        for path in sweep(directory):
+            log.info("removed the memory of a dead server", path=path)
+        deadline = time.monotonic() + PREDECESSOR_S
+        while True:
+            try:
+                segment = Segment.create(directory, nbytes)
+            except ConfigError:
+                if time.monotonic() > deadline or not could_hold(directory, nbytes):
+                    raise
+            else:
+                self._open.callback(segment.close)
+                return segment
+            await asyncio.sleep(EXPIRE_EVERY_S)
+
+    def _serve_http(self) -> RpcMetrics:
+        registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+        loop = asyncio.get_running_loop()
+        registry.register(PoolCollector(on_loop(loop, self._stats)))
+        registry.register(OwnMemory())
+        metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
+        if self.config.http_listen:
+            host, port = split_address(self.config.http_listen)
+            try:
+                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state))
+            except OSError as error:
+                raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
+            self._open.push_async_callback(asyncio.to_thread, http.close)
+            self.http_port = http.port
+        return metrics
 
     def _start_workers(self) -> DataWorkers:
         config = self.config
         host, port = split_address(config.data_listen)
-        listens_everywhere = host in ("0.0.0.0", "::")
-        told = "" if listens_everywhere or host == split_address(config.listen)[0] else host
-        count = config.data_workers or default_count()
+        told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
         try:
-            return DataWorkers(host, port, told, count, self._segment.info())
+            workers = DataWorkers(host, port, told, config.data_workers or default_count(), self._segment.info())
         except OSError as error:
-            raise _cannot_listen(config.data_listen, " for the data port", "--data-listen", error) from None
+            raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
+        self._open.push_async_callback(asyncio.to_thread, workers.stop)
+        return workers
 
-    async def _abandon(self) -> None:
-        await self._tiered.close()
-        if self.data is not None:
-            self.data.stop()
-        if self._publisher is not None:
-            self._publisher.close()
-        self.engine = None  # Before the memory that it lets others into.
-        self._segment.close()
-
-    def _publish_events(self) -> Publisher:
+    def _publish_events(self) -> None:
         config, counters = self.config, self.pool.counters
         ledger = Ledger(asyncio.get_running_loop().call_soon, counters)
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
         history = History(ledger, encoder, counters, config.kv_events_buffer)
         publisher = Publisher(ledger, history, config.kv_events, config.kv_events_replay)
+        self._open.push_async_callback(asyncio.to_thread, publisher.close)
         self.pool.observe(ledger)
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
-        return publisher
 
-    def _make_tiers(self) -> tuple[list[Spec], list[Tier]]:
+    def _make_tiers(self, specs: Sequence[Spec]) -> list[Tier]:
         """The tiers of the settings, not opened yet. Raises ConfigError."""
-        config = self.config
-        listen, policy = split_address(config.listen), POLICIES[config.policy]
-        specs = [parse(text) for text in config.tier]
-        handover_s = config.drain_ms / 1000 + HANDOVER_S
-        return specs, [make_tier(spec, listen, policy, handover_s) for spec in specs]
+        listen, policy = split_address(self.config.listen), POLICIES[self.config.policy]
+        handover_s = self.config.drain_ms / 1000 + HANDOVER_S
+        return [make_tier(spec, listen, policy, handover_s) for spec in specs]
 
-    async def _register_arena(self, arena: Arena) -> Engine:
+    async def _start_engine(self) -> Engine:
         """Starts Mooncake's engine, and registers the arena and its nonce with it."""
         config = self.config
         host = config.mooncake_host or split_address(config.listen)[0]
-        if host in ("0.0.0.0", "::"):
+        if host in EVERYWHERE:
             host = socket.gethostname()
         engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
-        while config.mooncake == "rdma" and self._prefaulted_bytes < self._segment.nbytes:
-            # RDMA pins all of it, and memory that is not there yet would be an error without a name.
-            arena.back(await asyncio.to_thread(self._prefault_step))
+        self._open.callback(self._drop_engine)
+        if config.mooncake == "rdma":
+            await self._prefault.all()  # RDMA pins the memory; a failure there would not say that memory is short.
         try:
             await asyncio.to_thread(engine.register, self._segment.whole)
         except TransferError as error:
@@ -179,80 +213,60 @@ class Server:
         log.info("Transfer Engine listens", session=engine.session, protocol=engine.protocol)
         return engine
 
+    def _drop_engine(self) -> None:
+        self.engine = None  # Its threads end with the last reference, before the memory that they write to.
+
     def _offer(self) -> Offer:
-        segment = self._segment.info()
+        segment, engine = self._segment.info(), self.engine
         data_port = self.data.info if self.data is not None else None
-        if self.engine is None:
-            return Offer(PIECE_BYTES, segment, None, data_port)
-        mooncake = MooncakeInfo(
-            self.engine.session,
-            self.engine.protocol,
-            self._segment.whole.ctypes.data,
-            segment.nbytes,
-            segment.nonce,
-            segment.nonce_offset,
-        )
+        mooncake = None
+        if engine is not None:
+            address = self._segment.whole.ctypes.data
+            mooncake = MooncakeInfo(
+                engine.session, engine.protocol, address, segment.nbytes, segment.nonce, segment.nonce_offset
+            )
         return Offer(PIECE_BYTES, segment, mooncake, data_port)
 
-    async def _create_segment(self, nbytes: int) -> Segment:
-        """Makes the arena's memory; waits a little for engines to let go of a predecessor's."""
-        deadline = time.monotonic() + PREDECESSOR_S
-        while True:
-            try:
-                return Segment.create(self.config.shm_dir, nbytes)
-            except ConfigError:
-                if time.monotonic() > deadline or not could_hold(self.config.shm_dir, nbytes):
-                    raise
-            await asyncio.sleep(EXPIRE_EVERY_S)
-
-    async def _listen(self) -> None:
-        registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=registry)
-        registry.register(PoolCollector(self._stats))
-        registry.register(OwnMemory())
-        self._grpc = grpc.aio.server(
-            options=[
-                ("grpc.so_reuseport", 0),  # Two servers on one port must be an error, not a lottery.
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ]
+    async def _serve_grpc(self, metrics: RpcMetrics) -> None:
+        signer = self.data.signer if self.data is not None else None
+        service = PoolService(
+            self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer
         )
-        self._service = PoolService(
-            self._tiered,
-            self._segment.bytes,
-            self._offer(),
-            self.boot_token,
-            RpcMetrics(registry, self.data.nbytes if self.data is not None else dict),
-            self._stats,
-            self.data.signer if self.data is not None else None,
-        )
-        add_service(self._service, self._grpc)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
-        try:
-            self.port = self._grpc.add_insecure_port(self.config.listen)
-        except RuntimeError:
-            raise _cannot_listen(self.config.listen, "", "--listen", _why_not_listening(self.config.listen)) from None
-        self._http: OperatorHttp | None = None
-        if self.config.http_listen:
-            host, port = split_address(self.config.http_listen)
-            try:
-                self._http = OperatorHttp(host, port, registry, lambda: not self._draining)
-            except OSError as error:
-                raise _cannot_listen(self.config.http_listen, " for /metrics", "--http-listen", error) from None
-            self.http_port = self._http.port
+        self._grpc = GrpcServer(self.config.listen, service, metrics)
+        self._open.push_async_callback(self._grpc.stop)
+        self.port = self._grpc.port
         await self._grpc.start()
-        await self._set_serving(True)
 
     def _stats(self) -> PoolStats:
-        return self._tiered.stats(self._prefaulted_bytes)
+        return self._tiered.stats(self._prefault.backed_bytes)
 
-    async def _set_serving(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, status)
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.wait((task,))
+
+        self._open.push_async_callback(end)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            try:
+                self.pool.rebalance()
+            except Exception:
+                log.exception("expiring leases and tickets failed; the next call of a client expires them")
+
+    async def _prefault_rest(self) -> None:
+        started = time.monotonic()
+        try:
+            await self._prefault.all()
+        except MemoryError as error:
+            self._failure = f"{error}; lower --memory"
+            self._stopping.set()
+            return
+        seconds = round(time.monotonic() - started, 2)
+        log.info("arena prefaulted", nbytes=self._prefault.backed_bytes, seconds=seconds)
 
     def request_stop(self) -> None:
         """Ends `wait`; for signal handlers."""
@@ -265,94 +279,11 @@ class Server:
             raise ConfigError(self._failure)
 
     async def stop(self) -> None:
-        """Drains and stops. Every thread, task and file of the server is gone afterwards."""
-        self._draining = True
+        """Drains and stops. Every thread, task, process and file of the server is gone afterwards."""
+        self._state = "draining"
         log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
-        await self._set_serving(False)
-        self._service.end_streams()
         ends_at = time.monotonic() + self.config.drain_ms / 1000
         await self._grpc.stop(self.config.drain_ms / 1000)
         await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
-        await self._tiered.close()
-        if self.data is not None and self._watch_task is not None:
-            self._watch_task.cancel()
-            await asyncio.to_thread(self.data.stop)
-        self._expire_task.cancel()
-        self._prefault_stop.set()
-        if self._http is not None:
-            self._http.close()
-        await asyncio.to_thread(self._prefault_thread.join, 10)
-        if self._publisher is not None:
-            await asyncio.to_thread(self._publisher.close)
-        self.engine = None
-        self._segment.close()
+        await self._open.aclose()
         log.info("stopped")
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_EVERY_S)
-            try:
-                self.pool.rebalance()
-            except Exception:
-                log.exception("expiring failed")  # Every call expires, too: the server goes on.
-
-    def _prefault(self) -> None:
-        # In the background: a server of 100 GiB is to answer at once. In steps: it is to stop at once, too.
-        started = time.monotonic()
-        try:
-            while self._prefaulted_bytes < self._segment.nbytes and not self._prefault_stop.is_set():
-                nbytes = self._prefault_step()
-                self._loop.call_soon_threadsafe(self.pool.arena.back, nbytes)
-        except MemoryError as error:
-            total = self._segment.nbytes
-            self._failure = f"{error} (got {self._prefaulted_bytes} of {total} bytes); lower --memory"
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            return
-        log.info("arena prefaulted", nbytes=self._prefaulted_bytes, seconds=round(time.monotonic() - started, 2))
-
-    def _prefault_step(self) -> int:
-        """Backs a little more of the arena with memory; how much is backed now.
-
-        Nothing else is given out: a write to what has no memory could end in SIGBUS, in an engine.
-        """
-        start = self._prefaulted_bytes
-        nbytes = min(PREFAULT_STEP_BYTES, self._segment.nbytes - start)
-        self._segment.populate(start, nbytes)
-        self._prefaulted_bytes = start + nbytes
-        return self._prefaulted_bytes
-
-
-def _why_not_listening(address: str) -> OSError:
-    """What gRPC does not say."""
-    host, port = split_address(address)
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        return error
-    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # It was, a moment ago.
-
-
-def _cannot_listen(address: str, what_for: str, flag: str, error: OSError) -> ConfigError:
-    why = f"cannot listen on {address}{what_for}: {error.strerror}"
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"{why}. Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
-        )
-    if error.errno == errno.EACCES:
-        return ConfigError(f"{why}; give {flag} a port from 1024 on")
-    return ConfigError(f"{why}; give {flag} an address of this host")
-
-
-def _check_memory(wanted: ByteSize) -> None:
-    """Raises ConfigError if the machine, or the cgroup the server runs in, cannot hold the arena."""
-    bounds = {"machine's memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    if available:
-        bounds["machine's free memory"] = int(available[1]) << 10
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    if cgroup.exists() and (text := cgroup.read_text().strip()).isdigit():
-        bounds["container's limit"] = int(text)
-    for what, limit in bounds.items():
-        if wanted > limit:
-            size, most = wanted.human_readable(), ByteSize(limit).human_readable()
-            raise ConfigError(f"memory = {size}, and this {what} is {most}; lower --memory")

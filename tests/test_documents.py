@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.config import ClientConfig
 from kvpool_server.config import ServerConfig
-from kvpool_server.metrics import _COUNTERS, _GAUGES, _TIER_COUNTERS, _TIER_GAUGES
+from tests.support import metrics_page
 from tests.support.processes import ServerProcess, clean_environment
 
 ROOT = Path(__file__).parent.parent
@@ -51,26 +51,17 @@ def test_every_connector_setting_is_documented_with_its_default():
         assert table[field.name] == default, field.name
 
 
-def test_every_server_series_is_documented():
-    table = _table(_section("metrics.md", "The server"))
-    gauges = {f"kvpool_{name.removeprefix('num_')}" for name in (*_GAUGES, *(f"tier_{name}" for name in _TIER_GAUGES))}
-    gauges = {name.replace("tier_num_", "tier_") for name in gauges}
-    counters = {f"kvpool_{name}_total" for name in (*_COUNTERS, *(f"tier_{name}" for name in _TIER_COUNTERS))}
-    assert table.keys() == gauges | counters | {
-        "kvpool_own_memory_bytes",
-        "kvpool_rpc_seconds",
-        "kvpool_stream_bytes_total",
-    }
+def test_the_table_of_the_servers_metrics_is_current():
+    page = metrics_page.PAGE.read_text()
+    rows = metrics_page.server_rows()
+    assert page == metrics_page.refreshed(page, "server metrics", rows), "python -m tests.support.metrics_page"
 
 
 @pytest.mark.vllm
-def test_every_engine_series_is_documented():
-    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
-
-    table = _table(_section("metrics.md", "The engine"))
-    assert table.keys() == {f"vllm:kvpool_{name}_total" for name in COUNTERS} | {
-        f"vllm:kvpool_{name}" for name in (*GAUGES, *HISTOGRAMS)
-    }
+def test_the_table_of_the_engines_metrics_is_current():
+    page = metrics_page.PAGE.read_text()
+    rows = metrics_page.engine_rows()
+    assert page == metrics_page.refreshed(page, "engine metrics", rows), "python -m tests.support.metrics_page"
 
 
 def test_the_tour_runs(shared_server: ServerProcess):

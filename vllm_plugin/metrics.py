@@ -1,6 +1,7 @@
 """What the connector counts, and how it reaches vLLM's log and its /metrics (`vllm:kvpool_*`).
 
-docs/metrics.md glosses each name.
+To add a metric, give it a name with its unit last and a HELP text that can be read alone in a dashboard; then run
+`python -m tests.support.metrics_page`, which writes the tables of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -12,36 +13,36 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
-    "lookups": "Lookups answered in time.",
+    "lookups": "Lookups that the pool answered in time. A request that waits for a tier looks up several times.",
     "lookup_failures": "Lookups that failed or took too long; each is a miss.",
-    "promotion_waits": "Requests that waited for blocks on their way up from a tier of the pool.",
-    "promotion_missed_tokens": "Tokens still on their way up from a tier when a request waited no longer.",
+    "promotion_waits": "Requests that waited for blocks to be promoted from a tier of the pool.",
+    "promotion_missed_tokens": "Tokens computed because their blocks were not promoted from a tier in time.",
     "hit_tokens": "Tokens found in the pool beyond the engine's own cache.",
     "loaded_blocks": "Blocks loaded from the pool, by all ranks together.",
-    "loaded_bytes": "Bytes loaded from the pool.",
+    "loaded_bytes": "Bytes loaded from the pool, by all ranks together.",
     "load_failures": "Requests whose load failed on a rank and that were computed instead.",
     "stored_blocks": "Blocks stored in the pool, by all ranks together.",
-    "stored_bytes": "Bytes stored in the pool.",
-    "store_skipped_blocks": "Blocks that a store found in the pool already.",
+    "stored_bytes": "Bytes stored in the pool, by all ranks together.",
+    "store_skipped_blocks": "Blocks that a store found present in the pool.",
     "store_failures": "Store jobs that failed; their blocks are not in the pool.",
-    "store_deferred": "Times a store waited because too many blocks were pinned.",
-    "store_dropped_blocks": "Blocks that were not stored because the engine needed their memory.",
-    "waits_declined": "Times a request was computed because too many others waited for lookups, room or a tier.",
-    "loads_declined": "Hits that were computed because loading them would have taken longer.",
-    "saved_seconds": "Estimated compute time of loaded hits, less what their loads took, where that is positive.",
-    "lost_seconds": "The same where it is negative: loads that were slower than computing, probes among them.",
-    "breaker_opened": "Times the scheduler or a rank stopped using the pool because its calls failed.",
+    "deferred_stores": "Times that a store waited because too many blocks were pinned.",
+    "store_dropped_blocks": "Blocks not stored because the engine needed their memory before the pool had taken them.",
+    "declined_waits": "Times that a request was computed because too many others waited for lookups, room or a tier.",
+    "declined_loads": "Hits that were computed because loading them would have taken longer.",
+    "saved_seconds": "Estimated compute time of loaded hits minus their load time, where that is positive.",
+    "lost_seconds": "Estimated load time of loaded hits minus their compute time, where that is positive.",
+    "breaker_openings": "Times that the scheduler or a rank stopped using the pool because its calls failed.",
 }
 GAUGES = {
-    "namespaces_disagree": "1 where ranks and scheduler name different namespaces: the engine shares nothing.",
+    "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",
     "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset are in use.",
-    "breaker_open": "1 while the scheduler or a rank goes without the pool, also at the start; as of the last step.",
+    "breaker_open": "1 if the scheduler or a rank did without the pool at the engine's last step, also at the start.",
 }
 HISTOGRAMS = {
-    "lookup_seconds": "From sending a lookup to its answer.",
-    "promotion_wait_seconds": "From the first answer with blocks on their way up to the end of the wait.",
-    "load_seconds": "One rank's load of one request.",
-    "store_seconds": "One rank's store job.",
+    "lookup_seconds": "Time from sending one lookup to its answer.",
+    "promotion_wait_seconds": "Time from a request's first answer with pending blocks to the end of its wait.",
+    "load_seconds": "Time of one rank's load of one request.",
+    "store_seconds": "Time of one rank's store job.",
 }
 _BUCKETS = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 

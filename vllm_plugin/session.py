@@ -45,7 +45,7 @@ class Session:
     Args:
         config: `timeout_ms` is the budget of a lookup.
         name: for logs and the thread's name: "scheduler" or "worker 0".
-        recorder: gets `breaker_opened` and `breaker_open`.
+        recorder: gets `breaker_openings` and `breaker_open`.
         explains: whether this session logs why nothing of other namespaces of the model is read; one an engine does.
     """
 
@@ -111,7 +111,7 @@ class Session:
                 return
             self._namespace = None
             self._said = str(error)
-            self._recorder.add("breaker_opened")
+            self._recorder.add("breaker_openings")
             self._recorder.set("breaker_open", 1)
             self._wanted.set()
         logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)

@@ -612,6 +612,18 @@ class Quota(_message.Message):
     used_bytes: int
     def __init__(self, subject: _Optional[str] = ..., limit_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
 
+class ListQuotasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListQuotasResponse(_message.Message):
+    __slots__ = ("boot_token", "quotas")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
 class SetQuotasRequest(_message.Message):
     __slots__ = ("quotas",)
     QUOTAS_FIELD_NUMBER: _ClassVar[int]

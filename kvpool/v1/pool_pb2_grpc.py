@@ -124,6 +124,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesResponse.FromString,
                 _registered_method=True)
+        self.ListQuotas = channel.unary_unary(
+                '/kvpool.v1.Pool/ListQuotas',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ListQuotasRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ListQuotasResponse.FromString,
+                _registered_method=True)
         self.SetQuotas = channel.unary_unary(
                 '/kvpool.v1.Pool/SetQuotas',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.SerializeToString,
@@ -260,8 +265,15 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuotas(self, request, context):
+        """The quotas: how much of the arena tenants or namespaces may hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetQuotas(self, request, context):
-        """Sets bounds of what tenants or namespaces may hold of the arena, and says which there are.
+        """Sets and removes quotas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,6 +371,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.ListNamespaces,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'ListQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuotas,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ListQuotasRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ListQuotasResponse.SerializeToString,
             ),
             'SetQuotas': grpc.unary_unary_rpc_method_handler(
                     servicer.SetQuotas,
@@ -852,6 +869,33 @@ class Pool(object):
             '/kvpool.v1.Pool/ListNamespaces',
             kvpool_dot_v1_dot_pool__pb2.ListNamespacesRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/ListQuotas',
+            kvpool_dot_v1_dot_pool__pb2.ListQuotasRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ListQuotasResponse.FromString,
             options,
             channel_credentials,
             insecure,

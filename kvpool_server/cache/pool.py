@@ -214,7 +214,7 @@ class Pool:
     def _lease(self, entries: list[Entry], ttl_ms: int, now: float) -> tuple[int, int]:
         """Leases entries; returns the lease's id and TTL, both 0 if there are too many leases."""
         if len(self.leases) >= self.limits.max_leases:
-            self.counters["leases_refused"] += 1
+            self.counters["refused_leases"] += 1
             return 0, 0
         ttl_ms = min(ttl_ms, self.limits.max_ttl_ms)
         lease = Lease(self.new_id(), now + ttl_ms / 1000, entries)
@@ -257,9 +257,9 @@ class Pool:
         """
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = self.reserve(fingerprint, runs, shards, ttl_ms / 1000)
-        self.counters["put_blocks_granted"] += len(ticket.entries)
-        self.counters["put_blocks_present"] += statuses.count(PutStatus.PRESENT)
-        self.counters["put_blocks_busy"] += statuses.count(PutStatus.BUSY)
+        self.counters["put_granted_blocks"] += len(ticket.entries)
+        self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
+        self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)
         if not ticket.entries:
             return PutGrant(0, 0, tuple(statuses), ())
         start = shards.start * ticket.entries[0].group.spec.chunk_bytes
@@ -314,7 +314,7 @@ class Pool:
         for idx, entry in enumerate(ticket.entries):
             committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
             completed += entry.live and entry.complete
-        self.counters["put_blocks_completed"] += completed
+        self.counters["put_completed_blocks"] += completed
         return PutReceipt(committed, completed)
 
     def put_revoke(self, ticket_id: int) -> bool:
@@ -323,7 +323,7 @@ class Pool:
         ticket = self.tickets.pop(ticket_id)
         if ticket is None:
             return False
-        self.counters["tickets_revoked"] += 1
+        self.counters["revoked_tickets"] += 1
         for entry in ticket.entries:
             self.entry_table.revoke(entry, ticket)
         return True
@@ -371,7 +371,7 @@ class Pool:
                 offsets.append(entry.offset + start)
                 checksums += entry.checksums[first:stop]
         self.counters["get_blocks"] += len(present)
-        self.counters["get_blocks_present"] += len(offsets)
+        self.counters["get_present_blocks"] += len(offsets)
         remaining_ms = int((lease.deadline - now) * 1000)
         return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
 
@@ -414,7 +414,7 @@ class Pool:
             ):
                 self.entry_table.drop(entry)
                 dropped += 1
-        self.counters["corrupt_blocks_dropped"] += dropped
+        self.counters["corrupt_blocks"] += dropped
         return checked, dropped
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
@@ -443,10 +443,10 @@ class Pool:
         """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
         now = self._clock()
         for lease in self.leases.pop_expired(now):
-            self.counters["leases_expired"] += 1
+            self.counters["expired_leases"] += 1
             self._end_lease(lease)
         for ticket in self.tickets.pop_expired(now):
-            self.counters["tickets_expired"] += 1
+            self.counters["expired_tickets"] += 1
             for entry in ticket.entries:
                 self.entry_table.expire(entry, ticket)
         self.entry_table.free_expired(now)

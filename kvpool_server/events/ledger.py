@@ -95,7 +95,7 @@ class Ledger(Observer):
         if self._left_out or self._queued_blocks + len(changes) > self._max_queued_blocks:
             self._left_out = True
             self._next_seq += 1
-            self._counters["kv_event_batches_dropped"] += 1
+            self._counters["dropped_kv_event_batches"] += 1
             return
         self._append(changes)
 

@@ -104,8 +104,8 @@ def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> No
 
 def test_stats(cli: Cli, stored: object) -> None:
     found = json.loads(cli("stats", "--json"))
-    assert (found["arena_bytes"], found["num_entries"]) == (8 << 20, 4)
-    assert found["counters"]["put_blocks_completed"] >= 4
+    assert (found["arena_bytes"], found["entries"]) == (8 << 20, 4)
+    assert found["counters"]["put_completed_blocks"] >= 4
     rows = cli("stats")
     for name, value in {**found, **found["counters"]}.items():
         if name not in ("counters", "prefaulted_bytes", "tiers"):

@@ -21,7 +21,7 @@ from kvpool.client import Client
 from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.metrics import _COUNTERS, _GAUGES
+from kvpool_server.metrics import COUNTERS, GAUGES
 from kvpool_server.server import PREDECESSOR_S
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
@@ -123,7 +123,7 @@ def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: Serve
     segments = os.listdir(shm_dir)
     done = run_command(*server_command("--listen", shared_server.endpoint, "--http-listen", "127.0.0.1:0", *common))
     assert done.returncode == 2
-    sentence = f"kvpool-server: cannot listen on {shared_server.endpoint}: Address already in use"
+    sentence = f"kvpool-server: cannot listen on {shared_server.endpoint} for gRPC: Address already in use"
     way_out = "give --listen, --http-listen and --data-listen free ports, or 0"
     assert any(line.startswith(sentence) and way_out in line for line in done.stderr.splitlines())
 
@@ -140,7 +140,7 @@ def test_more_memory_than_there_is_is_refused_with_a_sentence(shm_dir: str) -> N
     done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1000TiB"))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("kvpool-server: memory = 1000.0TiB, and this ")
+    assert done.stderr.startswith("kvpool-server: memory = 1000.0TiB is more than ")
     assert "lower --memory" in done.stderr
     assert os.listdir(shm_dir) == segments
 
@@ -198,11 +198,13 @@ def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, 
 
     assert after["kvpool_arena_bytes"] == 8 << 20
     assert grown("kvpool_entries") == 2 and grown("kvpool_leases") == 1 and grown("kvpool_free_bytes") == -2_000
-    assert grown("kvpool_put_blocks_completed_total") == 2
+    assert grown("kvpool_put_completed_blocks_total") == 2
     assert grown("kvpool_lookup_blocks_total") == 3 and grown("kvpool_lookup_hits_total") == 2
+    assert client.stats().counters.keys() <= COUNTERS.keys(), "a counter that no metric exports"
+    transport = "tcp" if data_listen else "grpc"
     lines = [
-        'kvpool_stream_bytes_total{direction="write"} 2000.0',
-        'kvpool_stream_bytes_total{direction="read"} 2000.0',
+        f'kvpool_transferred_bytes_total{{direction="{direction}",transport="{transport}"}} 2000.0'
+        for direction in ("read", "write")
     ]
     through_grpc = () if data_listen else ("Write", "Read")
     for method in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "Get", *through_grpc):
@@ -227,8 +229,8 @@ def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, conn
 
 def test_every_metric_is_exported(shared_server: ServerProcess) -> None:
     found = _metrics(shared_server)
-    assert {f"kvpool_{name.removeprefix('num_')}" for name in _GAUGES} <= found.keys()
-    assert {f"kvpool_{name}_total" for name in _COUNTERS} <= found.keys()
+    assert {f"kvpool_{name.removeprefix('num_')}" for name in GAUGES} <= found.keys()
+    assert {f"kvpool_{name}_total" for name in COUNTERS} <= found.keys()
     assert "process_resident_memory_bytes" in found
 
 

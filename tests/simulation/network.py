@@ -24,6 +24,7 @@ from kvpool.segment import Bytes
 from kvpool.transport.base import Drain, Fill, batches
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
+from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.observer import Observer
@@ -53,15 +54,7 @@ class RpcFailed(grpc.RpcError):
         return self._details
 
 
-class _Context:
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise RpcFailed(code, details)
-
-
 class _NoMetrics:
-    def observe(self, *_: Any) -> None:
-        """Nothing."""
-
     def add_bytes(self, *_: Any) -> None:
         """Nothing."""
 
@@ -171,11 +164,13 @@ class SimServer:
         if not self.up:
             self.is_lossless = False
             raise RpcFailed(grpc.StatusCode.UNAVAILABLE, "injected: away")
-        coroutine = getattr(self._service, method)(request, _Context())
+        coroutine = getattr(self._service, method)(request, None)
         try:
             coroutine.send(None)
         except StopIteration as returned:
             return returned.value
+        except KVPoolError as error:
+            raise RpcFailed(status_of(error), str(error)) from None
         raise AssertionError(f"{method} waits for something")
 
     def pop_loss(self) -> str:

@@ -275,7 +275,7 @@ class World:
             total["stale_outcomes"] += engine.num_stale
             total["answered"] += len(engine.prompts) - len(engine.aborted)
             total["aborted"] += len(engine.aborted)
-        total.update({name: self.server.pool.counters[name] for name in ("evicted_blocks", "out_of_space")})
+        total.update({name: self.server.pool.counters[name] for name in ("evicted_blocks", "out_of_space_puts")})
         return total
 
     # Helpers

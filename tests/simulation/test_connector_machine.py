@@ -85,9 +85,10 @@ def test_schedules_reach_what_they_are_meant_to_reach(tiny_config: Any) -> None:
     for seed in range(200):
         total += play(make_schedule(seed), tiny_config)
     for name in (
-        "loaded_blocks", "stored_blocks", "store_skipped_blocks", "store_deferred", "evicted_blocks", "out_of_space",
-        "load_failures", "store_failures", "lookup_failures", "breaker_opened", "answered", "aborted",
-        "promotion_waits", "promotion_missed_tokens", "rejected_drafts", "stale_outcomes", "store_dropped_blocks",
+        "loaded_blocks", "stored_blocks", "store_skipped_blocks", "deferred_stores", "evicted_blocks",
+        "out_of_space_puts", "load_failures", "store_failures", "lookup_failures", "breaker_openings", "answered",
+        "aborted", "promotion_waits", "promotion_missed_tokens", "rejected_drafts", "stale_outcomes",
+        "store_dropped_blocks",
     ):  # fmt: skip
         assert total[name] >= 10, f"{name}: {total}"
 

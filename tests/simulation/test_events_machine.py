@@ -252,7 +252,7 @@ def _overflows(world: World, network: Network) -> None:
         _store(world, name)
         network.turn()
     network.check()
-    assert network.pool.counters["kv_event_batches_dropped"] == 2
+    assert network.pool.counters["dropped_kv_event_batches"] == 2
     assert network.answers["snapshot"] == 1
 
 

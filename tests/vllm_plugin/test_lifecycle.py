@@ -200,7 +200,7 @@ def test_corrupt_blocks_are_never_read_and_never_asked_for_twice(
     assert engine.counted("lookups") == 2, "a request whose load failed looked up again"
     assert_nothing_is_left(engine)
     stats = stats_of(server)
-    assert stats.counters["corrupt_blocks_dropped"] == 12
+    assert stats.counters["corrupt_blocks"] == 12
     assert stats.num_entries == 12, "what was computed instead is in the pool"
     assert fleet.start().generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
 

@@ -267,7 +267,7 @@ def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_ser
     session.report(UnavailableError("gone"), "store")
     session.report(UnavailableError("gone"), "load")
     taken = recorder.take()
-    assert taken is not None and taken.data == {"breaker_open": 1, "breaker_opened": 1}
+    assert taken is not None and taken.data == {"breaker_open": 1, "breaker_openings": 1}
     still = recorder.take()
     assert still is not None and still.data == {"breaker_open": 1}
     pool_server("--listen", server.endpoint)

@@ -74,7 +74,7 @@ class LoadPolicy:
     """One engine's.
 
     Args:
-        recorder: gets `loads_declined`, `saved_seconds`, `lost_seconds`.
+        recorder: gets `declined_loads`, `saved_seconds`, `lost_seconds`.
         clock: monotonic seconds.
     """
 
@@ -131,7 +131,7 @@ class LoadPolicy:
                 self._probe_until = self._clock() + PROBE_PATIENCE_S
                 return Verdict(True, compute_s, load_s, is_probe=True)
         if not take:
-            self._recorder.add("loads_declined")
+            self._recorder.add("declined_loads")
         return Verdict(take, compute_s, load_s)
 
     def load_ended(self, num_tokens: int, nbytes: int, seconds: float, succeeded: bool, is_probe: bool = False) -> None:

@@ -109,7 +109,7 @@ class Lookups:
                 return self._wait(local)
             if self._budget.may_wait(local):
                 return None
-            self._recorder.add("waits_declined")
+            self._recorder.add("declined_waits")
             self._leave(lookup)
             self._settle(lookup)
         if lookup.found and lookup.searched != (local, limit):
@@ -122,7 +122,7 @@ class Lookups:
         """The request waits for its lookup, unless too many others wait: then it is computed."""
         if self._budget.may_wait(local, is_lookup=True):
             return None
-        self._recorder.add("waits_declined")
+        self._recorder.add("declined_waits")
         return local
 
     def _judge(self, lookup: RequestLookup) -> None:

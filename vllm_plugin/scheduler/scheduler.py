@@ -188,7 +188,7 @@ class KVPoolScheduler:
         if boundary > num_computed_tokens and not (may_begin and self._loads.has_room(request)):
             if self._budget.may_wait(num_computed_tokens):
                 return None
-            self._recorder.add("waits_declined")
+            self._recorder.add("declined_waits")
             boundary = num_computed_tokens
         if boundary == num_computed_tokens:
             self._loads.leave_line(request.request_id)

@@ -381,7 +381,7 @@ class Stores:
             return None
         if min(budget, self._pins.room) <= 0:
             if self._pins.room <= 0:
-                self._recorder.add("store_deferred")
+                self._recorder.add("deferred_stores")
             return None
         tables = state.get_block_ids(request_id)
         return None if tables is None else self._job(tracked, tables, offers, budget)
@@ -419,7 +419,7 @@ class Stores:
                 parts.append(part)
                 room -= part.num_blocks
         if self._pins.room < budget and self._has_more(tracked):
-            self._recorder.add("store_deferred")
+            self._recorder.add("deferred_stores")
         if not parts:
             return None
         job = StoreJob(next(self._job_ids), parts, self._weights_epoch, self._names.adapter(tracked.request))

@@ -112,12 +112,12 @@ class Placement:
         victims = Victims()
         for account in self._partitions.of(group).accounts:
             if self._choose_for_quota(account, victims, slot_bytes, count):
-                self._counters["over_quota"] += 1
+                self._counters["over_quota_puts"] += 1
                 victims.undo(self.evictor)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
         if not self._choose_for_arena(slot_bytes, count, victims):
-            self._counters["out_of_space"] += 1
+            self._counters["out_of_space_puts"] += 1
             victims.undo(self.evictor)
             raise NoRoomError(
                 f"no room for {count} blocks of {slot_bytes} bytes",

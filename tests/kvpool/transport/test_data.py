@@ -389,7 +389,7 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
-    assert not client.stats().counters.get("tickets_revoked"), "its slots could be another's while bytes arrive"
+    assert not client.stats().counters.get("revoked_tickets"), "its slots could be another's while bytes arrive"
     wait_for(stored.check, "the workers to go on")
 
 
@@ -405,7 +405,7 @@ def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProces
 
     with pytest.raises(ValueError, match="of the caller's"):
         client.put(namespace, [run_of(*range(12))], fill, batch_bytes=MIB)
-    wait_for(lambda: client.stats().counters.get("tickets_revoked"), "the ticket to be revoked")
+    wait_for(lambda: client.stats().counters.get("revoked_tickets"), "the ticket to be revoked")
     assert client.stats().num_quarantined == 0
 
 

@@ -307,7 +307,7 @@ def test_a_write_that_was_given_up_keeps_its_slots_from_others(start_server: Sta
         with pytest.raises(PoolTimeoutError):
             client.put(namespace, [run_of("a")], fill)
     wait_for(lambda: client.stats().num_quarantined == 1, "the slot to be in quarantine")
-    assert not client.stats().counters.get("tickets_revoked")
+    assert not client.stats().counters.get("revoked_tickets")
 
 
 def test_lanes_that_a_dead_network_has_taken_are_replaced(

@@ -78,7 +78,7 @@ def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing
     assert str(caught.value).endswith("try again later, or raise it (`kvpool quota tenant:acme=SIZE`)")
     assert acme.present(*names) == before and acme.present("fits")
     house.pool.check_integrity()
-    assert house.pool.counters["over_quota"] == 1 and house.pool.counters["out_of_space"] == 0
+    assert house.pool.counters["over_quota_puts"] == 1 and house.pool.counters["out_of_space_puts"] == 0
     house.pool.release([lease_id])
     acme.put("a", "b", "c")
     assert acme.nbytes == 1_000

@@ -81,7 +81,7 @@ def test_what_does_not_fit_shows_as_a_gap_and_is_in_the_snapshot() -> None:
     bench = Bench(max_queued_blocks=4, batch_blocks=2)
     assert bench.published() == [100]
     bench.turn(*"abcdef")
-    assert bench.counters["kv_event_batches_dropped"] == 1
+    assert bench.counters["dropped_kv_event_batches"] == 1
     assert bench.published() == [101, 102, 108]  # 103 is left out; 104 to 107 are a snapshot's, 108 shows the gap.
     assert bench.answer(103) == [105, 106, 107, 108]
     assert bench.answer(108) == [108]

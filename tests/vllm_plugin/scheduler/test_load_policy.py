@@ -141,7 +141,7 @@ SEEDS = st.integers(0, 10_000)
 def test_a_pool_that_is_faster_is_never_declined(slower: float, token_s: float, seed: int) -> None:
     world = ratio(World(token_s=token_s, seed=seed), slower).warm_up()
     assert all(verdict.take and not verdict.is_probe for verdict in world.hits(200))
-    assert world.count("loads_declined") == 0
+    assert world.count("declined_loads") == 0
     assert world.count("lost_seconds") == world.lost_s == 0
 
 
@@ -169,7 +169,7 @@ def test_a_pool_that_is_much_slower_costs_its_first_loads_and_a_twentieth(
     assert all(verdict.is_probe for verdict in taken)
     largest_loss_s = (slower - 1) * HIT_TOKENS[1] * token_s
     assert world.lost_s <= 1.05 * PROBE_SHARE * world.declinable_s + largest_loss_s
-    assert world.count("loads_declined") == 300 - len(taken)
+    assert world.count("declined_loads") == 300 - len(taken)
 
 
 @settings(max_examples=EXAMPLES)

@@ -488,7 +488,7 @@ def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
     assert [len(run_in(job)) for job in jobs] == [12, 4]
     assert one.side._stores._pins.num_blocks == 16
     assert one.step((first, 0), (second, 0)).stores == []
-    assert one.side.stats().data["store_deferred"] == 2
+    assert one.side.stats().data["deferred_stores"] == 2
     one.report(jobs[0].job_id)
     (rest,) = one.step((second, 0)).stores
     assert list(run_in(rest).block_hashes) == second.block_hashes[4:12]

@@ -73,7 +73,7 @@ def test_a_step_offers_a_bounded_number_of_blocks_and_the_next_steps_the_others(
         [*first.block_hashes, *second.block_hashes]
     )
     counted = one.side.stats()
-    assert counted is None or "store_deferred" not in counted.data
+    assert counted is None or "deferred_stores" not in counted.data
 
 
 @pytest.mark.usefixtures("four_a_step")

@@ -223,7 +223,7 @@ def test_bytes_that_changed_fail_the_load_and_leave_the_pool(
     flip_arena(server, shm_dir)
     assert not rank.load(lease_id, "ab", [5, 6])
     stats = rank.session.client.stats()
-    assert stats.counters["corrupt_blocks_dropped"] == 2
+    assert stats.counters["corrupt_blocks"] == 2
     assert stats.num_entries == 0
 
 

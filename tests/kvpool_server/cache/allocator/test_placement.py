@@ -151,4 +151,4 @@ def test_a_put_larger_than_what_can_be_had_evicts_nothing() -> None:
     with pytest.raises(OutOfSpaceError, match="no room for 21 blocks"):
         tenants.pool.put_start(tenants.fingerprint(100), [run_of(*(f"new{idx}" for idx in range(21)))], WHOLE)
     assert tenants.present(100, names) == names
-    assert tenants.pool.counters["out_of_space"] == 1
+    assert tenants.pool.counters["out_of_space_puts"] == 1

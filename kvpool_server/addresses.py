@@ -1,0 +1,49 @@
+"""HOST:PORT addresses, and what to tell an operator when the server cannot listen on one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from kvpool.errors import ConfigError
+
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    if int(port) > 65535:
+        raise ValueError(f"{port} is not a port; give one of 1 to 65535, or 0 for a free one")
+    return host.strip("[]"), int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can reach an address."""
+    host = split_address(address)[0]
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def why_not_listening(address: str) -> OSError:
+    """The error of listening on an address that gRPC could not bind: gRPC itself does not tell."""
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        return error
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # The port has become free since.
+
+
+def cannot_listen(address: str, purpose: str, flag: str, error: OSError) -> ConfigError:
+    """The error of a start whose port for `purpose`, set by `flag`, cannot be bound."""
+    why = f"cannot listen on {address} for {purpose}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{why}. Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(f"{why}; give {flag} a port of at least 1024")
+    return ConfigError(f"{why}; give {flag} an address of this host")

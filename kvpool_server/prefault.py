@@ -1,0 +1,54 @@
+"""Backs the arena with memory, step by step.
+
+The pool gives out backed memory only: a write to memory that the system cannot provide would end in SIGBUS, in an
+engine. A server of 100 GiB answers before all of its arena is backed, and stops without waiting for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvpool.segment import Segment
+from kvpool_server.cache.allocator.arena import Arena
+
+STEP_BYTES = 32 << 20
+
+
+class Prefault:
+    """Prefaults one segment on threads, and tells the arena. Owned by the event loop.
+
+    Attributes:
+        backed_bytes: backed so far, from the segment's start.
+    """
+
+    def __init__(self, segment: Segment, arena: Arena):
+        self.backed_bytes = 0
+        self._segment = segment
+        self._arena = arena
+        self._step: asyncio.Future[None] | None = None
+
+    async def step(self) -> None:
+        """Backs the next `STEP_BYTES`.
+
+        Raises:
+            MemoryError: the system has no more memory to give.
+        """
+        start, total = self.backed_bytes, self._segment.nbytes
+        nbytes = min(STEP_BYTES, total - start)
+        self._step = asyncio.ensure_future(asyncio.to_thread(self._segment.populate, start, nbytes))
+        try:
+            await asyncio.shield(self._step)
+        except MemoryError as error:
+            raise MemoryError(f"{error} ({start} of {total} bytes are backed)") from None
+        self.backed_bytes = start + nbytes
+        self._arena.back(self.backed_bytes)
+
+    async def all(self) -> None:
+        """Backs what is left. Raises as `step`."""
+        while self.backed_bytes < self._segment.nbytes:
+            await self.step()
+
+    async def close(self) -> None:
+        """Waits for a step under way, whose caller may have been cancelled: the segment may be closed afterwards."""
+        if self._step is not None:
+            await asyncio.wait((self._step,))

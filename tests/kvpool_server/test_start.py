@@ -1,0 +1,126 @@
+"""A server in this process: a start that fails, and what an operator is told about the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import os
+import queue
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ByteSize
+
+from kvpool.errors import ConfigError
+from kvpool_server.config import ServerConfig
+from kvpool_server.http import LOOP_TIMEOUT_S
+from kvpool_server.server import Server
+from tests.support.processes import wait_for
+
+
+@contextlib.contextmanager
+def _taken_port() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def _free_port() -> str:
+    with _taken_port() as address:
+        return address
+
+
+def _children() -> set[str]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
+    )
+    return {pid for pid in listed.stdout.split() if Path(f"/proc/{pid}").exists()}
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvpool")}
+
+
+@pytest.mark.parametrize("refused", ["listen", "http_listen", "data_listen", "kv_events", "tier"])
+def test_a_start_that_fails_leaves_nothing_behind(refused: str, ram_dir: Path, tmp_path: Path) -> None:
+    threads, children = _threads(), _children()
+    tmp_path.joinpath("a file").touch()
+    ports = {name: _free_port() for name in ("listen", "http_listen", "data_listen", "kv_events")}
+    with _taken_port() as taken:
+        told = {**ports, refused: taken}
+        directory = tmp_path / ("a file" if refused == "tier" else "tier")
+        config = ServerConfig(
+            listen=told["listen"],
+            http_listen=told["http_listen"],
+            data_listen=told["data_listen"],
+            kv_events=f"tcp://{told['kv_events']}",
+            tier=(f"file:{directory},size=64MiB,create=yes",),
+            memory=ByteSize(16 << 20),
+            shm_dir=str(ram_dir),
+        )
+        server = Server(config)  # Referred to until the end: nothing that was left open is freed by chance.
+        with pytest.raises(ConfigError, match="a file" if refused == "tier" else taken):
+            asyncio.run(server.start())
+        assert os.listdir(ram_dir) == []
+        for address in ports.values():
+            host, port = address.split(":")
+            socket.create_server((host, int(port))).close()
+    wait_for(lambda: _children() <= children, "the data workers to end")
+    wait_for(lambda: _threads() <= threads, "the server's threads to end")
+    del server
+
+
+def _get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10 * LOOP_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape(ram_dir: Path) -> None:
+    config = ServerConfig(
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        data_listen="",
+        memory=ByteSize(1 << 20),
+        shm_dir=str(ram_dir),
+    )
+    go_on = threading.Event()
+
+    async def serve_and_stand_still() -> None:
+        server = Server(config)
+        await server.start()
+        try:
+            ports.put(server.http_port)
+            await asyncio.to_thread(asked.wait, 30)
+            go_on.wait(30)  # The loop is blocked.
+            await asyncio.to_thread(asked_again.wait, 30)
+        finally:
+            await server.stop()
+
+    ports: queue.Queue[int] = queue.Queue()
+    asked, asked_again = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve_and_stand_still()))
+    thread.start()
+    try:
+        port = ports.get(timeout=30)
+        assert _get(port, "/healthz") == (200, "ok\n")
+        assert "kvpool_arena_bytes" in _get(port, "/metrics")[1]
+        asked.set()
+        wait_for(lambda: _get(port, "/healthz")[0] == 503, "a loop that stands still")
+        for path in ("/healthz", "/metrics"):
+            status, text = _get(port, path)
+            assert status == 503 and "event loop did not answer within" in text
+        go_on.set()
+        wait_for(lambda: _get(port, "/healthz")[0] == 200, "the loop to go on")
+        assert _get(port, "/metrics")[0] == 200
+    finally:
+        for event in (asked, go_on, asked_again):
+            event.set()
+        thread.join(30)
+    assert not thread.is_alive()
