@@ -121,11 +121,11 @@ async def test_a_put_of_a_pending_block_is_busy_and_then_present(rig: Rig, tier:
     rig.lookup("a")
     await turns()
     rig.put("a")
-    assert rig.pool.counters["put_blocks_busy"] == 1
+    assert rig.pool.counters["put_busy_blocks"] == 1
     tier.gate.set()
     await rig.wait_idle()
     rig.put("a")
-    assert rig.pool.counters["put_blocks_present"] == 1
+    assert rig.pool.counters["put_present_blocks"] == 1
     assert (await rig.hits("a")).num_leading == 1
 
 

@@ -58,7 +58,7 @@ async def test_a_slow_tier_delays_no_put_and_unwritten_evictions_are_counted(rig
     for name in names:
         rig.put(name)
         await turns(2)
-    assert rig.pool.counters["put_blocks_completed"] == len(names)
+    assert rig.pool.counters["put_completed_blocks"] == len(names)
     lost = tier.counters["dropped_demotions"]
     assert lost > 0
     tier.gate.set()
@@ -110,17 +110,17 @@ async def test_superseded_namespaces_are_evicted_first_and_not_written(rig: Rig,
 
 
 @play(write_back=True)
-async def test_victims_go_back_to_their_policy_each_time_the_tier_fails(rig: Rig, tier: MemoryTier) -> None:
+async def test_victims_go_back_to_their_evictor_each_time_the_tier_fails(rig: Rig, tier: MemoryTier) -> None:
     for nth in range(SLOTS):
         rig.put(f"p{nth}")
-    policy = rig.pool.placement.policy(rig.namespace.groups[0])
-    before = len(policy)
+    evictor = rig.pool.placement.evictor(rig.namespace.groups[0])
+    before = len(evictor)
     tier.failure = "the disk is gone"
     for _ in range(5):
         rig.clock.advance(AWAY_S[1] + 1)
         rig.tiered.stored(rig.namespace.entries()[0])  # Wakes the watermark.
         await rig.wait_idle()
-    assert tier.calls["write"] >= 5 and len(policy) == before
+    assert tier.calls["write"] >= 5 and len(evictor) == before
     rig.pool.check_integrity()
 
 
