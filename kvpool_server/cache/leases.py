@@ -109,11 +109,10 @@ class HoldTable(Generic[Held]):
     def pop(self, id: int) -> Held | None:
         return self._live.pop(id, None)
 
-    def pop_expired(self, now: float) -> list[Held]:
-        """Removes and returns every hold that has reached its deadline."""
-        expired = []
+    def pop_expired(self, now: float) -> Held | None:
+        """Removes and returns a hold that has reached its deadline; None if there is none."""
         while self._deadlines and self._deadlines[0][0] <= now:
             hold = self._live.pop(heapq.heappop(self._deadlines)[1], None)
             if hold is not None:
-                expired.append(hold)
-        return expired
+                return hold
+        return None

@@ -442,10 +442,10 @@ class Pool:
     def expire(self) -> float:
         """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
         now = self._clock()
-        for lease in self.leases.pop_expired(now):
+        while (lease := self.leases.pop_expired(now)) is not None:
             self.counters["leases_expired"] += 1
             self._end_lease(lease)
-        for ticket in self.tickets.pop_expired(now):
+        while (ticket := self.tickets.pop_expired(now)) is not None:
             self.counters["tickets_expired"] += 1
             for entry in ticket.entries:
                 self.entry_table.expire(entry, ticket)
