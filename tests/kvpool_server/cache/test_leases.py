@@ -11,7 +11,7 @@ def _lease(id: int, deadline: float, *entries: Entry) -> Lease:
 
 
 def _table(*leases: Lease) -> HoldTable[Lease]:
-    table: HoldTable[Lease] = HoldTable()
+    table: HoldTable[Lease] = HoldTable("lease", "look up again")
     for lease in leases:
         table.add(lease)
     return table
