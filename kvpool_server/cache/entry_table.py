@@ -186,7 +186,7 @@ class EntryTable:
 
     def free_expired(self, now: float) -> None:
         """Frees slots whose quarantine is over, and slots of the extent that is being drained."""
-        for entry in self._quarantine.pop_over(now):
+        while (entry := self._quarantine.pop_over(now)) is not None:
             self._arena.free(entry.offset)
         if victims := self._placement.drain_victims(now):
             self.evict(victims)

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from kvpool.errors import LeaseExpiredError
 from kvpool.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import Namespace
@@ -84,9 +85,15 @@ Held = TypeVar("Held", Lease, Ticket)
 
 
 class HoldTable(Generic[Held]):
-    """Live leases or live tickets, by id and by deadline."""
+    """Live leases or live tickets, by id and by deadline.
 
-    def __init__(self) -> None:
+    Args:
+        kind: "lease" or "ticket", for errors.
+        fix: what a client does about one that is not live.
+    """
+
+    def __init__(self, kind: str, fix: str) -> None:
+        self._kind, self._fix = kind, fix
         self._live: dict[int, Held] = {}
         self._deadlines: list[tuple[float, int]] = []
 
@@ -106,14 +113,22 @@ class HoldTable(Generic[Held]):
     def get(self, id: int) -> Held | None:
         return self._live.get(id)
 
+    def live(self, id: int) -> Held:
+        """Raises LeaseExpiredError if there is none with this id."""
+        hold = self._live.get(id)
+        if hold is None:
+            raise LeaseExpiredError(
+                f"{self._kind} {id:#x} is not live: it expired, was ended, or is of another boot; {self._fix}"
+            )
+        return hold
+
     def pop(self, id: int) -> Held | None:
         return self._live.pop(id, None)
 
-    def pop_expired(self, now: float) -> list[Held]:
-        """Removes and returns every hold that has reached its deadline."""
-        expired = []
+    def pop_expired(self, now: float) -> Held | None:
+        """Removes and returns a hold that has reached its deadline; None if there is none."""
         while self._deadlines and self._deadlines[0][0] <= now:
             hold = self._live.pop(heapq.heappop(self._deadlines)[1], None)
             if hold is not None:
-                expired.append(hold)
-        return expired
+                return hold
+        return None

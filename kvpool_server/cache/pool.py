@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpool.errors import InvalidRequestError, LeaseExpiredError, OutOfSpaceError
+from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
@@ -85,8 +85,8 @@ class Pool:
         self.entry_table = EntryTable(
             arena, self.placement, self._quarantine, clock, self.limits.grace_ms, self.counters
         )
-        self.leases: HoldTable[Lease] = HoldTable()
-        self.tickets: HoldTable[Ticket] = HoldTable()
+        self.leases: HoldTable[Lease] = HoldTable("lease", "look up again")
+        self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
         self._clock = clock
         self._namespaces = Namespaces(self.limits, arena.extent_bytes)
         self._quotas = Quotas(self.limits.max_quotas)
@@ -283,10 +283,8 @@ class Pool:
         try:
             statuses = self.entry_table.reserve(group, runs, ticket)
         except NoRoomError as error:
-            holders = describe_holders(
-                self.leases.values(), self.tickets.values(), self._quarantine, now, error.account
-            )
-            raise error.because(holders) from None
+            leases, tickets = self.leases.values(), self.tickets.values()
+            raise error.because(describe_holders(leases, tickets, self._quarantine, now, error.account)) from None
         if ticket.entries:
             self.tickets.add(ticket)
         return ticket, statuses
@@ -302,7 +300,7 @@ class Pool:
             InvalidRequestError: there is not one checksum for each chunk; the ticket stays live.
         """
         self.expire()
-        ticket = self._live_ticket(ticket_id)
+        ticket = self.tickets.live(ticket_id)
         count = ticket.shards.count
         if len(checksums) != len(ticket.entries) * count:
             raise InvalidRequestError(
@@ -330,10 +328,8 @@ class Pool:
 
     def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
         """Raises unless a live ticket covers [offset, offset + nbytes)."""
-        ticket = self._live_ticket(ticket_id)
-        if ticket.deadline <= self._clock():
-            self.expire()
-            raise LeaseExpiredError(f"ticket {ticket_id:#x} has expired; put_start again")
+        self.expire()
+        ticket = self.tickets.live(ticket_id)
         entry = self.arena.owner(offset)
         if entry is not None and entry.live and ticket.covers(entry):
             chunk_bytes = entry.group.spec.chunk_bytes
@@ -353,7 +349,7 @@ class Pool:
         _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
-        lease = self._live_lease(lease_id)
+        lease = self.leases.live(lease_id)
         if lease.unrecorded is not None:
             found, lease.unrecorded = lease.unrecorded, None
             self.record_use(found)
@@ -377,10 +373,8 @@ class Pool:
 
     def readable(self, lease_id: int, offset: int, nbytes: int) -> None:
         """Raises unless a live lease covers [offset, offset + nbytes)."""
-        lease = self._live_lease(lease_id)
-        if lease.deadline <= self._clock():
-            self.expire()
-            raise LeaseExpiredError(f"lease {lease_id:#x} has expired; look up again")
+        self.expire()
+        lease = self.leases.live(lease_id)
         entry = self.arena.owner(offset)
         if entry is None or not lease.covers(entry) or offset + nbytes > entry.offset + entry.group.spec.slot_bytes:
             raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no block of lease {lease_id:#x}")
@@ -442,10 +436,10 @@ class Pool:
     def expire(self) -> float:
         """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
         now = self._clock()
-        for lease in self.leases.pop_expired(now):
+        while (lease := self.leases.pop_expired(now)) is not None:
             self.counters["expired_leases"] += 1
             self._end_lease(lease)
-        for ticket in self.tickets.pop_expired(now):
+        while (ticket := self.tickets.pop_expired(now)) is not None:
             self.counters["expired_tickets"] += 1
             for entry in ticket.entries:
                 self.entry_table.expire(entry, ticket)
@@ -479,22 +473,6 @@ class Pool:
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
 
     # Helpers
-
-    def _live_ticket(self, ticket_id: int) -> Ticket:
-        ticket = self.tickets.get(ticket_id)
-        if ticket is None:
-            raise LeaseExpiredError(
-                f"ticket {ticket_id:#x} is not live: it expired, was ended, or is of another boot; put_start again"
-            )
-        return ticket
-
-    def _live_lease(self, lease_id: int) -> Lease:
-        lease = self.leases.get(lease_id)
-        if lease is None:
-            raise LeaseExpiredError(
-                f"lease {lease_id:#x} is not live: it expired, was released, or is of another boot; look up again"
-            )
-        return lease
 
     def _end_lease(self, lease: Lease) -> None:
         for entry in lease.entries:

@@ -38,11 +38,10 @@ class Quarantine:
             return False
         return self._held.pop(entry.offset, None) is not None
 
-    def pop_over(self, now: float) -> list[Entry]:
-        """Removes and returns every entry whose time is over and that no hold covers."""
-        over = []
+    def pop_over(self, now: float) -> Entry | None:
+        """Removes and returns an entry whose time is over and that no hold covers; None if there is none."""
         while self._ends and self._ends[0][0] <= now:
             entry, _ = self._held.get(heapq.heappop(self._ends)[1], (None, 0.0))
             if entry is not None and self.remove_if_over(entry, now):
-                over.append(entry)
-        return over
+                return entry
+        return None

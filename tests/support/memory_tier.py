@@ -153,7 +153,7 @@ async def turns(count: int = 20) -> None:
 def play(
     *tiers: Callable[[], MemoryTier], write_back: bool = False
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Has a test run with an open rig, which is then closed and checked for leaks. Without tiers: one `MemoryTier`."""
+    """Runs a test with an open rig, of one `MemoryTier` unless others are given; closes it, and checks for leaks."""
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
         def run() -> None:

@@ -11,18 +11,22 @@ def _lease(id: int, deadline: float, *entries: Entry) -> Lease:
 
 
 def _table(*leases: Lease) -> HoldTable[Lease]:
-    table: HoldTable[Lease] = HoldTable()
+    table: HoldTable[Lease] = HoldTable("lease", "look up again")
     for lease in leases:
         table.add(lease)
     return table
 
 
-def test_holdings_end_at_their_deadline_and_not_before() -> None:
+def _expired(table: HoldTable[Lease], now: float) -> list[int]:
+    return [hold.id for hold in iter(lambda: table.pop_expired(now), None)]
+
+
+def test_holds_end_at_their_deadline_and_not_before() -> None:
     table = _table(_lease(1, 5.0), _lease(2, 3.0), _lease(3, 9.0))
-    assert table.pop_expired(2.999) == []
-    assert [hold.id for hold in table.pop_expired(5.0)] == [2, 1]
+    assert table.pop_expired(2.999) is None
+    assert _expired(table, 5.0) == [2, 1]
     assert [hold.id for hold in table.values()] == [3]
-    assert table.pop_expired(5.0) == []
+    assert table.pop_expired(5.0) is None
 
 
 def test_what_was_given_back_does_not_expire() -> None:
@@ -30,7 +34,7 @@ def test_what_was_given_back_does_not_expire() -> None:
     table = _table(first, _lease(2, 5.0))
     assert table.pop(1) is first
     assert table.pop(1) is None and table.get(1) is None
-    assert [hold.id for hold in table.pop_expired(5.0)] == [2]
+    assert _expired(table, 5.0) == [2]
     assert len(table) == 0
 
 
@@ -42,7 +46,7 @@ def test_what_was_added_is_found_until_it_ends() -> None:
     assert table.get(7) is None
 
 
-def test_a_holding_covers_its_entries_by_identity_not_by_name() -> None:
+def test_a_hold_covers_its_entries_by_identity_not_by_name() -> None:
     ours, same_name = (Entry(GROUP, block_hash("a"), None, offset, 0) for offset in (0, 256))
     lease = _lease(1, 1.0, ours)
     assert lease.covers(ours)
