@@ -1,7 +1,7 @@
-"""What does the server's bookkeeping weigh? Bytes (PSS) an entry, beyond the arena, at a million entries or more.
+"""How much memory does the server need for each entry, beside the arena? Bytes (PSS), at a million entries or more.
 
-The pool is built in a process of its own, over an arena of offsets only (2 MiB slots, no memory behind them), and
-filled in prefix chains of 256 blocks, every one complete. `--shards NUM_SHARDS` is that process.
+A child process builds the pool over an arena of offsets (2 MiB slots without memory) and fills it with complete blocks,
+in prefixes of 256. `--shards NUM_SHARDS` runs that child.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEADLINE_S = 600.0
 
 
 def own_bytes() -> int:
-    """Memory of this process that is backed now: PSS, of which pages that others share are only a part."""
+    """PSS of this process: its resident memory, with its share of the pages that it shares with others."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text()
     (kib,) = re.findall(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
@@ -39,19 +39,19 @@ def own_bytes() -> int:
 
 
 def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
-    """Puts `entries` blocks, chain by chain."""
+    """Puts `entries` blocks, prefix by prefix."""
     shards = ShardRange(0, num_shards)
     for start in range(0, entries, CHAIN_BLOCKS):
         stop = min(start + CHAIN_BLOCKS, entries)
         hashes = [hashlib.sha256(idx.to_bytes(8, "big")).digest() for idx in range(start, stop)]
         grant = pool.put_start(fingerprint, [BlockRun(0, hashes)], shards)
-        # Checksums as large as real ones, so that nothing is a cached small integer.
+        # As large as real checksums: Python would share small integers.
         sums = range((1 << 63) + start * num_shards, (1 << 63) + stop * num_shards)
         pool.put_end(grant.ticket_id, sums)
 
 
 def measure(num_shards: int, entries: int) -> float:
-    """Bytes an entry of a pool built here."""
+    """Builds a pool in this process; returns its bytes for each entry."""
     slots = -(-entries // EXTENTS_PER_ARENA) * EXTENTS_PER_ARENA
     pool = Pool(Arena(slots * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
     group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, SLOT_BYTES // num_shards)
@@ -65,9 +65,11 @@ def measure(num_shards: int, entries: int) -> float:
 
 def main(
     entries: Annotated[int, typer.Option(help="Entries in the pool.")] = 1_000_000,
-    shards: Annotated[int, typer.Option(help="Only measure a pool of so many shards, and print it.")] = 0,
+    shards: Annotated[
+        int, typer.Option(help="Measure one pool with this many shards, in this process, and print the bytes.")
+    ] = 0,
 ) -> None:
-    """Measures in one child a shard count, and reports."""
+    """Measures each shard count in a child, and reports."""
     if shards:
         print(measure(shards, entries))
         return

@@ -63,7 +63,8 @@ def test_published_policies_have_a_line_each_and_a_row_for_the_best(monkeypatch,
     result = run()
     lines = {line["name"]: line["y"] for line in result["series"] if line["plot"] == "hit ratio of published policies"}
     assert lines == {"good": [0.5] * 4, "bad": [0.25] * 4}
-    assert [row["figure"] for row in result["rows"] if row["what"].startswith("best published policy")] == [0.5] * 4
+    assert [row["figure"] for row in result["rows"] if row["what"].startswith("best published policy, ")] == [0.5] * 4
+    assert any(row["what"] == "loops, 10 %: best published policy" for row in result["rows"])
 
 
 @pytest.mark.skipif(bool(libcachesim.missing()), reason=libcachesim.missing())

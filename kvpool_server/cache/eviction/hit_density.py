@@ -53,8 +53,9 @@ MAX_GROWTH = 6
 
 _DEPTHS = [1] + [base << shift for shift in range(24) for base in (2, 3)]
 SAMPLES = {depth: after - depth for depth, after in itertools.pairwise(_DEPTHS)}
-"""Depth in a prefix -> weight, in blocks. Only blocks at depths 1, 2, 3, 4, 6, 8, 12, 16, 24, ... are observed, each
-for all blocks up to the next: blocks of a prefix share its fate, and time and memory grow with its logarithm alone."""
+"""Depth in a prefix (its first block has depth 0) -> weight, in blocks. Only blocks at depths 1, 2, 3, 4, 6, 8, 12, 16,
+24, ... are observed, each for all blocks up to the next: they share the prefix's fate, and observing all would cost
+time and memory in proportion to its length."""
 GHOSTS_PER_ENTRY = 0.5
 """Ghosts for each entry of the policy. On the Mooncake trace twice as many gave no more hits."""
 MIN_GHOSTS = 1_000

@@ -39,7 +39,7 @@ class Partition:
         return self._worth
 
     def recent_worth(self, max_calls: int, chosen: Chosen, stamp: int) -> float | None:
-        """The last result of `worth` if at most `max_calls` calls old, else a new one."""
+        """The last result of `worth` if fewer than `max_calls` calls old, else a new one."""
         if self._worth is None or stamp - self._worth_at >= max_calls * TICK:
             return self.worth(chosen, stamp)
         return self._worth

@@ -1,4 +1,4 @@
-"""What an evictor does under every evictor."""
+"""What an evictor does, whatever its policy."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_all_or_nothing(evictor: Evictor) -> None:
     assert evict(evictor, 3) == prefix[::-1], "the failure changed the queue"
 
 
-def test_a_prefix_is_eaten_from_its_end(evictor: Evictor) -> None:
+def test_a_prefix_is_evicted_from_its_end(evictor: Evictor) -> None:
     prefixes = [make_chain(name, 0, 0, 0) for name in "abcd"]
     for nth, prefix in enumerate(prefixes, 1):
         _stored(evictor, nth * TICK, prefix)
