@@ -1,7 +1,7 @@
-"""Keeps the memory that gRPC messages come and go in.
+"""Keeps the memory of gRPC messages in this process when they are freed.
 
-By default glibc gives a freed megabyte back to the kernel, and the next message pays page faults for the same memory
-again: more than the copy into it. What is kept is bounded by the largest traffic at one time, plus `KEEP_BYTES`.
+By default glibc returns a freed megabyte to the kernel, and the next message pays page faults, which cost more than the
+copy into it. The memory kept is bounded by the largest traffic at one time, plus `KEEP_BYTES`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import ctypes
 
 KEEP_BYTES = 64 << 20
 MMAP_FROM_BYTES = 32 << 20
-"""Larger blocks are still mapped and unmapped one by one; glibc allows no more."""
+"""Larger allocations are still mapped and unmapped one by one; glibc allows no higher threshold."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> bool:
-    """Sets this process's allocator; False where it cannot be set (not glibc), which costs only speed.
+    """Configures this process's malloc. False if it cannot be configured (not glibc), which costs only speed.
 
     Source: mallopt(3).
     """

@@ -83,7 +83,7 @@ def test_what_grpc_writes_past_every_logger(shared_server: ServerProcess, shm_di
 def test_a_worker_that_dies(pool_server: StartServer) -> None:
     server = pool_server(*JSON)
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    worker = next(pid for pid in children if "data.worker" in Path(f"/proc/{pid}/cmdline").read_text())
+    worker = next(pid for pid in children if "data_plane.worker" in Path(f"/proc/{pid}/cmdline").read_text())
     os.kill(int(worker), signal.SIGKILL)
     wait_for(lambda: "a data worker died" in server.stderr, "the log tells of it")
     server.kill()
