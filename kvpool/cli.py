@@ -1,4 +1,4 @@
-"""The `kvpool` command: questions and orders to a running server."""
+"""The `kvpool` command: inspects and operates a running server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Talk to a running kvpool-server.",
+    help="Inspect and operate a running kvpool-server.",
 )
 QUIET_S = 5.0
 """After this long without a message `kvpool events` asks for messages that may have been lost."""
@@ -44,9 +44,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command()
 def ping(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    transport: Annotated[str, typer.Option(help=f"Try this one: {', '.join(TRANSPORTS)}.")] = "auto",
+    transport: Annotated[str, typer.Option(help=f"Transport to try: {', '.join(TRANSPORTS)}.")] = "auto",
 ) -> None:
-    """Is the server there, and how would bytes travel?"""
+    """Check that the server answers, and which transport a client gets."""
     with _client(endpoint, transport) as client:
         version, uptime_s = client.ping()
         typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
@@ -57,7 +57,7 @@ def ping(
 
 @app.command()
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
-    """What the pool holds and has done."""
+    """Show what the pool holds and has done, under the names of its metrics."""
     with _client(endpoint) as client:
         snapshot = client.stats()
     tiers = [_metrics(tier) for tier in snapshot.tiers]
@@ -96,11 +96,11 @@ def namespaces(
         tuple[str, str] | None,
         typer.Option(
             metavar="A B",
-            help="Only print in which fields namespaces A and B differ (fingerprints, or their first characters).",
+            help="Only print the fields in which namespaces A and B differ (fingerprints, or their first characters).",
         ),
     ] = None,
 ) -> None:
-    """Which models' blocks the pool holds; why two engines do not share."""
+    """List the namespaces and what each holds; --diff shows why two engines do not share blocks."""
     if diff is not None:
         _print_differences(endpoint, diff, as_json)
         return
@@ -116,7 +116,7 @@ def namespaces(
 
 
 def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
-    """Its fingerprint and model, and lines of what there is to say of it."""
+    """A namespace as a line with its fingerprint and model, and lines of facts."""
     limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
     facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
     if info.hit_ratio is not None:
@@ -131,7 +131,7 @@ def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
         f"{info.opened}; last used {duration_text(info.idle_seconds)} ago",
         *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
     ]
-    return "\n    ".join(map(printable, lines))  # Models and tenants are called what their engines say.
+    return "\n    ".join(map(printable, lines))  # Engines choose the names of models and tenants.
 
 
 def _row(info: NamespaceInfo, bounds: Sequence[Quota]) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
         typer.echo(f"{a.hex()[:12]} and {b.hex()[:12]} at {endpoint} differ in no field")
         return
     columns = [Column(f"{each.hex()[:12]}, {known[each].opened}", overflow="fold") for each in (a, b)]
-    table = Table("field", *columns, title=f"what two namespaces at {endpoint} differ in")
+    table = Table("field", *columns, title=f"differences between two namespaces at {endpoint}")
     for field, ours, theirs in rows:
-        # Escaped: Rich takes what is in brackets for markup.
+        # Rich would read text in brackets as markup.
         table.add_row(
             escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
         )
@@ -168,7 +168,7 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
 
 
 def _values(difference: Difference) -> tuple[str, Any, Any]:
-    """A field and its two values; a tenant's own are not shown to others."""
+    """A field and its two values, which are hidden where they are private to a tenant."""
     if difference.is_private:
         return difference.field, "(differs)", "(differs)"
     return difference.field, difference.ours, difference.theirs
@@ -180,14 +180,14 @@ def quota(
         list[str] | None,
         typer.Argument(
             metavar="[SUBJECT=SIZE]...",
-            help="tenant:NAME=20GiB, or namespace:FINGERPRINT=20GiB, of which the first characters do; "
-            "SUBJECT=0 takes a bound away. None: only list.",
+            help="tenant:NAME=20GiB, or namespace:PREFIX=20GiB with the first characters of a fingerprint; SUBJECT=0 "
+            "removes a quota. Without any: list the quotas.",
         ),
     ] = None,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     as_json: AsJson = False,
 ) -> None:
-    """Bound what tenants or namespaces hold of the arena; say what the bounds are. Lasts until the server stops."""
+    """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
     wanted = [parse_quota(text) for text in quotas or ()]
     with _client(endpoint) as client:
         found = client.set_quotas(wanted) if wanted else client.quotas()
@@ -208,9 +208,9 @@ def clear(
         str | None,
         typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of every namespace.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Drop the blocks of every namespace.")] = False,
 ) -> None:
-    """Drop every block of a namespace, or of all."""
+    """Drop every block of one namespace, or of all."""
     if everything == (namespace is not None):
         raise InvalidRequestError("give either --namespace, or --all to drop the blocks of every model")
     with _client(endpoint) as client:
@@ -225,17 +225,18 @@ def clear(
 def events(
     endpoint: Annotated[str, typer.Argument(help="The server's --kv-events, for example tcp://127.0.0.1:5557.")],
     replay: Annotated[
-        str, typer.Option(help="Its --kv-events-replay: begin with all that the pool holds, and miss nothing.")
+        str,
+        typer.Option(help="The server's --kv-events-replay: begin with a snapshot, and recover lost messages."),
     ] = "",
-    seconds: Annotated[float, typer.Option(help="Stop after so long; 0: never.")] = 0.0,
+    seconds: Annotated[float, typer.Option(help="Stop after this many seconds; 0: never.")] = 0.0,
 ) -> None:
-    """Print the KV events that a server publishes, one message a line, as JSON."""
+    """Print the KV events that a server publishes: one message per line, as JSON."""
     from kvpool.events import Subscriber
 
     ends_at = time.monotonic() + seconds if seconds else float("inf")
     missed, heard, waiting = 0, False, False
     with Subscriber(endpoint, replay) as subscriber:
-        typer.echo(f"kvpool: following {endpoint}; nothing comes while nothing happens, or nobody publishes", err=True)
+        typer.echo(f"kvpool: following {endpoint}; a server publishes only when blocks change", err=True)
         while (remaining_s := ends_at - time.monotonic()) > 0:
             try:
                 messages = subscriber.receive(timeout_ms=int(1_000 * min(remaining_s, QUIET_S)))
@@ -243,23 +244,23 @@ def events(
                 if not heard:
                     raise
                 if not waiting:
-                    typer.echo(f"kvpool: {error}; has the server stopped? Waiting for it", err=True)
+                    typer.echo(f"kvpool: {error}; the server may have stopped; still waiting", err=True)
                 waiting = True
                 continue
             heard, waiting = True, False
             for message in messages:
                 typer.echo(json.dumps(dataclasses.asdict(message), default=bytes.hex))
             if subscriber.missed > missed:
-                typer.echo(f"kvpool: missed {subscriber.missed - missed} messages; --replay would get them", err=True)
+                typer.echo(f"kvpool: missed {subscriber.missed - missed} messages; --replay recovers them", err=True)
                 missed = subscriber.missed
 
 
 def _resolve(client: Client, prefix: str) -> bytes:
     if not prefix:
-        raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all instead")
+        raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all for every namespace")
     fingerprints = [info.fingerprint for info in client.namespaces(holdings=False)]
     if len(prefix) == 2 * HASH_BYTES and not prefix.strip(string.hexdigits):
-        return bytes.fromhex(prefix)  # Maybe only a tier knows it, since a restart.
+        return bytes.fromhex(prefix)  # After a restart only a tier may know the namespace.
     return _one_of(fingerprints, prefix)
 
 
@@ -283,9 +284,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main() -> None:
-    """Entry point of the console script: errors are sentences, not tracebacks."""
+    """Entry point of the console script. Prints errors as one sentence."""
     for point in importlib.metadata.entry_points(group="kvpool.commands"):
-        # Other packages' commands are loaded only for who wants them.
+        # Loaded on demand: the commands of other packages import more than most users need.
         if sys.argv[1:2] in ([], ["--help"], [point.name]):
             app.add_typer(point.load(), name=point.name)
     try:

@@ -12,9 +12,9 @@ class TierHoldings:
     """What one tier holds of a namespace.
 
     Args:
-        tier: its name.
-        num_entries: blocks.
-        nbytes: of them.
+        tier: the tier's name.
+        num_entries: blocks that the tier holds.
+        nbytes: size of those blocks.
     """
 
     tier: str
@@ -27,15 +27,16 @@ class NamespaceInfo:
     """An open namespace, as its server knows it.
 
     Args:
-        num_entries: complete blocks.
-        nbytes: of their slots.
-        lookup_blocks: blocks asked for since it was opened there.
-        lookup_hits: of them, found complete.
-        age_seconds: since it was opened there.
-        idle_seconds: since an engine last used it: opened it, put, or looked up with a lease.
-        superseded: newer weights have taken its place, and nobody has used it since: evicted first.
-        tiers: what the tiers hold of it, as far as the server knows.
-        opened_by: host of the client that opened it first on that server; empty if it did not say.
+        num_entries: complete blocks in the arena.
+        nbytes: size of those blocks' slots.
+        lookup_blocks: blocks that lookups asked for since the namespace was opened.
+        lookup_hits: blocks of those that lookups found complete.
+        age_seconds: time since the namespace was opened on this server.
+        idle_seconds: time since an engine last opened it, put, or looked up with a lease.
+        superseded: an engine has opened a namespace of newer weights, and no engine has used this one since. Its blocks
+            are evicted first.
+        tiers: what each tier holds of the namespace, as far as the server knows.
+        opened_by: host of the client that opened the namespace first on this server; empty if unknown.
     """
 
     spec: NamespaceSpec
@@ -52,23 +53,23 @@ class NamespaceInfo:
 
     @property
     def hit_ratio(self) -> float | None:
-        """Of the blocks asked for, how many were there; None if none were asked for."""
+        """Share of the blocks asked for that lookups found; None before the first lookup."""
         return self.lookup_hits / self.lookup_blocks if self.lookup_blocks else None
 
     @property
     def opened(self) -> str:
-        """For people: "opened by HOST, 3 min ago"."""
-        whose = f"opened by {self.opened_by}" if self.opened_by else "found in a tier, or opened by a nameless host"
+        """Text such as "opened by HOST, 3 min ago"."""
+        whose = f"opened by {self.opened_by}" if self.opened_by else "found in a tier, or opened by an unknown host"
         return f"{whose}, {duration_text(self.age_seconds)} ago"
 
 
 def printable(text: str) -> str:
-    """What others have written as it may stand in logs and on terminals: without control characters and line ends."""
+    """Text from outside, made safe for logs and terminals: without control characters and line ends."""
     return "".join(char for char in text if char.isprintable())
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the largest unit of which it has two: "3 min"."""
+    """A duration in the largest unit that it holds at least twice: "3 min"."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

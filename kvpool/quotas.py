@@ -1,4 +1,4 @@
-"""Quotas as people write them: SUBJECT=SIZE."""
+"""Quotas and sizes as text: SUBJECT=SIZE, such as tenant:acme=20GiB."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parse_quota(text: str) -> Quota:
     """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0.
 
     Raises:
-        InvalidRequestError: it is none; says what is wrong with it.
+        InvalidRequestError: names the fault.
     """
     subject, equals, size = text.strip().rpartition("=")
     if not equals:
@@ -31,17 +31,17 @@ def parse_quota(text: str) -> Quota:
 def _nbytes(text: str, size: str) -> int:
     match = _SIZE.fullmatch(size.strip())
     if match is None or match[2].lower() not in _BY_LOWER:
-        raise InvalidRequestError(f"quota {text!r}: {size!r} is no size; give bytes, or 512MiB, 20GiB, 1.5TiB")
+        raise InvalidRequestError(f"quota {text!r}: {size!r} is not a size; give bytes, or 512MiB, 20GiB, 1.5TiB")
     nbytes = int(float(match[1]) * _BY_LOWER[match[2].lower()]) if "." in match[1] else int(match[1])
     if "." not in match[1]:
         nbytes *= _BY_LOWER[match[2].lower()]
     if nbytes >= 1 << 63 or (nbytes == 0 and float(match[1])):
-        raise InvalidRequestError(f"quota {text!r}: {size!r} is not within 1 byte and 8 EiB")
+        raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
     return nbytes
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes as people read them: 20 GiB, 1.5 TiB."""
+    """A number of bytes in its largest unit: 20 GiB, 1.5 TiB."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -81,7 +81,7 @@ def serve(
     settings = load(given, config)
     logs.configure(settings.log_format, settings.log_level)
     if links := service_links(os.environ, ENV_PREFIX):
-        log.info("ignored variables that link to Kubernetes services", names=sorted(links))
+        log.info("ignored environment variables that Kubernetes sets for its Services", names=sorted(links))
     keep_freed_memory()
     keep_collections_short()
     asyncio.run(_run(settings))
@@ -95,36 +95,40 @@ async def _run(settings: ServerConfig) -> None:
     stopping = asyncio.create_task(server.wait())
     starting = asyncio.create_task(server.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # It waits for a predecessor, maybe for minutes.
+    if not starting.done():  # A start may wait minutes for a predecessor to release memory or a tier.
         starting.cancel()
         await asyncio.wait((starting,))
-        log.info("stopped before it was ready")
+        log.info("stopped before the start had ended")
         return
     await starting
     host = split_address(settings.listen)[0]
     if host in EVERYWHERE:
         log.warning(
-            "anybody who can reach this host can read and write the pool, which asks nobody who they are: "
-            "keep its ports closed to all but your engines, or give --listen an address that only they can reach"
+            "any host that can reach this one can read and write the pool, which authenticates no client: "
+            "close its ports to all hosts but your engines, or give --listen an address that only they can reach"
         )
         host = socket.gethostname()
     if server.engine is not None:
         log.warning(
-            "the Transfer Engine listens on all addresses: who can reach its ports can read and write the pool; "
-            "keep them closed to all but your engines"
+            "the Transfer Engine listens on all addresses: any host that can reach its ports can read and write the "
+            "pool; close them to all hosts but your engines"
         )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(
-            "other hosts' bytes will go through gRPC, which is slower: --data-listen is for this host alone; "
-            "give it an address that they can reach"
+            "clients on other hosts will move bytes through gRPC, which is slower, because only this host can reach "
+            "--data-listen; give it an address that they can reach"
         )
     endpoint = f"{host}:{server.port}"
+    transfer_config = _kv_transfer_config(endpoint)
     if settings.log_format == "json":
         log.info(
-            "ready", endpoint=endpoint, metrics_and_health=_http_url(server), kv_transfer_config=_told_vllm(endpoint)
+            "ready",
+            endpoint=endpoint,
+            metrics_and_health=_http_url(server),
+            kv_transfer_config=transfer_config,
         )
     else:
-        typer.echo(_welcome(endpoint, server))
+        typer.echo(_welcome(endpoint, server, transfer_config))
     try:
         await stopping
     finally:
@@ -135,8 +139,8 @@ def _http_url(server: Server) -> str:
     return f"http://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
 
 
-def _told_vllm(endpoint: str) -> dict[str, Any]:
-    """What vLLM's --kv-transfer-config is to be."""
+def _kv_transfer_config(endpoint: str) -> dict[str, Any]:
+    """The value of vLLM's --kv-transfer-config for engines of this server."""
     return {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
@@ -145,12 +149,12 @@ def _told_vllm(endpoint: str) -> dict[str, Any]:
     }
 
 
-def _welcome(endpoint: str, server: Server) -> str:
+def _welcome(endpoint: str, server: Server, transfer_config: dict[str, Any]) -> str:
     size = size_text(server.pool.arena.arena_bytes)
     return f"""kvpool-server {__version__}: {size} on {endpoint}; metrics and health: {_http_url(server)}
 Point vLLM at it:
   vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\
-    '{json.dumps(_told_vllm(endpoint), separators=(",", ":"))}'
+    '{json.dumps(transfer_config, separators=(",", ":"))}'
 """
 
 

@@ -1,9 +1,9 @@
 """Keeps Python's cyclic garbage collector from stopping the server.
 
-An entry is an object that the collector tracks, so a full collection among millions of them takes a good part of a
-second; nobody is answered meanwhile. Entries need no collector: they are freed by their reference counts. So what has
-come through one full collection is looked at by no later one (`gc.freeze`), and full collections come more often: each
-sees only what is new since the last. Cycles among young objects are found as ever.
+The collector tracks every entry, so a full collection among millions of entries takes a good part of a second, during
+which the server answers no call. Entries do not need the collector: their reference counts free them. So objects that
+survive one full collection are exempt from later ones (`gc.freeze`). Full collections run more often, and each examines
+only objects made since the last. Cycles among young objects are still found.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import gc
 from collections.abc import Iterator
 
 THRESHOLDS = (700, 10, 3)
-"""Python's own are 700, 10, 10: more entries are new by the time of a full collection."""
+"""Python's defaults are 700, 10, 10, with which more new entries wait for each full collection."""
 
 
 def keep_collections_short() -> None:
-    """Sets this process's collector. Idempotent."""
-    if _freeze_survivors not in gc.callbacks:
-        gc.callbacks.append(_freeze_survivors)
+    """Configures this process's garbage collector. Idempotent."""
+    if freeze_survivors not in gc.callbacks:
+        gc.callbacks.append(freeze_survivors)
     gc.set_threshold(*THRESHOLDS)
     gc.collect()
 
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """While millions of objects are made that stay: looking through them again and again costs as much."""
+    """Turns the collector off while the body makes millions of lasting objects, which it would examine repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -36,6 +36,7 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
+def freeze_survivors(phase: str, info: dict[str, int]) -> None:
+    """A callback of the collector: exempts from later collections what a full collection has kept."""
     if phase == "stop" and info["generation"] == 2:
         gc.freeze()

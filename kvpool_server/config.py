@@ -21,27 +21,28 @@ _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
 
 
 class ServerConfig(BaseModel):
-    """Every setting says meaning, unit, and when to change it."""
+    """Each description says what the setting means, its unit, and when to change it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for gRPC. Port 0 takes a free one.")
+    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for gRPC; port 0 takes any free port.")
     http_listen: str = Field(
-        "127.0.0.1:50052", description="HOST:PORT for /metrics and /healthz. Port 0 takes a free one; empty: none."
+        "127.0.0.1:50052",
+        description="HOST:PORT for /metrics and /healthz; port 0 takes any free port. Empty: no HTTP.",
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
-        description="HOST:PORT where data workers move bytes over TCP, for clients that share no memory. Port 0 takes "
-        "a free one; empty: none, and the bytes go through gRPC.",
+        description="HOST:PORT of the data port, where worker processes move bytes over TCP for other hosts' clients; "
+        "port 0 takes any free port. Empty: those bytes go through gRPC, which is slower.",
     )
     data_workers: int = Field(
         0,
         ge=0,
         le=64,
-        description="Processes that serve --data-listen; 0: one for each four cores, from one to four.",
+        description="Worker processes of the data port. 0: one for every four cores, at least one and at most four.",
     )
     memory: ByteSize = Field(
-        ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. As much as the host can spare."
+        ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. Give it what the host can spare."
     )
     policy: str = Field(
         DEFAULT_POLICY,
@@ -51,62 +52,67 @@ class ServerConfig(BaseModel):
     )
     tier: tuple[str, ...] = Field(
         (),
-        description="A place under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT; several are "
-        "asked in their order. In the environment, ; separates them.",
+        description="A tier under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT. Repeat the "
+        "flag for several tiers, which are searched in this order; in the environment, separate them with ;.",
     )
     quota: tuple[str, ...] = Field(
         (),
-        description="Most that a tenant or a namespace may hold of the arena: tenant:NAME=SIZE, or "
-        "namespace:FINGERPRINT=SIZE, of which the first characters do. One a flag; a list in the file; with commas in "
-        "the environment.",
+        description="Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or "
+        "namespace:PREFIX=SIZE with the first characters of a fingerprint. Repeat the flag for several quotas; in the "
+        "environment, separate them with commas.",
     )
-    shm_dir: str = Field("/dev/shm", description="RAM-backed directory for the arena; clients on this host map it.")
+    shm_dir: str = Field(
+        "/dev/shm",
+        description="RAM-backed directory (tmpfs) for the arena's shared memory, which clients on this host map.",
+    )
     mooncake: Literal["off", "tcp", "rdma"] = Field(
-        "off", description="Also serve bytes through Mooncake's Transfer Engine: off, tcp or rdma."
+        "off", description="Whether clients may also move bytes through Mooncake's Transfer Engine: off, tcp or rdma."
     )
     mooncake_device: str = Field(
-        "", description="RDMA devices of the Transfer Engine, e.g. mlx5_0 or mlx5_0,mlx5_1; empty: all."
+        "", description="RDMA devices of the Transfer Engine, e.g. mlx5_0 or mlx5_0,mlx5_1. Empty: all devices."
     )
     mooncake_host: str = Field(
-        "", description="Name or address by which clients reach the Transfer Engine; empty: as in --listen."
+        "", description="Host name or address at which clients reach the Transfer Engine. Empty: the host of --listen."
     )
     max_ttl_ms: int = Field(
-        120_000, ge=100, le=3_600_000, description="Longest lease or ticket a client gets, milliseconds."
+        120_000, ge=100, le=3_600_000, description="Longest lease or ticket that a client may hold, in milliseconds."
     )
     grace_ms: int = Field(
         30_000, ge=0, le=3_600_000,
-        description="How long the space of a writer that vanished waits for its last writes, milliseconds.",
+        description="How long slots stay in quarantine after their writer's ticket has expired, in milliseconds: a "
+        "stalled writer may still write there.",
     )  # fmt: skip
     drain_ms: int = Field(
         5_000,
         ge=0,
         le=600_000,
-        description="How long calls under way may go on after SIGTERM, and then blocks on their way to a tier, ms.",
+        description="How long the server finishes calls, and writes to tiers, after SIGTERM, in milliseconds.",
     )
     kv_events: str = Field(
         "",
-        description="Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes a free one) or ipc://PATH; "
-        "empty: no events.",
+        description="Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes any free port) or ipc://PATH. "
+        "Empty: no events.",
     )
     kv_events_replay: str = Field(
-        "", description="Where subscribers ask for events they missed, or for all blocks: tcp or ipc; empty: nowhere."
+        "",
+        description="Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere.",
     )
-    kv_events_topic: str = Field("kv", description="What every topic begins with: TOPIC@FINGERPRINT@MODEL.")
+    kv_events_topic: str = Field("kv", description="First part of every KV event topic: TOPIC@FINGERPRINT@MODEL.")
     kv_events_medium: str = Field(
         "CPU", min_length=1,
-        description="Where subscribers are told that blocks lie; change it if your router means another word.",
+        description="Storage medium that KV events name; change it if your router expects another word.",
     )  # fmt: skip
     kv_events_hashes: Literal["int", "bytes"] = Field(
         "int",
-        description="How blocks are named: int (low 64 bits of their hash) or bytes (all of it), as by engines.",
+        description="How KV events name blocks: int (the low 64 bits of the hash) or bytes (the whole hash).",
     )
     kv_events_buffer: int = Field(
-        10_000, ge=1_000, le=1_000_000, description="Messages kept for subscribers that missed some."
+        10_000, ge=1_000, le=1_000_000, description="KV event messages kept for subscribers that missed some."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level that is logged: debug, info, warning or error."
+        "info", description="Lowest level that is logged: debug, info, warning or error."
     )
-    log_format: Literal["console", "json"] = Field("console", description="How log lines look: console or json.")
+    log_format: Literal["console", "json"] = Field("console", description="Format of log lines: console or json.")
 
     @field_validator("listen", "http_listen", "data_listen")
     @classmethod
@@ -134,7 +140,7 @@ class ServerConfig(BaseModel):
             raise ValueError(str(error)) from None
         for nth, spec in enumerate(specs):
             if any(spec.place == other.place for other in specs[:nth]):
-                raise ValueError(f"{spec.place} is there twice; give each place once")
+                raise ValueError(f"{spec.place} is given twice; give each place once")
         return value
 
     @field_validator("kv_events", "kv_events_replay")
@@ -144,14 +150,14 @@ class ServerConfig(BaseModel):
         if scheme == "tcp":
             split_address(place)
         elif value and (scheme != "ipc" or not place):
-            raise ValueError("it is neither tcp://HOST:PORT nor ipc://PATH")
+            raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
         return value
 
     @field_validator("kv_events_topic")
     @classmethod
     def _check_topic(cls, value: str) -> str:
         if "@" in value:
-            raise ValueError("@ separates what follows; leave it out")
+            raise ValueError("contains @, which separates the parts of a topic; leave it out")
         return value
 
     @field_validator("quota", mode="before")
@@ -167,7 +173,7 @@ class ServerConfig(BaseModel):
         except InvalidRequestError as error:
             raise ValueError(str(error)) from None
         if len(set(subjects)) < len(value):
-            raise ValueError("a subject is there twice, or has 0 bytes; give each once, with a size")
+            raise ValueError("a subject is given twice, or with 0 bytes; give each subject once, with a size")
         return value
 
     @field_validator("memory")
@@ -179,15 +185,15 @@ class ServerConfig(BaseModel):
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
-    """The settings in force.
+    """The settings, each from the source that has precedence.
 
     Args:
-        flags: what the command line gave.
-        config_file: a TOML file; None for none.
-        environ: the environment; the process's by default.
+        flags: the settings given on the command line.
+        config_file: a TOML file, or None.
+        environ: the environment variables; by default those of the process.
 
     Raises:
-        ConfigError: names the source, the key, the value and what is wrong.
+        ConfigError: names the source, the key, the value and the fault.
     """
     environ = dict(os.environ) if environ is None else environ
     from_environment = _from_environment(environ)
@@ -204,9 +210,12 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
             source = ENV_PREFIX + key.upper()
         field = ServerConfig.model_fields.get(key)
         wanted = f". {field.description}" if field is not None else ""
+        if first["type"] == "literal_error":
+            choices = first["ctx"]["expected"].replace("'", "")
+            raise ConfigError(f"unknown {key} {first['input']!r} ({source}); choose {choices}") from None
         wrong = first["msg"].removeprefix("Value error, ")
         if first["type"].startswith("byte_size"):
-            wrong = "it is no size; give bytes, or 512MiB, 20GiB, 1.5TiB"
+            wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
         raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 

@@ -1,6 +1,6 @@
-"""The server's log stream: lines for people, or JSON from the first line to the last.
+"""The server's log: lines for people, or JSON from the first line to the last.
 
-The format is known before the settings are: what is wrong with them is to be said in it.
+The format is read before the settings are resolved, so that errors in the settings have the right format, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """What --log-format will be: flag > environment > file. False where nobody can tell."""
+    """Whether --log-format will be json: flag > environment > file. False if the settings cannot be read."""
     wanted = _flag(arguments, "--log-format") or environ.get("KVPOOL_LOG_FORMAT")
     file = _flag(arguments, "--config") or environ.get("KVPOOL_CONFIG")
     if not wanted and file:
@@ -41,7 +41,7 @@ def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 
 def _flag(arguments: Sequence[str], name: str) -> str | None:
-    """The value that is in force: the last."""
+    """The value of a flag: the last one counts."""
     found = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=False):
         if argument == name:
@@ -53,7 +53,7 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
 
 @contextlib.contextmanager
 def json_lines() -> Iterator[None]:
-    """Everything that is written to standard error meanwhile is JSON, line by line, whoever writes it."""
+    """While the body runs, every line on standard error is JSON, also from libraries and child processes."""
     stream = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
     reading, writing = os.pipe()
     filtered = subprocess.Popen(
@@ -72,13 +72,13 @@ def json_lines() -> Iterator[None]:
     finally:
         sys.stderr.flush()
         os.dup2(stream.fileno(), sys.stderr.fileno())
-        # The filter goes on for as long as a process has the pipe, and one may outlive the server.
+        # The filter runs until every process has closed the pipe, and a child may outlive the server.
         with contextlib.suppress(subprocess.TimeoutExpired):
             filtered.wait(END_S)
 
 
 def _route_python_to(stream: TextIO) -> None:
-    """Has Python's loggers, warnings and tracebacks write whole records to a stream."""
+    """Sends Python's log records, warnings and tracebacks to a stream, each as one line."""
     renderer = structlog.processors.JSONRenderer()
     structlog.configure(processors=[*_SHARED, renderer], logger_factory=structlog.PrintLoggerFactory(stream))
     handler = logging.StreamHandler(stream)
@@ -90,7 +90,7 @@ def _route_python_to(stream: TextIO) -> None:
     )
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
-    sys.excepthook = lambda *error: log.critical("the server ends with an error", exc_info=error)
+    sys.excepthook = lambda *error: log.critical("the server ended with an error", exc_info=error)
     threading.excepthook = lambda failed: log.error(
         "a thread ended with an error",
         thread=failed.thread and failed.thread.name,
@@ -99,7 +99,7 @@ def _route_python_to(stream: TextIO) -> None:
 
 
 def configure(log_format: str, level: str) -> None:
-    """One line per event that matters, on stderr. After `json_lines` where the format is json."""
+    """Sets format and level of the log on stderr. For JSON, call it within `json_lines`."""
     if log_format == "console":
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
         structlog.configure(processors=[*_SHARED, renderer], logger_factory=structlog.PrintLoggerFactory(sys.stderr))

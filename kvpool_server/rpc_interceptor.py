@@ -19,7 +19,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RpcInterceptor(grpc.aio.ServerInterceptor):
+class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
     """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
 
     Args:

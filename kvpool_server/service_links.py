@@ -1,11 +1,11 @@
-"""Variables that Kubernetes sets in every pod for each Service, and that look like settings where one is named kvpool.
+"""Environment variables that Kubernetes sets for each Service, and that look like settings if one is named kvpool.
 
 A Service `kvpool-server` with port 50051 named `grpc` gives KVPOOL_SERVER_SERVICE_HOST, KVPOOL_SERVER_SERVICE_PORT,
 KVPOOL_SERVER_SERVICE_PORT_GRPC, KVPOOL_SERVER_PORT, and KVPOOL_SERVER_PORT_50051_TCP with _PROTO, _PORT and _ADDR.
-`enableServiceLinks: false` in the pod's specification turns them off.
+`enableServiceLinks: false` in the pod's specification turns these service links off.
 
-A name alone does not make a service link: a user may believe that KVPOOL_PORT=50051 is a setting, and has to hear that
-there is none. A link belongs to a Service whose host and port are set, too, and has a value as Kubernetes writes it.
+A name alone does not make a service link: a user who sets KVPOOL_PORT=50051 must be told that there is no such setting.
+A link belongs to a Service whose host and port are also set, and its value has the form that Kubernetes writes.
 
 Source: kubernetes `pkg/kubelet/envvars/envvars.go`.
 """
@@ -29,10 +29,10 @@ _ADDRESS = re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_ADDR")
 
 
 def service_links(environ: Mapping[str, str], prefix: str) -> frozenset[str]:
-    """The variables that are links to Services.
+    """The names of the variables that are service links.
 
     Args:
-        prefix: with which the names of all of them begin, such as KVPOOL_.
+        prefix: start of the names to look at, such as KVPOOL_.
     """
     services = [
         name.removesuffix(_HOST)

@@ -1,8 +1,8 @@
-"""Makes JSON of whatever else is written to the server's standard error, for logs that are to be JSON line by line.
+"""A filter that turns lines on the server's standard error into JSON, unless they are JSON already.
 
-gRPC, Mooncake, the C library and the server's other processes write there past every logger of Python. A process of its
-own reads what they write: it also tells of the last words of a server that aborts, and no writer that keeps Python's
-lock can wait for it. Run as a script, without site-packages: it is to start fast, and to be small.
+gRPC, Mooncake, the C library and child processes write there without Python's loggers. The filter is a process of its
+own: it also reports the last lines of a server that aborts, and no thread that holds Python's lock waits for it. It runs
+as a script without site-packages, to start fast and stay small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "critical"}
 
 
 def as_json(line: bytes) -> str:
-    """A line as one of JSON: itself if it is an object already; empty if it says nothing."""
+    """A line as a JSON object: unchanged if it is one already; empty if the line is blank."""
     text = line.decode(errors="replace").strip()
     if text.startswith("{"):
         try:
@@ -36,8 +36,8 @@ def as_json(line: bytes) -> str:
 
 
 def main() -> None:
-    """Copies standard input to standard output until every writer has gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # The server gets them, too, and has yet to say how it ends.
+    """Filters standard input to standard output until every writer has closed it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # The server gets them, too, and logs its stop afterwards.
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         if said := as_json(line):

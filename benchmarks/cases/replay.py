@@ -51,17 +51,9 @@ def main(
     capacities = [max(1, distinct * share // 100) for share in SHARES]
     ratios: dict[str, list[float]] = {}
     seconds = 0.0
-<<<<<<< HEAD
-    published: dict[str, list[float]] = {}
-    if without := libcachesim.missing():
-        print(f"Published policies are left out: {without}", flush=True)
-    num_published = 0 if without else len(libcachesim.POLICIES)
-    steps = num_steps(requests, len(SHARES), len(POLICIES)) + len(WORKLOADS) * len(SMALL_SHARES) + num_published
-=======
     if without := libcachesim.missing():
         print(f"Published policies are left out: {without}", flush=True)
     steps = num_steps(requests, len(SHARES), len(POLICIES)) + (1 + len(WORKLOADS)) * len(SMALL_SHARES)
->>>>>>> r-eviction
     with progress("replays", steps) as advance:
         for policy in POLICIES:
             started = time.process_time()
@@ -76,13 +68,6 @@ def main(
         rows = [
             _row(name, share, ratio) for nth, share in enumerate(SHARES) for name, ratio in _at(nth, ratios).items()
         ]
-<<<<<<< HEAD
-        if published:
-            rows += [
-                Row(f"best published policy, {share} % of the blocks fit: hit ratio", max(at_share), "")
-                for share, at_share in zip(SMALL_SHARES, zip(*published.values(), strict=True), strict=True)
-            ]
-=======
         published: dict[str, list[float]] = {}
         for share in SMALL_SHARES:
             at_share = _published_ratios(requests, share)
@@ -91,7 +76,6 @@ def main(
             if at_share:
                 rows.append(_row("best published policy", share, max(at_share.values())))
             advance()
->>>>>>> r-eviction
         rows.append(
             at_least(
                 "blocks replayed a second of one core",
@@ -107,13 +91,8 @@ def main(
                 advance()
     series = [Series("hit ratio", name, "%", SHARES, "of all blocks", ratios[name], name in LIMITS) for name in ratios]
     series += [
-<<<<<<< HEAD
-        Series("hit ratio of published policies", name, "%", SMALL_SHARES, "of all blocks", published[name])
-        for name in published
-=======
         Series("hit ratio of published policies", name, "%", SMALL_SHARES, "of all blocks", line)
         for name, line in published.items()
->>>>>>> r-eviction
     ]
     report(
         "replay",
@@ -152,11 +131,7 @@ def _published_ratios(requests: Sequence[Request], share: int) -> dict[str, floa
 
 
 def _shape_rows(shape: str, requests: Sequence[Request], share: int) -> list[Row]:
-<<<<<<< HEAD
-    """The default policy beside `lru` and the clairvoyant, on a made-up trace."""
-=======
     """The default policy beside `lru`, the best published policy and the clairvoyant, on a made-up trace."""
->>>>>>> r-eviction
     total, capacity = num_blocks(requests), num_distinct(requests) * share // 100
     ours, leaf_first = (replay(requests, capacity, policy) / total for policy in (DEFAULT_POLICY, "lru"))
     what = f"{shape}, {share} %"

@@ -204,7 +204,7 @@ def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
     [
         ("tenant:acme", "quota 'tenant:acme' has no size; give SUBJECT=SIZE"),
         ("acme=1GiB", "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
-        ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is no size"),
+        ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is not a size"),
         ("namespace:abc=1GiB", "give the first 8 characters of a fingerprint, or more"),
         ("tenant:nobody=0", "there is no quota tenant:nobody to delete"),
     ],
@@ -232,7 +232,7 @@ def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
 
 def test_clear_of_an_empty_name_drops_nothing(cli: Cli, stored: object) -> None:
     """As a script with a variable that is not set would ask."""
-    sentence = "kvpool: --namespace is empty; give a fingerprint, or --all instead\n"
+    sentence = "kvpool: --namespace is empty; give a fingerprint, or --all for every namespace\n"
     assert cli.fails("clear", "--namespace", "") == ("", sentence)
     assert set(_left(cli).values()) == {2}
 

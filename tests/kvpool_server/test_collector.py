@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool_server.collector import THRESHOLDS, _freeze_survivors, keep_collections_short
+from kvpool_server.collector import THRESHOLDS, freeze_survivors, keep_collections_short
 
 
 class Node:
@@ -20,7 +20,7 @@ class Node:
 def _as_before() -> Iterator[None]:
     before = gc.get_threshold()
     yield
-    gc.callbacks.remove(_freeze_survivors)
+    gc.callbacks.remove(freeze_survivors)
     gc.set_threshold(*before)
     gc.unfreeze()
 
@@ -56,4 +56,4 @@ def test_new_cycles_are_found() -> None:
 def test_setting_it_twice_is_setting_it_once() -> None:
     keep_collections_short()
     keep_collections_short()
-    assert gc.callbacks.count(_freeze_survivors) == 1
+    assert gc.callbacks.count(freeze_survivors) == 1

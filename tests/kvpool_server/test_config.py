@@ -182,9 +182,9 @@ def test_quotas_may_be_a_list(toml: Path) -> None:
     ("quota", "says"),
     [
         (["acme=1GiB"], "quota subject 'acme' is none; give tenant:NAME"),
-        (["tenant:a=1GiB", "tenant:a=2GiB"], "a subject is there twice"),
-        (["tenant:a=0"], "has 0 bytes"),
-        (["tenant:a=much"], "'much' is no size"),
+        (["tenant:a=1GiB", "tenant:a=2GiB"], "a subject is given twice"),
+        (["tenant:a=0"], "with 0 bytes"),
+        (["tenant:a=much"], "'much' is not a size"),
     ],
 )
 def test_bad_quotas_are_named(quota: list[str], says: str) -> None:
@@ -240,6 +240,11 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         load({name: value}, None, {})
     assert repr(value) in str(caught.value)
+
+
+def test_a_value_that_is_no_choice_is_told_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"^unknown policy 'x' \(--policy\); choose density or lru$"):
+        load({"policy": "x"}, None, {})
 
 
 def test_a_bad_value_names_its_source(toml: Path) -> None:

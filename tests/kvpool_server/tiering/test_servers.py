@@ -390,7 +390,7 @@ def test_a_path_that_is_not_there_is_made_if_that_is_wanted(pool_server: StartSe
         ("file:~/kv,size=1GiB", "give a path from the root on"),
         ("file:,size=1GiB", "give a path from the root on"),
         ("mooncake:master=nowhere", "master=nowhere: it does not match"),
-        ("file:/tmp/kv,size=1GiB file:/tmp/kv,size=2GiB,name=b", "file:/tmp/kv is there twice"),
+        ("file:/tmp/kv,size=1GiB file:/tmp/kv,size=2GiB,name=b", "file:/tmp/kv is given twice"),
     ],
 )
 def test_what_cannot_be_is_said_at_the_start(tier: str, says: str) -> None:
