@@ -291,7 +291,7 @@ class World:
         self.runtime.clock.advance(seconds)
 
     def _entries(self) -> Iterator[Entry]:
-        for namespace in self.server.pool._namespaces.values():
+        for namespace in self.server.pool.open_namespaces():
             if namespace.spec.model != self._foreign_spec.model:
                 yield from (entry for entry in namespace.entries() if entry.complete)
 
