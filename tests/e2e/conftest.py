@@ -28,7 +28,7 @@ from tests.support.real_engines import wait_until_connected
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
 FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20}
 SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Engines that share two cores must not spin on both, nor compile for seconds what runs once."""
+"""Engines share two cores: one OpenMP thread each, and no compilation of code that runs once."""
 MORE = pytest.mark.more
 """Left to `make test-all`: proves no claim of the README that another test does not prove (docs/testing.md)."""
 NEEDS_FP8_KV = pytest.mark.skipif(
@@ -41,7 +41,7 @@ PATIENT: dict[str, Any] = {
     "store_timeout_ms": 60_000,
     "decline_slow_loads": False,
 }
-"""For tests that assert hits: two busy cores are no reason for a miss."""
+"""For tests that assert hits: deadlines that two busy cores do not miss."""
 
 DIGITS = range(10, 20)
 """Tokens that `write_tokenizer` makes the digits 0 to 9."""
@@ -137,7 +137,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def e2e_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    """A server that no test harms."""
+    """A server that no test stops, fills or corrupts."""
     server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), shm_dir, "--memory", "256MiB", "--grace-ms", "100")
     yield server
     server.stop()
@@ -188,11 +188,11 @@ def _common_engines(
 
 @pytest.fixture(scope="session")
 def plain_engine(_common_engines: list[Engine]) -> Engine:
-    """Without a connector: what it answers is right."""
+    """An engine without a connector: the oracle of right answers."""
     return _common_engines[0]
 
 
 @pytest.fixture(scope="session")
 def engine(_common_engines: list[Engine]) -> Engine:
-    """With kvpool over shared memory; stores and loads."""
+    """An engine with kvpool over shared memory; stores and loads."""
     return _common_engines[1]

@@ -1,4 +1,4 @@
-"""The engines that tests, demo and benchmarks drive: ready for any request, and as real as one that was executed."""
+"""The engines of `testbed`: warmed up, and forked ones answer as executed ones do."""
 
 from __future__ import annotations
 

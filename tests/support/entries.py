@@ -1,4 +1,4 @@
-"""Entries of no pool, for tests of what orders them."""
+"""Pool entries without a pool, for tests of eviction policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = TypeVar("P", bound=Policy)
 
 
 def make_entry(name: object, used: int = 0, parent: Entry | None = None) -> Entry:
-    """A complete one, maybe behind another."""
+    """A complete entry, as the child of `parent` where one is given."""
     made = Entry(GROUP, block_hash(name), parent, 0, used)
     made.present = GROUP.full_mask
     if parent is not None:
@@ -31,7 +31,7 @@ def make_chain(name: str, *used: int) -> list[Entry]:
 
 
 def drop(policy: Policy, *gone: Entry) -> None:
-    """As the pool does it, in this order."""
+    """Drops entries as the pool does, in the order of its calls."""
     for each in gone:
         each.live = False
         if each.parent is not None:
