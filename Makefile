@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 COVERAGE := --cov=kvpool --cov=kvpool_server --cov=vllm_plugin --cov-report=term:skip-covered
 # Tests wait for servers a part of their time: three workers keep two cores busy.
 WORKERS ?= 3
-# A file's tests share servers and engines. In alphabetical order those with real vLLM come early and leave no tail.
+# A file's tests share servers and engines. Files run in the order of tests/conftest.py: the long ones first.
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.ready
 PROTO := kvpool/v1/pool.proto

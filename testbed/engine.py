@@ -164,7 +164,7 @@ class Engine:
         self._ask({"wake_up": True}, 60.0)
 
     def call(self, function: str, *arguments: Any, timeout_s: float = 120.0) -> Any:
-        """What `function(llm, *arguments)` returns in the engine's process; arguments and result as JSON.
+        """Calls `function(llm, *arguments)` in the engine's process; arguments and result travel as JSON.
 
         Args:
             function: as "module:name".
@@ -181,7 +181,7 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the driving process; also the id of its process group."""
+        """Process id of `testbed.engine_process`, which is also its process group."""
         return self._process.pid
 
     def stop(self) -> None:
@@ -242,5 +242,5 @@ def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> 
 
 
 def _cores(num_ranks: int) -> str:
-    """All of them: "auto" leaves one idle in some set-ups and not in others, and a comparison would compare that."""
+    """All cores: "auto" leaves one idle for some configurations and not for others, which would spoil comparisons."""
     return "nobind" if num_ranks > 1 or "OMP_NUM_THREADS" in os.environ else f"0-{(os.cpu_count() or 1) - 1}"

@@ -26,7 +26,7 @@ VOCAB = 2048
 STATE_DECAY = -7.0
 """Logarithm of what a recurrent state loses a token: it remembers a thousand tokens, so a wrong state shows."""
 WINDOW = 100
-"""No multiple of a block."""
+"""Deliberately no multiple of a block."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

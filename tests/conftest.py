@@ -20,8 +20,26 @@ from tests.support.processes import ServerProcess
 settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvpool")
 
+LONG_FILES = (
+    "tests/e2e/",
+    "tests/simulation/test_connector_machine.py",
+    "tests/vllm_plugin/test_storms.py",
+    "tests/conformance/test_connectors.py",
+    "tests/kvpool_server/",
+)
+"""Files, or folders of files, that take long, the longest first."""
+
 StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first: a worker that began with one at the end would be the only one at work."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((nth for nth, path in enumerate(LONG_FILES) if item.nodeid.startswith(path)), len(LONG_FILES))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -60,11 +60,6 @@ def main(
             ratios[_name(policy)] = policy_ratios(requests, capacities, policy, advance)
             seconds += time.process_time() - started
         ratios |= reference_ratios(requests, capacities, advance)
-        for policy in () if without else libcachesim.POLICIES:
-            published[policy] = [
-                libcachesim.replay(requests, capacities[SHARES.index(share)], policy) / total for share in SMALL_SHARES
-            ]
-            advance()
         rows = [
             _row(name, share, ratio) for nth, share in enumerate(SHARES) for name, ratio in _at(nth, ratios).items()
         ]

@@ -1,1 +1,1 @@
-"""What all cases measure with."""
+"""Measuring, reporting and plotting, shared by all cases."""

@@ -232,7 +232,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process that is gone afterwards; it says on stdout what it has to say, and its stderr is dropped."""
+    """A process that ends with the block; its stdout is a pipe, and its stderr is dropped."""
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **(environ or {})}
     )

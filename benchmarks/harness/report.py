@@ -135,7 +135,7 @@ def _section(name: str, question: str, result: dict[str, Any]) -> str:
         *([f"![{name}]({plot.relative_to(DOCUMENT.parent)})", ""] if plot else []),
         *_misses(result),
         *_table(result),
-        *_sweep(result),
+        *panels(result),
     ]
     return "\n".join([*lines, ""])
 
@@ -172,7 +172,7 @@ def _table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _sweep(result: dict[str, Any]) -> list[str]:
+def panels(result: dict[str, Any]) -> list[str]:
     """The plot's lines, one a row, a table a panel."""
     tables: dict[str, list[str]] = {}
     for series in result.get("series", ()):

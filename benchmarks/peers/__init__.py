@@ -1,1 +1,1 @@
-"""What kvpool is measured beside."""
+"""The systems that kvpool is compared with."""

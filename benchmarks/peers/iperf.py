@@ -1,4 +1,4 @@
-"""iperf3 beside us, where it is installed: what one TCP connection over loopback carries, without Python."""
+"""iperf3, where it is installed: the rate of one TCP connection over loopback, without Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Valkey, or Redis, beside us as the plain alternative: a batch of blocks as one MSET or MGET over a Unix socket.
+"""Valkey, or Redis, as the plain alternative: a batch of blocks as one MSET or MGET over a Unix socket.
 
 Optional: measured where a server is on PATH and Python's `redis` is installed. Nothing is persisted.
 """
@@ -55,7 +55,7 @@ def missing() -> str:
 
 
 def version() -> str:
-    """Which server it is, in its own words."""
+    """The version that the server reports."""
     return subprocess.run([str(_binary()), "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 

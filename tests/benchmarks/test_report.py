@@ -113,7 +113,7 @@ def test_a_panel_has_a_table_of_its_own_whatever_the_order_of_its_lines() -> Non
         for name, y in (("shm", 1.0), ("stream", 2.0))
         for plot in ("put", "get")
     ]
-    assert report._sweep({"series": series}) == [
+    assert report.panels({"series": series}) == [
         *["", "| put, GB/s | 16 KiB |", "|---|---|", "| shm | 1 |", "| stream | 2 |"],
         *["", "| get, GB/s | 16 KiB |", "|---|---|", "| shm | 1 |", "| stream | 2 |"],
     ]

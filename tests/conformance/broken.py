@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tests.conformance.reference import Load, Metadata, ReferenceConnector, Shelf, Store, WorkerMetadata
+from tests.conformance.reference import Load, Metadata, ReferenceConnector, SharedStore, Store, WorkerMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class ResetsNothing(ReferenceConnector):
 class SharesNothing(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.shelf = self.shelves.setdefault(vllm_config.kv_transfer_config.engine_id, Shelf())
+        self.shared = self.stores_by_name.setdefault(vllm_config.kv_transfer_config.engine_id, SharedStore())
 
 
 @breaks("hit-sources-add-up", scenario="warm")
@@ -285,7 +285,7 @@ class PinsNothing(ReferenceConnector):
         self.pinned[job.job_id] = (job, self.world_size)
 
     def unpin(self, job_id: int, ranks: int) -> None:
-        self.shelf.complete.update(self.pinned.pop(job_id)[0].hashes)
+        self.shared.complete.update(self.pinned.pop(job_id)[0].hashes)
 
 
 @breaks("loads-bring-the-right-bytes")
@@ -330,15 +330,15 @@ class PinsFromTheWorker(ReferenceConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        self.pools[id(self.shelf)] = gpu_block_pool
+        self.pools[id(self.shared)] = gpu_block_pool
 
     def wait_for_save(self) -> None:
         super().wait_for_save()
-        pool = self.pools[id(self.shelf)]
+        pool = self.pools[id(self.shared)]
         pool.touch([pool.blocks[-1]])
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        pool = self.pools[id(self.shelf)]
+        pool = self.pools[id(self.shared)]
         pool.free_blocks([pool.blocks[-1]])
         return super().get_transfer_results(finished_req_ids)
 
@@ -346,7 +346,7 @@ class PinsFromTheWorker(ReferenceConnector):
 @breaks("a-drained-engine-has-no-block-in-use", LEAK[1], "pending-push-work-is-said")
 class KeepsAReference(ReferenceConnector):
     def unpin(self, job_id: int, ranks: int) -> None:
-        self.shelf.complete.update(self.pinned.pop(job_id)[0].hashes)
+        self.shared.complete.update(self.pinned.pop(job_id)[0].hashes)
 
 
 @breaks("a-drained-engine-can-reset-its-cache", LEAK[0], "pending-push-work-is-said")
@@ -466,4 +466,4 @@ class TellsAgain(ReferenceConnector):
 @breaks("shutdown-is-idempotent")
 class ShutsDownOnce(ReferenceConnector):
     def shutdown(self) -> None:
-        del self.shelf
+        del self.shared

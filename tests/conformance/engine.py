@@ -1,4 +1,4 @@
-"""The toy engine with the recorder between it and the connector, and its memory under watch."""
+"""The toy engine with a recorder before its connector, and checks of who reads and writes its memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HaltedError(Exception):
 
 
 class RecordedEngine(ToyEngine):
-    """Writes into one recording; what goes wrong is noted there, and is no exception of its own.
+    """Notes every failure in one recording instead of raising it; `HaltedError` alone is raised.
 
     Args:
         hook_limit_s: how long a hook may take.
@@ -86,7 +86,7 @@ class RecordedEngine(ToyEngine):
             self.step()
 
     def drain(self) -> None:
-        """Steps until nothing is left to do, takes some idle steps, and notes what the engine looks like then."""
+        """Steps until all requests have ended, takes two idle steps, and notes the engine's state."""
         try:
             self.step_until(lambda: not self.scheduler.has_requests(), "requests to end", self._drain_limit_s)
         except AssertionError as too_late:
@@ -163,4 +163,4 @@ class RecordedEngine(ToyEngine):
         wrong.mend()
 
     def count_stats(self, stats: dict[str, Any]) -> None:
-        """The connector's numbers are its own affair."""
+        """Ignores the numbers: any connector may have its own."""

@@ -57,7 +57,7 @@ class Ownership(Watch):
         self.pins: dict[int, int] = {}
 
     def attach(self, pool: Any, ranks: Sequence[Rank]) -> None:
-        """The engine is complete: from here on its memory is watched."""
+        """Starts to watch the engine's memory; called once the engine is complete."""
         self._pool, self._ranks = pool, list(ranks)
         self._shadows = [rank.cache.memory.clone() for rank in ranks]
         allocate = pool.get_new_blocks
@@ -97,7 +97,7 @@ class Ownership(Watch):
     # Around the forward pass
 
     def mark_new_blocks(self, rank: int) -> None:
-        """Overwrites what was given away since; called when the connector has been told of preemptions."""
+        """Overwrites blocks allocated since the last step; called after the connector has handled preemptions."""
         self._compare("between the hooks")
         for block in self._new_blocks:
             self._ranks[rank].cache.memory[:, block] = self._mark(block)

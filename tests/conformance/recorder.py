@@ -1,4 +1,4 @@
-"""A proxy around any `KVConnectorBase_V1` that forwards every hook and writes down who called what, and the answer.
+"""A proxy around any `KVConnectorBase_V1` that forwards every hook and records the call and its answer.
 
 The proxy's class is made from the interface itself, so a hook that a later vLLM adds is recorded too. What is written
 down is plain and frozen: the objects behind it live on and change. Single-threaded, as the hooks of a side are; both
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that happened beside the hooks: what the engine did, what its memory shows."""
+    """Something that happened outside the hooks: an act of the engine, a finding in its memory."""
 
     step: int
     what: str
@@ -108,14 +108,14 @@ class Recording:
 
 
 class Watch:
-    """What the recorder asks around each call, and tells after it; `ownership.Ownership` is one."""
+    """Observer of the recorded calls; `ownership.Ownership` is one."""
 
     def references(self) -> list[int]:
-        """Of each block."""
+        """The reference count of each block."""
         return []
 
     def after(self, call: Call) -> None:
-        """Just after a hook was called, before it is written down."""
+        """Called after each hook, before the call is recorded."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Recorder:
     watch: Watch = field(default_factory=Watch)
 
     def wrap(self, connector: KVConnectorBase_V1, side: str, rank: int = -1) -> KVConnectorBase_V1:
-        """The same connector to whoever calls it."""
+        """A recording proxy of the connector."""
         bases: tuple[type, ...] = (Recorded, SupportsHMA) if supports_hma(connector) else (Recorded,)
         members: dict[str, Any] = {}
         for base in (KVConnectorBase_V1, *bases[1:]):
@@ -141,7 +141,7 @@ class Recorder:
 
 
 class Recorded(KVConnectorBase_V1):  # type: ignore[misc]
-    """Base of all proxies; not constructed as a connector is: it has no state but the one it stands for."""
+    """Base of all proxies. Its state is the connector's, so the connector's constructor is not called."""
 
     def __init__(self, inner: KVConnectorBase_V1, recorder: Recorder, side: str, rank: int):
         self._inner = inner
@@ -153,7 +153,7 @@ class Recorded(KVConnectorBase_V1):  # type: ignore[misc]
         return getattr(self.__dict__["_inner"], name)
 
     def _call(self, hook: str, arguments: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-        """Calls the hook and writes it down, whether it answers or raises."""
+        """Calls the hook and records the call, whether the hook returns or raises."""
         ask = getattr(self._inner, hook)
         facts = {name: describe(value) for name, value in arguments.items()}
         recording, watch = self._recorder.recording, self._recorder.watch

@@ -1,4 +1,4 @@
-"""A small connector that keeps every rule: the cache of a process, with transfers that take whole steps.
+"""A small connector that keeps every rule: a cache within the process, whose transfers take whole steps.
 
 Transfers end a fixed number of steps after they were asked for, so every run is the same, and whatever the engine does
 meanwhile happens under them. `tests.conformance.broken` breaks it, one rule at a time.
@@ -24,8 +24,8 @@ DELAY_STEPS = 2
 
 
 @dataclass
-class Shelf:
-    """What engines of one name share: the blocks of each rank, and the hashes that all ranks have stored."""
+class SharedStore:
+    """What engines with the same store name share: each rank's blocks, and the hashes that all ranks have stored."""
 
     blocks: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
     complete: set[bytes] = field(default_factory=set)
@@ -67,12 +67,12 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both sides; one group of KV cache."""
 
-    shelves: ClassVar[dict[str, Shelf]] = {}
+    stores_by_name: ClassVar[dict[str, SharedStore]] = {}
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.shelf = self.shelves.setdefault(extra.get("shelf", ""), Shelf())
+        self.shared = self.stores_by_name.setdefault(extra.get("store", ""), SharedStore())
         self.block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.world_size = vllm_config.parallel_config.world_size
         # Scheduler
@@ -110,7 +110,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first = num_computed_tokens // self.block_tokens
         end = first
         last = min(len(request.block_hashes), (request.num_tokens - 1) // self.block_tokens)
-        while end < last and request.block_hashes[end] in self.shelf.complete:
+        while end < last and request.block_hashes[end] in self.shared.complete:
             end += 1
         self.offers[request.request_id] = first
         return (end - first) * self.block_tokens, end > first
@@ -148,7 +148,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if remaining > ranks:
             self.pinned[job_id] = (job, remaining - ranks)
             return
-        self.shelf.complete.update(job.hashes)
+        self.shared.complete.update(job.hashes)
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(job.block_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -169,7 +169,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(self.pinned)
 
     def reset_cache(self) -> bool | None:
-        self.shelf.complete.clear()
+        self.shared.complete.clear()
         self.stored.clear()
         return True
 
@@ -206,16 +206,16 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def load(self, job: Load) -> bool:
         """Fetches a job's blocks; False if it failed."""
-        if self.shelf.loads_fail:
+        if self.shared.loads_fail:
             return False
         for block_id, block_hash in zip(job.block_ids, job.hashes, strict=True):
             for layer, kv in enumerate(self.kv):
-                kv[block_id] = self.shelf.blocks[block_hash, self.rank][layer]
+                kv[block_id] = self.shared.blocks[block_hash, self.rank][layer]
         return True
 
     def store(self, job: Store) -> None:
         for block_id, block_hash in zip(job.block_ids, job.hashes, strict=True):
-            self.shelf.blocks[block_hash, self.rank] = torch.stack([kv[block_id] for kv in self.kv])
+            self.shared.blocks[block_hash, self.rank] = torch.stack([kv[block_id] for kv in self.kv])
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         ended = [job for due, job in self.storing if due <= self.step]

@@ -52,7 +52,7 @@ class Bench:
 
 
 def run(name: str, subject: Subject, make_config: Callable[..., VllmConfig]) -> list[Violation]:
-    """Runs a scenario to its end, or to where an engine cannot go on."""
+    """Runs a scenario until it ends or an engine halts; returns the violations."""
     bench = Bench(subject, make_config)
     try:
         SCENARIOS[name](bench)
@@ -65,7 +65,7 @@ def run(name: str, subject: Subject, make_config: Callable[..., VllmConfig]) -> 
 
 
 def _hits(engine: RecordedEngine, nth: int) -> bool:
-    """Whether an engine finds what it stored itself: its connector has reached its storage."""
+    """Whether the engine hits a prompt that it stored: its connector has reached its storage."""
     return any(engine.ask(tokens(40, f"first hit {nth}"), max_tokens=1))
 
 
@@ -121,7 +121,7 @@ def chunked_prefill(bench: Bench) -> None:
 
 @_scenario
 def preemption(bench: Bench) -> None:
-    """More requests than blocks: requests lose their blocks, without a word, and come back."""
+    """More requests than blocks: requests are preempted, of which the connector is not told, and resumed."""
     shared = tokens(48, "shared by preempted ones")
     prompts = [shared[: 16 * (nth % 4)] + tokens(36, f"preempted {nth}") for nth in range(10)]
     for _ in range(2):
@@ -154,7 +154,7 @@ def abort_at_each_stage(bench: Bench) -> None:
 
 @_scenario
 def readmission(bench: Bench) -> None:
-    """The same id again as soon as the engine lets it go, with another prompt, while old transfers may be under way."""
+    """A new request with the id of an aborted one and another prompt, while old transfers may be under way."""
     known, other = tokens(100, "readmitted"), tokens(90, "readmitted as another")
     bench.start().ask(known, other)
     engine = bench.start()
@@ -222,7 +222,7 @@ def reset_of_connector(bench: Bench) -> None:
 
 @_scenario
 def failed_loads(bench: Bench) -> None:
-    """What was stored cannot be loaded any more, and one of the requests is aborted meanwhile."""
+    """Loads of stored blocks fail, and one of the requests is aborted meanwhile."""
     if bench.subject.spoil is None:
         return
     prompts = [tokens(count, f"spoilt {count}") for count in (40, 64, 100)]

@@ -104,9 +104,9 @@ def shutdown_ends_threads(config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     for role in KVConnectorRole:
         make(config, role, kv_cache_config).shutdown()
     ends_at = time.monotonic() + THREADS_END_WITHIN_S
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < ends_at:
-        time.sleep(0.01)
-    yield from sorted(thread.name for thread in left)
+    for thread in (left := set(threading.enumerate()) - before):
+        thread.join(max(0.0, ends_at - time.monotonic()))
+    yield from sorted(thread.name for thread in left if thread.is_alive())
 
 
 @_static("requires-kv-delivery-is-a-bool")

@@ -48,12 +48,12 @@ BENCH_DEVIATION = {"loads-bring-the-right-bytes"}
 
 
 def reference() -> Subject:
-    shelf = f"shelf {next(_numbers)}"
+    store = f"store {next(_numbers)}"
 
     def spoil() -> None:
-        ReferenceConnector.shelves[shelf].loads_fail = True
+        ReferenceConnector.stores_by_name[store].loads_fail = True
 
-    return Subject("ReferenceConnector", "tests.conformance.reference", {"shelf": shelf}, spoil=spoil)
+    return Subject("ReferenceConnector", "tests.conformance.reference", {"store": store}, spoil=spoil)
 
 
 def kvpool(server: ServerProcess, shm_dir: str, **extra: Any) -> Subject:

@@ -21,12 +21,12 @@ OF_THE_DRIVER = {"hooks-on-their-side", "worker-hooks-in-order", "kv-cache-after
 
 
 def subject(connector: str, module: str) -> Subject:
-    shelf = f"rules {next(_numbers)}"
+    store = f"rules {next(_numbers)}"
 
     def spoil() -> None:
-        ReferenceConnector.shelves[shelf].loads_fail = True
+        ReferenceConnector.stores_by_name[store].loads_fail = True
 
-    return Subject(connector, module, {"shelf": shelf}, spoil=spoil)
+    return Subject(connector, module, {"store": store}, spoil=spoil)
 
 
 def test_every_rule_has_a_connector_that_breaks_it() -> None:

@@ -12,7 +12,7 @@ from tests.conformance.reference import ReferenceConnector
 from tests.conformance.subject import Subject
 from tests.support.toy.fixtures import MakeConfig
 
-SHELF = "what scenarios reach"
+STORE = "what scenarios reach"
 
 
 def _notes(what: str, **wanted: object) -> Callable[[Recording], int]:
@@ -54,13 +54,13 @@ def test_every_scenario_but_the_cold_one_reaches_something() -> None:
 
 @pytest.mark.parametrize("scenario", REACHED)
 def test_a_scenario_reaches_what_its_name_says(scenario: str, vllm_config: MakeConfig) -> None:
-    shelf = f"{SHELF} {scenario}"
+    store = f"{STORE} {scenario}"
 
     def spoil() -> None:
-        ReferenceConnector.shelves[shelf].loads_fail = True
+        ReferenceConnector.stores_by_name[store].loads_fail = True
 
     bench = scenarios.Bench(
-        Subject("ReferenceConnector", "tests.conformance.reference", {"shelf": shelf}, spoil=spoil), vllm_config
+        Subject("ReferenceConnector", "tests.conformance.reference", {"store": store}, spoil=spoil), vllm_config
     )
     scenarios.SCENARIOS[scenario](bench)
     for reached in REACHED[scenario]:

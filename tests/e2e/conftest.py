@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,16 +19,16 @@ import pytest
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.types import PoolStats
-from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, Prompt, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from testbed.fork_server import fork_server
 from testbed.tiny_llama import Shape, write
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.real_engines import wait_until_connected
 
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
 FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20}
 SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Engines that share two cores must not spin on both, nor compile for seconds what runs once."""
-DRAIN_DEADLINE_S = 60.0
+"""Engines share two cores: one OpenMP thread each, and no compilation of code that runs once."""
 MORE = pytest.mark.more
 """Left to `make test-all`: proves no claim of the README that another test does not prove (docs/testing.md)."""
 NEEDS_FP8_KV = pytest.mark.skipif(
@@ -43,7 +41,7 @@ PATIENT: dict[str, Any] = {
     "store_timeout_ms": 60_000,
     "decline_slow_loads": False,
 }
-"""For tests that assert hits: two busy cores are no reason for a miss."""
+"""For tests that assert hits: deadlines that two busy cores do not miss."""
 
 DIGITS = range(10, 20)
 """Tokens that `write_tokenizer` makes the digits 0 to 9."""
@@ -77,27 +75,6 @@ def write_tokenizer(model: Path) -> None:
 def hit_tokens(num_tokens: int) -> int:
     """Tokens of a prompt that a full hit covers: whole blocks, and never the last token."""
     return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-def one_by_one(engine: Engine, prompts: Sequence[Sequence[int] | Prompt], max_tokens: int = 8) -> list[Answer]:
-    """Alone in its batch, each prompt meets the same kernels whatever was cached."""
-    return [engine.generate([each], max_tokens)[0] for each in prompts]
-
-
-def drain(engine: Engine) -> None:
-    """Waits until every store has ended and no block is pinned, and empties the engine's own prefix cache."""
-    wait_for(engine.reset_prefix_cache, "the engine's blocks to be free", DRAIN_DEADLINE_S)
-
-
-def wait_until_connected(engine: Engine, transfer: dict[str, Any] | None) -> None:
-    """An engine whose pools are there has found them: it stores nothing before, and the first prompt can be sooner."""
-    for endpoint in re.findall(r'"endpoint": "([^"]+)"', json.dumps(transfer)):
-        host, port = endpoint.rsplit(":", 1)
-        with socket.socket() as probe:
-            is_there = probe.connect_ex((host, int(port))) == 0
-        if is_there:
-            line = re.compile(rf"scheduler[^:\n]*: kvpool at {re.escape(endpoint)},")
-            wait_for(lambda line=line: line.search(engine.log()), f"the engine to find {endpoint}", 60)
 
 
 def pool_stats(server: ServerProcess) -> PoolStats:
@@ -160,7 +137,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def e2e_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    """A server that no test harms."""
+    """A server that no test stops, fills or corrupts."""
     server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), shm_dir, "--memory", "256MiB", "--grace-ms", "100")
     yield server
     server.stop()
@@ -211,11 +188,11 @@ def _common_engines(
 
 @pytest.fixture(scope="session")
 def plain_engine(_common_engines: list[Engine]) -> Engine:
-    """Without a connector: what it answers is right."""
+    """An engine without a connector: the oracle of right answers."""
     return _common_engines[0]
 
 
 @pytest.fixture(scope="session")
 def engine(_common_engines: list[Engine]) -> Engine:
-    """With kvpool over shared memory; stores and loads."""
+    """An engine with kvpool over shared memory; stores and loads."""
     return _common_engines[1]

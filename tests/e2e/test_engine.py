@@ -1,4 +1,4 @@
-"""The engines that tests, demo and benchmarks drive: ready for any request, and as real as one that was executed."""
+"""The engines of `testbed`: warmed up, and forked ones answer as executed ones do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from testbed.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
 from testbed.forked_process import FORK_SERVER
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, one_by_one, pool_stats, prompt, running
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, pool_stats, prompt, running
+from tests.support.real_engines import one_by_one
 
 pytestmark = pytest.mark.vllm
 

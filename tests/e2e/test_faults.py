@@ -14,18 +14,11 @@ import pytest
 
 from testbed.engine import Answer, Engine, kvpool_transfer_config
 from tests.conftest import StartServer
-from tests.e2e.conftest import (
-    StartEngines,
-    assert_same,
-    drain,
-    hit_tokens,
-    pool_stats,
-    prompt,
-    wait_until_nothing_is_held,
-)
+from tests.e2e.conftest import StartEngines, assert_same, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
 from tests.support.effort import some
 from tests.support.faults import flip_arena, free_endpoint, stopped
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
 

@@ -16,19 +16,9 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
-from tests.e2e.conftest import (
-    FLOAT32,
-    MORE,
-    NEEDS_FP8_KV,
-    PATIENT,
-    assert_same,
-    drain,
-    hit_tokens,
-    one_by_one,
-    prompt,
-    running,
-)
+from tests.e2e.conftest import FLOAT32, MORE, NEEDS_FP8_KV, PATIENT, assert_same, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain, one_by_one
 
 pytestmark = pytest.mark.vllm
 

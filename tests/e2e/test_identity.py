@@ -13,8 +13,9 @@ import pytest
 
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
-from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, drain, hit_tokens, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.more]
 

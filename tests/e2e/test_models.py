@@ -9,18 +9,9 @@ import pytest
 
 from testbed.engine import EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
-from tests.e2e.conftest import (
-    FLOAT32,
-    PATIENT,
-    assert_same,
-    drain,
-    hit_tokens,
-    one_by_one,
-    prompt,
-    running,
-    write_tokenizer,
-)
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt, running, write_tokenizer
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain, one_by_one
 
 pytestmark = [pytest.mark.vllm, pytest.mark.more]
 

@@ -22,15 +22,14 @@ from tests.e2e.conftest import (
     MORE,
     PATIENT,
     assert_same,
-    drain,
     hit_tokens,
-    one_by_one,
     pool_stats,
     prompt,
     running,
     wait_until_nothing_is_held,
 )
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain, one_by_one
 
 pytestmark = [pytest.mark.vllm, MORE]
 

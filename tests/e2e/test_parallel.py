@@ -19,15 +19,14 @@ from tests.e2e.conftest import (
     MORE,
     PATIENT,
     assert_same,
-    drain,
     hit_tokens,
-    one_by_one,
     prompt,
     running,
     wait_until_nothing_is_held,
 )
 from tests.e2e.test_shapes import SHAPES
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain, one_by_one
 
 # With other engines beside them, two ranks on two cores take minutes to start.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

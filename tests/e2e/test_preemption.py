@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from testbed.engine import Engine, kvpool_transfer_config
-from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, prompt, wait_until_nothing_is_held
+from tests.e2e.conftest import PATIENT, StartEngines, assert_same, prompt, wait_until_nothing_is_held
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
 

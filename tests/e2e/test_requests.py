@@ -15,7 +15,6 @@ from tests.e2e.conftest import (
     DIGITS,
     FLOAT32,
     PATIENT,
-    drain,
     hit_tokens,
     prompt,
     running,
@@ -23,6 +22,7 @@ from tests.e2e.conftest import (
     write_tokenizer,
 )
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.more]
 

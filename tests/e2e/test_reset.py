@@ -15,7 +15,6 @@ from tests.e2e.conftest import (
     MORE,
     PATIENT,
     assert_same,
-    drain,
     hit_tokens,
     prompt,
     running,
@@ -23,6 +22,7 @@ from tests.e2e.conftest import (
 )
 from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
 

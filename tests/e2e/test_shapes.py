@@ -11,8 +11,9 @@ import pytest
 from testbed.engine import EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, MORE, NEEDS_FP8_KV, PATIENT, assert_same, drain, one_by_one, prompt, running
+from tests.e2e.conftest import FLOAT32, MORE, NEEDS_FP8_KV, PATIENT, assert_same, prompt, running
 from tests.support.faults import flip_arena
+from tests.support.real_engines import drain, one_by_one
 
 pytestmark = pytest.mark.vllm
 

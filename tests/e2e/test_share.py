@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
-from tests.e2e.conftest import PATIENT, StartEngines, assert_same, drain, hit_tokens, one_by_one, prompt
+from tests.e2e.conftest import PATIENT, StartEngines, assert_same, hit_tokens, prompt
 from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain, one_by_one
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,8 @@ import pytest
 from testbed.engine import EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, assert_same, drain, prompt, running, wait_until_nothing_is_held
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, assert_same, prompt, running, wait_until_nothing_is_held
+from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
 

@@ -13,16 +13,14 @@ from tests.e2e.conftest import (
     FLOAT32,
     PATIENT,
     assert_same,
-    drain,
     hit_tokens,
-    one_by_one,
     pool_stats,
     prompt,
     running,
-    wait_until_connected,
     wait_until_nothing_is_held,
 )
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.real_engines import drain, one_by_one, wait_until_connected
 
 pytestmark = pytest.mark.vllm
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
-from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, drain, hit_tokens, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
 

@@ -1,15 +1,15 @@
 """Several GPUs: tensor-parallel sizes share blocks, pipeline stages have their own, MLA is written once."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
+from tests.support.real_engines import drain, one_by_one, wait_until_connected
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,10 +36,6 @@ PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 LENGTHS = (700, 3000)
 
 
-def one_by_one(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
-    return [engine.generate([prompt], max_tokens=8)[0] for prompt in prompts]
-
-
 @pytest.mark.parametrize("pair", PAIRS)
 def test_what_some_ranks_store_others_load(pool_server, pair: str, tmp_path: Path):
     name, options, writers, readers = PAIRS[pair]
@@ -50,16 +46,13 @@ def test_what_some_ranks_store_others_load(pool_server, pair: str, tmp_path: Pat
     prompts = [[picks.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
     with Engine(EngineSpec(model, transfer, {**COMMON, **options, **writers}), tmp_path / "writer.log") as writer:
         writer.generate([prompts[0][:100]])
-        time.sleep(2)
+        wait_until_connected(writer, transfer)
         one_by_one(writer, prompts)
         own = one_by_one(writer, prompts)
-        deadline = time.monotonic() + 20
-        while not writer.reset_prefix_cache():
-            assert time.monotonic() < deadline, "blocks stay in use"
-            time.sleep(0.05)
+        drain(writer)
     with Engine(EngineSpec(model, transfer, {**COMMON, **options, **readers}), tmp_path / "reader.log") as reader:
         reader.generate([prompts[0][:15]])
-        time.sleep(2)
+        wait_until_connected(reader, transfer)
         pooled = one_by_one(reader, prompts)
     assert [answer.cached_tokens for answer in pooled] == [answer.cached_tokens for answer in own]
     assert min(answer.cached_tokens for answer in pooled) >= 640

@@ -3,14 +3,14 @@ V2 model runner, asynchronous scheduling, layouts with tokens before heads, stat
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
+from tests.support.real_engines import drain, one_by_one, wait_until_connected
 
 pytestmark = pytest.mark.gpu
 
@@ -48,18 +48,6 @@ def prompts_of(shape: str) -> list[list[int]]:
     return [[picks.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
 
 
-def one_by_one(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
-    return [engine.generate([prompt], max_tokens=8)[0] for prompt in prompts]
-
-
-def connect(engine: Engine) -> None:
-    """Both sides reach the pool in the background, soon after an engine has started."""
-    deadline = time.monotonic() + 20
-    while engine.log().count("kvpool at") < 2:
-        assert time.monotonic() < deadline, "the engine did not reach the pool"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_load_is_what_the_engine_would_have_had(pool_server, shape: str, tmp_path: Path):
     name, options = SHAPES[shape]
@@ -70,18 +58,16 @@ def test_a_load_is_what_the_engine_would_have_had(pool_server, shape: str, tmp_p
         options["speculative_config"] = {**options["speculative_config"], "model": head}
     server = pool_server("--memory", "2GiB")
     extra = {"lookup_timeout_ms": 5_000, "load_timeout_ms": 20_000, "decline_slow_loads": False}
-    spec = EngineSpec(model, kvpool_transfer_config(server.endpoint, **extra), options, in_process=True)
+    transfer = kvpool_transfer_config(server.endpoint, **extra)
+    spec = EngineSpec(model, transfer, options, in_process=True)
     prompts = prompts_of(shape)
     with Engine(spec, tmp_path / "writer.log") as writer:
-        connect(writer)
+        wait_until_connected(writer, transfer)
         cold = one_by_one(writer, prompts)
         own = one_by_one(writer, prompts)
-        deadline = time.monotonic() + 20
-        while not writer.reset_prefix_cache():
-            assert time.monotonic() < deadline, "blocks stay in use"
-            time.sleep(0.05)
+        drain(writer)
     with Engine(spec, tmp_path / "reader.log") as reader:
-        connect(reader)
+        wait_until_connected(reader, transfer)
         pooled = one_by_one(reader, prompts)
     told = {
         "cold": [answer.cached_tokens for answer in cold],

@@ -1,13 +1,13 @@
 """Two real engines on a GPU: asynchronous scheduling, the V2 model runner, FlashAttention's layout, CUDA streams."""
 
 import random
-import time
 from pathlib import Path
 
 import pytest
 
 from testbed import tiny_llama
 from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
+from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.gpu
 
@@ -24,13 +24,6 @@ def _prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
     picks = random.Random(seed)
     shared = [picks.randrange(10, 4000) for _ in range(tokens // 2)]
     return [shared + [picks.randrange(10, 4000) for _ in range(tokens // 2 + 7 * nth)] for nth in range(count)]
-
-
-def _reset(engine: Engine) -> None:
-    deadline = time.monotonic() + 20
-    while not engine.reset_prefix_cache():
-        assert time.monotonic() < deadline, "blocks stay in use"
-        time.sleep(0.05)
 
 
 def _part(want: Answer, got: Answer) -> bool:
@@ -77,4 +70,4 @@ def test_preemption_and_concurrency_change_nothing(pool_server, model: Path, tmp
             answers = pooled.generate(prompts, max_tokens=32)
             parted = [_part(want, got) for want, got in zip(expected, answers, strict=True)]
             assert sum(parted) <= 3, "ties are rare"
-            _reset(pooled)
+            drain(pooled)

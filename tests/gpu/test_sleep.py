@@ -8,6 +8,7 @@ import pytest
 
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
+from tests.support.real_engines import drain, wait_until_connected
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +30,10 @@ def test_an_engine_that_wakes_reads_what_it_may(pool_server, tmp_path: Path, on_
     picks = random.Random(on_reset)
     prompt = [picks.randrange(10, 2000) for _ in range(1500)]
     with Engine(EngineSpec(write("gemma2", tmp_path), transfer, OPTIONS), tmp_path / "engine.log") as engine:
-        deadline = time.monotonic() + 20
-        while engine.log().count("kvpool at") < 2:
-            assert time.monotonic() < deadline, "the engine did not reach the pool"
-            time.sleep(0.05)
+        wait_until_connected(engine, transfer)
         cold = engine.generate([prompt])[0]
         own = engine.generate([prompt])[0]
-        while not engine.reset_prefix_cache():
-            assert time.monotonic() < deadline + 20, "blocks stay in use"
-            time.sleep(0.05)
+        drain(engine)
         for _ in range(2):
             engine.sleep()
             engine.wake_up()

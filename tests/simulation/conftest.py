@@ -1,4 +1,4 @@
-"""What the simulations of the connector need: vLLM, and the configuration of a tiny model."""
+"""Fixtures of the simulations: the configuration of a tiny model, and quiet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def quiet_engine() -> Iterator[None]:
-    """One torch thread, and no log: faults are what is simulated."""
+    """One torch thread, and no log, because faults are simulated."""
     import torch
 
     threads = torch.get_num_threads()

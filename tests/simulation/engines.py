@@ -1,4 +1,4 @@
-"""Toy engines whose connector runs in runtime, and everything that is promised of them.
+"""Toy engines whose connector runs under the deterministic runtime, and the promises that they check.
 
 The engine is vLLM's real scheduler around a model whose KV is known (`tests.support.toy.engine`); the connector is the
 real one, sessions and transfer threads included. What is checked, and when:
@@ -95,7 +95,7 @@ class Setup:
 
 
 class Prefixes(Observer):
-    """What each block hash stands for, and so what the bytes under it must be; watches the pool."""
+    """The prefix that each block hash names, and so its bytes; checks each block that becomes readable."""
 
     def __init__(self, runtime: DeterministicRuntime):
         self._runtime = runtime
@@ -118,7 +118,7 @@ class Prefixes(Observer):
         return names
 
     def note_weights(self, fingerprint: bytes, weights: int) -> None:
-        """Says with which weights the blocks of a namespace are computed; 1 if nobody does."""
+        """Notes with which weights the blocks of a namespace are computed; 1 by default."""
         self._weights[fingerprint.hex()] = weights
 
     def stored(self, entry: Entry) -> None:
@@ -160,7 +160,7 @@ class Prefixes(Observer):
 
 
 class SimDevice(Device):
-    """A device that threads wait for in runtime."""
+    """A device for which threads wait under the deterministic runtime."""
 
     def __init__(self, late: bool, runtime: DeterministicRuntime):
         super().__init__(late)
@@ -171,7 +171,7 @@ class SimDevice(Device):
 
 
 class WatchedCopier:
-    """A copier that looks whether the engine's blocks may be touched."""
+    """A copier that checks that the engine's blocks are referenced."""
 
     def __init__(self, engine: SimEngine, copier: Any):
         self._engine, self._copier = engine, copier
@@ -255,7 +255,7 @@ class SimEngine(ToyEngine):
         super().abort(request_id)
 
     def reset(self) -> None:
-        """As for new weights. They come if nothing computed with the old ones is in use."""
+        """Resets for new weights, which come if nothing computed with the old ones is in use."""
         has_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
         live = [request for request in self.scheduler.requests.values() if not request.is_finished()]
         has_begun = any(request.num_output_tokens or request.num_computed_tokens for request in live)
@@ -304,7 +304,7 @@ class SimEngine(ToyEngine):
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def check_answers(self) -> None:
-        """Of all requests; each has ended."""
+        """Checks the answers of all requests, each of which has ended."""
         for request_id in self.prompts:
             self.check_answers_of(request_id)
 
@@ -315,7 +315,7 @@ class SimEngine(ToyEngine):
         assert given == right, f"{request_id} was answered wrong"
 
     def check_idle(self) -> None:
-        """Nothing is kept for anybody."""
+        """Asserts that connector and engine hold nothing."""
         held = self.connector.held()
         assert not any(held.values()), f"the connector keeps {held}"
         assert self.num_used_blocks() == 0, f"{self.num_used_blocks()} blocks are in use"
@@ -414,7 +414,7 @@ def _speculative(num_drafts: int) -> SpeculativeConfig:
 
 
 class _Log:
-    """Of the transfer threads: what they did not foresee is a broken promise."""
+    """The transfer threads' logger: an exception that they did not foresee is a broken promise."""
 
     def __init__(self, runtime: DeterministicRuntime):
         self._runtime = runtime

@@ -97,7 +97,7 @@ class _LaggingPool(TieredPool):
 
 
 def _hidden(names: Sequence[bytes], num_up: int) -> list[bytes]:
-    """The later ones under names that nobody has."""
+    """The same run, its later blocks under names that were never stored."""
     return [*names[:num_up], *(bytes(255 - byte for byte in name) for name in names[num_up:])]
 
 
@@ -152,7 +152,7 @@ class SimServer:
         self.up = True
 
     def reachable(self) -> bool:
-        """Whether a message gets an answer, be it a refusal."""
+        """Whether a message gets an answer, a refusal included."""
         return not (self.up and self.hung)
 
     def serve(self, method: str, request: Any) -> Any:
@@ -181,7 +181,7 @@ class SimServer:
 
 
 class _Call:
-    """A call that nobody waits for yet; grpc.Future as far as `Client` uses it."""
+    """A pending call: the part of grpc.Future that `Client` uses."""
 
     def __init__(self, client: SimClient, method: str, request: Any, timeout_s: float):
         self._client, self._method, self._request = client, method, request

@@ -97,7 +97,7 @@ class World:
             each.submit(name, *each.prompts[name][:2])
 
     def step(self, engine: int, mix: int = 0) -> None:
-        """A step of the engine's core; between its ranks others may have runtime."""
+        """A step of the engine's core; between its ranks other threads may run."""
         self._mix, self._num_between = random.Random(mix), mix % 4
         self._engine(engine).step()
         self._advance(STEP_S)
@@ -119,11 +119,11 @@ class World:
         self._engine(engine).forget()
 
     def reset(self, engine: int) -> None:
-        """As before new weights: the connector may keep nothing, either."""
+        """Resets an engine and its connector, as before new weights."""
         self._engine(engine).reset()
 
     def settle(self, rounds: int) -> None:
-        """Everybody goes on for a while."""
+        """All engines and threads go on for some rounds."""
         for _ in range(rounds):
             for engine in self.engines:
                 if engine.scheduler.has_requests():
@@ -201,13 +201,13 @@ class World:
                 parent = name
 
     def fill(self, count: int) -> None:
-        """Somebody else stores blocks."""
+        """Another client stores blocks."""
         ticket_id = self._foreign_put(count, 1_000)
         if ticket_id:
             self.server.pool.put_end(ticket_id, [0] * count)
 
     def hog(self, count: int, ttl_ms: int) -> None:
-        """Somebody else is about to store blocks, and never does."""
+        """Another client gets a ticket and never writes."""
         self._foreign_put(count, ttl_ms)
 
     def remove(self, which: int) -> None:
@@ -291,7 +291,7 @@ class World:
         self.runtime.clock.advance(seconds)
 
     def _entries(self) -> Iterator[Entry]:
-        for namespace in self.server.pool._namespaces.values():
+        for namespace in self.server.pool.open_namespaces():
             if namespace.spec.model != self._foreign_spec.model:
                 yield from (entry for entry in namespace.entries() if entry.complete)
 

@@ -118,7 +118,7 @@ class Network:
         return [
             (f"{self.world.fingerprints[space].hex()}@{SPECS[space].model}", idx, low_64_bits(block_hash(name)))
             for space, idx in GROUPS
-            for name in self.world._seen((space, idx))
+            for name in self.world.seen((space, idx))
         ]
 
 

@@ -457,7 +457,7 @@ class World:
                 if lease.deadline > self.clock() and stored is not None and stored.slot == slot:
                     assert self._seen_complete(block), f"{block} is gone under lease {lease.id}"
         for group in GROUPS:
-            for name in self._seen(group):
+            for name in self.seen(group):
                 self._check_complete((group, name))
 
     def check_nothing_leaks(self) -> None:
@@ -500,9 +500,9 @@ class World:
         """What can be seen of the pool's state from outside."""
         stats = self.pool.stats()
         gauges = (stats.free_bytes, stats.num_entries, stats.num_incomplete, stats.num_quarantined)
-        return gauges, stats.num_leases, stats.num_tickets, [self._seen(group) for group in GROUPS]
+        return gauges, stats.num_leases, stats.num_tickets, [self.seen(group) for group in GROUPS]
 
-    def _seen(self, group: Group) -> list[int]:
+    def seen(self, group: Group) -> list[int]:
         """Names that an existence check calls complete."""
         seen: list[int] = []
         for start in range(0, len(NAMES), LIMITS.max_batch_blocks):
@@ -513,7 +513,7 @@ class World:
         return seen
 
     def _seen_complete(self, block: Block) -> bool:
-        return block[1] in self._seen(block[0])
+        return block[1] in self.seen(block[0])
 
     def _check_complete(self, block: Block) -> None:
         """Asserts that every shard was covered by a put_end, and that its bytes lie in the memory."""

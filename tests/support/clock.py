@@ -1,4 +1,4 @@
-"""A clock that moves when it is told to."""
+"""A clock that advances only when the test says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much tests try: `make test` a little, `make test-all` all there is, and several times as many random cases."""
+"""How many cases tests try: few in `make test`; all, and several times as many random ones, in `make test-all`."""
 
 from __future__ import annotations
 

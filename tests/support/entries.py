@@ -1,4 +1,4 @@
-"""Entries outside a pool, for tests of what chooses among them."""
+"""Pool entries without a pool, for tests of eviction policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GROUP = Group(group_spec())
 
 
 def make_entry(name: object, used: int = 0, parent: Entry | None = None) -> Entry:
-    """A complete entry."""
+    """A complete entry, as the child of `parent` where one is given."""
     made = Entry(GROUP, block_hash(name), parent, 0, used)
     made.present = GROUP.full_mask
     if parent is not None:
@@ -27,7 +27,7 @@ def make_chain(name: str, *used: int) -> list[Entry]:
 
 
 def drop(evictor: Evictor, *dropped: Entry) -> None:
-    """Drops entries in this order, as the pool does."""
+    """Drops entries as the pool does, in the order of its calls."""
     for each in dropped:
         each.live = False
         if each.parent is not None:

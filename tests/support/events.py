@@ -1,4 +1,4 @@
-"""What a subscriber knows, and pools that are listened to."""
+"""Subscribers of KV events that rebuild which blocks a pool holds."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass
 class Garbage(KVConnectorMetadata):
-    """Blocks to spoil, by request.
+    """Blocks to fill with garbage, by request.
 
     Args:
         blocks: request -> its blocks that are promised.
@@ -86,10 +86,10 @@ class FailingPeer(KVConnectorBase_V1, SupportsHMA):
         """Nothing: `start_load_kv` has loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: it keeps nothing."""
+        """Does nothing: this connector stores no KV."""
 
     def wait_for_save(self) -> None:
-        """Nothing: it keeps nothing."""
+        """Does nothing: this connector stores no KV."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults()

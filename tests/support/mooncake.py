@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Cluster:
-    """One of each.
+    """One master, and one holder of a segment where a size is given.
 
     Args:
         segment_bytes: of the holder; 0 for none, where others give memory.
@@ -41,17 +41,17 @@ class Cluster:
                 assert line, "the holder of the segment has ended"
 
     def start_master(self) -> None:
-        """On the same port again, knowing nothing."""
+        """Starts a master on the same port; it has no records of an earlier one."""
         self.master = subprocess.Popen(master_command(self._port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for(lambda: is_listening(self._port), "mooncake_master listens")
 
     def kill_master(self) -> None:
-        """SIGKILL, also to one that is stopped."""
+        """Sends SIGKILL, which also ends a stopped master."""
         self.master.kill()
         self.master.wait()
 
     def stop(self) -> None:
-        """Ends everything."""
+        """Ends both processes."""
         if self.holder is not None:
             self.holder.kill()  # Without a master it would take seconds to end by itself.
             self.holder.wait()

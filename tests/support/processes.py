@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 
 def wait_for(ask: Callable[[], Found], what: str, deadline_s: float = 30.0) -> Found:
-    """The first truthy answer; AssertionError naming `what` if there is none in time."""
+    """Asks until the answer is truthy, and returns it; AssertionError naming `what` after the deadline."""
     ends_at = time.monotonic() + deadline_s
     while not (found := ask()):
         assert time.monotonic() < ends_at, f"{what}: not within {deadline_s} s"
@@ -34,7 +34,7 @@ def wait_for(ask: Callable[[], Found], what: str, deadline_s: float = 30.0) -> F
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without settings of kvpool that this machine may have."""
+    """The environment without the KVPOOL_ variables of this machine."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
     return {**kept, **extra}
 

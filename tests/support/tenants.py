@@ -49,7 +49,7 @@ class Owner:
         return self.store(count * (EXTENT // self.size))
 
     def present(self, *names: object) -> list[object]:
-        """Those that are there; no use of them."""
+        """The names whose blocks are complete; the check does not count as a use."""
         hits = self.pool.lookup(self.fingerprint, [run_of(*names)], prefix_only=False).hits[0]
         return [name for idx, name in enumerate(names) if hits.complete >> idx & 1]
 
@@ -83,7 +83,7 @@ class House:
         self._salts = itertools.count()
 
     def owner(self, size: int = 100, *, tenant: str = "", epoch: str = "", salt: str | None = None) -> Owner:
-        """One that no other is like, unless `salt` is given."""
+        """An owner with a namespace of its own, unless `salt` repeats."""
         return Owner(self, size, tenant, epoch, f"house {next(self._salts)}" if salt is None else salt)
 
     def quota(self, subject: str, nbytes: int) -> None:

@@ -63,7 +63,7 @@ def data_port(nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS) ->
 
 
 class Permitted:
-    """A transport whose every call has a permit: for tests that ask for what a server would grant them."""
+    """A transport that signs its own permits, for tests without a server that would."""
 
     name, one_sided, memory = DataTransport.name, DataTransport.one_sided, DataTransport.memory
 
@@ -102,7 +102,7 @@ class Permitted:
 
 
 def workers_of(server: ServerProcess) -> list[int]:
-    """Ids of a server's data workers that are alive."""
+    """Process ids of a server's live data workers."""
     children: list[int] = []
     for task in Path(f"/proc/{server.pid}/task").iterdir():
         children += map(int, (task / "children").read_text().split())

@@ -1,4 +1,4 @@
-"""What a GPU is to the host: it does what it is given in order, and later than it was given it."""
+"""A stand-in for a GPU: executes work in the order of its launches, and later than it was launched."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PATIENCE_S = 30.0
 
 
 class Device:
-    """Done by the engine's thread: what is launched at once, or, where it is `late`, when it is caught up with.
+    """Runs on the engine's thread: at launch or, where the device is `late`, at `catch_up`.
 
-    Other threads only wait for it.
+    Other threads only wait for marks.
     """
 
     def __init__(self, late: bool):
@@ -29,14 +29,14 @@ class Device:
             self.catch_up()
 
     def mark(self) -> int:
-        """Of all that has been launched so far."""
+        """A mark that is reached when all work launched so far is done."""
         return self._num_done + len(self._launched)
 
     def has_reached(self, mark: int) -> bool:
         return self._num_done >= mark
 
     def catch_up(self, mark: int | None = None) -> None:
-        """Does what was launched before a mark; all of it by default."""
+        """Executes the work launched before a mark; all work by default."""
         until = self.mark() if mark is None else mark
         while self._num_done < until:
             work = self._launched.popleft()
@@ -48,7 +48,7 @@ class Device:
                     self._changed.notify_all()
 
     def wait(self, mark: int) -> None:
-        """Until what was launched before a mark is done."""
+        """Blocks until a mark is reached."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.has_reached(mark), PATIENCE_S), "the device does not go on"
 

@@ -6,9 +6,9 @@ The toy model's KV of a token is a hash of the whole prefix up to it, and its ne
 what every block must hold is known, and before each forward pass the toy checks all that attention would read: one
 wrong byte, one block reused too early or loaded into the wrong place, and `step` fails.
 
-The forward pass is work for a `Device`, which may do it long after the connector's hooks of its step were called, and
-after the next step was scheduled. With speculative decoding the drafts' KV is written like any other, and stays until
-the right tokens' overwrites it.
+The forward pass is work for a `Device`, which may execute it long after the connector's hooks of its step were called,
+and after the next step was scheduled. With speculative decoding the drafts' KV is written like any other, and stays
+until the right tokens' overwrites it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ create_connector: MakeConnector = KVConnectorFactory.create_connector  # Engines
 
 @contextmanager
 def as_rank(tp_rank: int, tp_size: int, stage: int = 0) -> Iterator[None]:
-    """What a worker's process knows of its place among the ranks."""
+    """Patches vLLM's parallel state to that of one rank."""
     with (
         patch.object(parallel_state, "_TP", SimpleNamespace(rank_in_group=tp_rank, world_size=tp_size)),
         patch.object(parallel_state, "_PP", SimpleNamespace(rank_in_group=stage)),
@@ -65,7 +65,7 @@ def as_rank(tp_rank: int, tp_size: int, stage: int = 0) -> Iterator[None]:
 
 
 class Rank:
-    """One rank: its part of the KV cache, and the connector's worker side, which is there first."""
+    """One rank: the connector's worker side, and then this rank's part of the KV cache."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Rank:
         return worker
 
     def forward_context(self, forward: bool) -> ForwardContext:
-        """What hooks are told of a step's forward pass; a step without one has no attention metadata."""
+        """The forward context of a step; a step without a forward pass has no attention metadata."""
         layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in self.cache.layers.items()}
         attention = {name: SimpleNamespace() for name in layers} if forward else None
         return ForwardContext(no_compile_layers=layers, attn_metadata=attention, slot_mapping={})

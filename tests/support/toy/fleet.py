@@ -1,4 +1,4 @@
-"""Toy engines that share a pool, and what must be left when they are done."""
+"""Toy engines that share a pool, and the check that nothing is left when they are done."""
 
 from __future__ import annotations
 
