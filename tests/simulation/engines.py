@@ -49,8 +49,17 @@ from tests.vllm_plugin.toy import Rank, Sequences, ToyEngine, answer
 from tests.vllm_plugin.toy_device import Device, DeviceCopier
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.scheduler import (
+    admission,
+    loads,
+    lookups,
+    request_lookup,
+    resets,
+    step_budget,
+    store_jobs,
+    stores,
+)
 from vllm_plugin.scheduler import load_policy as load_policy
-from vllm_plugin.scheduler import loads, lookups, scheduler, step_budget, stores
 from vllm_plugin.worker import transfer
 
 FULL = full_attention(head_size=2)
@@ -324,7 +333,7 @@ class SimEngine(ToyEngine):
 
     def _watch_scheduler(self) -> None:
         connector = self.connector
-        send, update, finished = connector._lookups._send, connector.update, connector.request_finished
+        send, update, finished = connector.lookups.send, connector.update, connector.request_finished
         matched = connector.matched_tokens
 
         def watched_send(request: Any, local: int, limit: int) -> Any:
@@ -333,7 +342,7 @@ class SimEngine(ToyEngine):
             return send(request, local, limit)
 
         def watched_update(output: Any) -> None:
-            self._failed |= output.failed_recving & connector._stores._tracked.keys()
+            self._failed |= {name for name in output.failed_recving if connector.stores.tracked(name)}
             update(output)
 
         def watched_finished(request: Any, tables: Any) -> None:
@@ -349,7 +358,7 @@ class SimEngine(ToyEngine):
                 self.broke(f"{(count, is_async)} is no answer")
             return count, is_async
 
-        connector._lookups._send = watched_send  # type: ignore[method-assign]
+        connector.lookups.send = watched_send  # type: ignore[method-assign]
         connector.update = watched_update  # type: ignore[method-assign]
         connector.request_finished = watched_finished  # type: ignore[method-assign]
         connector.matched_tokens = watched_matched  # type: ignore[method-assign]
@@ -431,7 +440,17 @@ class _Log:
 def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: SimServer) -> None:
     """Puts what the connector has of threads, time and network under a schedule's control."""
     time, threading = runtime.time(), runtime.threading()
-    for module in (lookups, loads, step_budget, stores, transfer, _kvpool_client()):
+    for module in (
+        admission,
+        lookups,
+        request_lookup,
+        loads,
+        step_budget,
+        store_jobs,
+        stores,
+        transfer,
+        _kvpool_client(),
+    ):
         patch.setattr(module, "time", time)
     patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
@@ -439,7 +458,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))
     patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))
     ids = itertools.count(1)
-    patch.setattr(scheduler, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
+    patch.setattr(resets, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
     patch.setattr(transfer, "queue", runtime.queue())
     patch.setattr(transfer, "logger", _Log(runtime))
     patch.setattr(transfer, "PUT_BYTES", 3 * 2048)

@@ -12,11 +12,15 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.vllm_plugin.fleet import Fleet
 from tests.vllm_plugin.toy import ToyEngine
 from vllm_plugin.worker.transfer import TransferThread
 
 Scenario = Callable[[float], None]
 """Runs engines to their end, each within so many seconds."""
+
+FreshFleet = Callable[[], Fleet]
+MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
 PATIENCE_S = 30.0
 HANG_S = 2.0
@@ -134,3 +138,8 @@ def count_preemptions(engine: ToyEngine) -> list[str]:
 
     engine.scheduler._preempt_request = note_and_preempt  # type: ignore[method-assign]
     return preempted
+
+
+def blocks_of(jobs: list[Any]) -> set[int]:
+    """Ids of all blocks that jobs move."""
+    return {block_id for job in jobs for part in job.groups for row in part.block_ids for block_id in row}

@@ -284,7 +284,7 @@ class ToyEngine:
         return side
 
     def wait_until_connected(self) -> None:
-        sessions = [*self.connector._sessions, *(rank.worker._session for rank in self.ranks)]
+        sessions = [*self.connector.stages.sessions, *(rank.worker.session for rank in self.ranks)]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:

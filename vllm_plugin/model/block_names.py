@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.types import BlockRun
 from vllm_plugin.model.adapters import NO_ADAPTER, Adapters, named
-from vllm_plugin.model.hit_rules import Rule
+from vllm_plugin.model.kinds import Kind
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -57,9 +57,9 @@ class BlockNames:
         assert digest is not None, "blocks of an adapter whose content is not known are never named"
         return digest
 
-    def run(self, request: Request, group_idx: int, rule: Rule, first: int, stop: int) -> BlockRun:
+    def run(self, request: Request, group_idx: int, kind: Kind, first: int, stop: int) -> BlockRun:
         """Blocks [first, stop) of a request. A block of several hash units is named by the last of them."""
-        ratio = rule.block_tokens // self.hash_tokens
+        ratio = kind.block_tokens // self.hash_tokens
         hashes, adapter = request.block_hashes, self.adapter(request)
         units = hashes[first:stop] if ratio == 1 else [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
         parent = [hashes[first * ratio - 1]] if first else []

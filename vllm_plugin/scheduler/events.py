@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 from kvpool.types import BlockRun
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.model.adapters import named
-from vllm_plugin.model.groups import Group
+from vllm_plugin.model.groups import PoolGroup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -39,7 +39,7 @@ class Events:
         enabled: whether anybody listens; if not, nothing is collected.
     """
 
-    def __init__(self, groups: Sequence[Group], enabled: bool):
+    def __init__(self, groups: Sequence[PoolGroup], enabled: bool):
         self._groups = groups
         self._enabled = enabled
         self._events: list[KVCacheEvent] = []
@@ -84,7 +84,7 @@ class Events:
 
     def _stored(self, request: Request, run: BlockRun, first: int) -> list[BlockStored]:
         group = self._groups[run.group_idx]
-        size = group.rule.block_tokens
+        size = group.kind.block_tokens
         start, stop = first * size, (first + len(run)) * size
         extra_keys, mm_idx = [], 0
         for at in range(start, stop, size):
@@ -102,8 +102,8 @@ class Events:
                 lora_name=lora.name if lora else None,
                 extra_keys=to_event_extra_keys(extra_keys),
                 group_idx=member,
-                kv_cache_spec_kind=group.kind,
-                kv_cache_spec_sliding_window=group.window_tokens or None,
+                kv_cache_spec_kind=group.kind.name,
+                kv_cache_spec_sliding_window=group.kind.window_tokens or None,
                 locality=LOCALITY,
             )
             for member in group.members

@@ -29,6 +29,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from vllm_plugin.metadata import StoreJob
+from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ class PeerLoads:
     """Those of one engine.
 
     Args:
-        stores: of the engine; told which requests store nothing any more, and which jobs are canceled.
+        stores: told which requests store nothing any more, and which jobs are canceled.
+        jobs: told which jobs are held.
     """
 
-    def __init__(self, stores: Stores):
+    def __init__(self, stores: Stores, jobs: StoreJobs):
         self._stores = stores
+        self._jobs = jobs
         self._block_pool: BlockPool | None = None
         self._num_steps = 0
         self._loading: deque[int] = deque()  # Steps with a synchronous load whose output is not in, by number.
@@ -102,12 +105,12 @@ class PeerLoads:
         """Which jobs the workers may have now: those of this step, or earlier ones, that wait for no output."""
         if self._loading:
             for job in jobs:
-                self._stores.hold(job)
+                self._jobs.hold(job)
                 self._held.append((self._loading[-1], job))
             jobs = ()
         released, self._released = self._released, []
         for job in released:
-            self._stores.hold(job, is_held=False)
+            self._jobs.hold(job, is_held=False)
         return [*released, *jobs]
 
     def update(self, loaded_steps: Iterable[int], invalid_block_ids: set[int]) -> None:
@@ -132,7 +135,7 @@ class PeerLoads:
             self._stores.cancel(job)
         self._held.clear()
         self._released.clear()
-        self._stores.drop_unsent()  # Of requests that have finished with this output.
+        self._jobs.drop_unsent()  # Of requests that have finished with this output.
         self._spread(self._stores.with_blocks(), invalid)
         if self._invalid_from:
             logger.warning(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 
+from vllm_plugin.metrics import Recorder
+
 MAX_WAIT_S = 0.5e-3
 """Lookups of one step wait for their answers this long altogether."""
 MAX_BEGIN_S = 1e-3
@@ -24,9 +26,14 @@ MAX_LOOKUP_WALKS_S = 10e-3
 
 
 class StepBudget:
-    """One engine's."""
+    """One engine's.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: gets `waits_declined`.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._spent_s = 0.0
         self._waited_s = 0.0
         self._walks_s = 0.0
@@ -68,6 +75,7 @@ class StepBudget:
         walk_s = WALK_S + WALK_TOKEN_S * local_tokens
         bound_s = MAX_LOOKUP_WALKS_S if is_lookup else MAX_WALKS_S
         if self._walks_s and self._walks_s + walk_s > bound_s:
+            self._recorder.add("waits_declined")
             return False
         self._walks_s += walk_s
         return True

@@ -179,7 +179,7 @@ class ReceiveThread(TransferThread[LoadJob]):
             self._recorder.add("load_failures")
             return False
         finally:
-            self._copier.settle()  # Nothing may reach the engine's blocks once the job has been reported.
+            self._copier.wait_scattered()  # Nothing may reach the engine's blocks once the job has been reported.
         if gone:
             logger.warning("kvpool: %d of %d blocks are gone, they will be computed", gone, _count(job))
             self._recorder.add("load_failures")

@@ -36,6 +36,9 @@ class KVPoolWorker:
 
     Args:
         tp_rank, stage: of this worker.
+
+    Attributes:
+        session: of the stage's namespace.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class KVPoolWorker:
         self._held: list[StoreJob] = []
         self._name = f"worker {tp_rank}" if parallel.pipeline_parallel_size == 1 else f"worker {stage}.{tp_rank}"
         self._recorder = Recorder()
-        self._session = Session(config.client_config(), spec, self._name, self._recorder)
+        self.session = Session(config.client_config(), spec, self._name, self._recorder)
         self._sender: SendThread | None = None
         self._receiver: ReceiveThread | None = None
         # The scheduler compares it with its own.
@@ -83,8 +86,8 @@ class KVPoolWorker:
             layouts.append(layout)
         copier = make_copier(layouts)
         # Pinning the pool's memory takes a second for tens of gigabytes: not the first request's.
-        self._session.when_open(lambda namespace: copier.adopt(namespace.transport.memory))
-        threads = (self._session, copier, self._mine, self._stage, self._recorder)
+        self.session.when_open(lambda namespace: copier.adopt(namespace.transport.memory))
+        threads = (self.session, copier, self._mine, self._stage, self._recorder)
         self._sender = SendThread(f"kvpool-send-{self._name}", *threads)
         self._receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
 
@@ -92,7 +95,7 @@ class KVPoolWorker:
         assert self._receiver is not None
         if metadata.weights_epoch != self._spec.weights_epoch:
             self._spec = replace(self._spec, weights_epoch=metadata.weights_epoch)
-            self._session.move(self._spec)
+            self.session.move(self._spec)
         if metadata.dropped_stores:
             self._drop(metadata.dropped_stores)
         if metadata.loading_step:
@@ -152,7 +155,7 @@ class KVPoolWorker:
         threads = [thread for thread in (self._sender, self._receiver) if thread is not None]
         for thread in threads:
             thread.request_stop()
-        self._session.close()  # Ends the calls that a thread may be waiting for.
+        self.session.close()  # Ends the calls that a thread may be waiting for.
         for thread in threads:
             thread.join(STOP_TIMEOUT_S)
 

@@ -53,7 +53,7 @@ class BesidePeer(ToyEngine):
         return ours._of_scheduler
 
     def wait_until_connected(self) -> None:
-        sessions = [*self.connector._sessions, *(worker._session for worker in self._workers())]
+        sessions = [*self.connector.stages.sessions, *(worker.session for worker in self._workers())]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
     def _workers(self) -> list[KVPoolWorker]:

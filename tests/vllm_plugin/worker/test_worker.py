@@ -42,7 +42,7 @@ def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Ma
             stack.callback(made.shutdown)
             if register:
                 made.register_kv_caches(tensors(cache))
-                wait_for(lambda: made._session.namespace, "the session to be open")
+                wait_for(lambda: made.session.namespace, "the session to be open")
             return made
 
         yield make

@@ -43,7 +43,7 @@ class Copier(Protocol):
         With checksums, those in adopted memory must stay as they are until the checksums are there; others need not.
         """
 
-    def settle(self) -> None:
+    def wait_scattered(self) -> None:
         """Returns when all that was scattered is there, whatever became of its checksums."""
 
 

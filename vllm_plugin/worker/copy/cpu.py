@@ -38,7 +38,7 @@ class CpuCopier:
         for block, part in self._parts(group_idx, block_ids, buffers):
             block[...] = part
 
-    def settle(self) -> None:
+    def wait_scattered(self) -> None:
         """What was scattered is there already."""
 
     def _parts(self, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Iterator[tuple[Bytes, Bytes]]:
