@@ -383,7 +383,7 @@ class SimEngine(ToyEngine):
             return results
 
         worker.start_loads, worker.transfer_results = watched_start, watched_results  # type: ignore[method-assign]
-        for thread in (worker._sender, worker._receiver):
+        for thread in (worker.sender, worker.receiver):
             assert thread is not None
             if isinstance(thread._copier, DeviceCopier):
                 thread._copier.inner = WatchedCopier(self, thread._copier.inner)

@@ -131,7 +131,7 @@ def two_pools(connector: MakeConnector, vllm_config: MakeConfig, pool_server: St
     multi = connector(config)
     multi.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS))
     for child in multi.sub_connectors:
-        wait_for(lambda child=child: child._of_scheduler.stages.sessions[0].namespace, "the session to be open")
+        wait_for(lambda child=child: child.scheduler_side.stages.sessions[0].namespace, "the session to be open")
     return multi
 
 
@@ -147,7 +147,7 @@ def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
     holding: list[int], two_pools: Any
 ) -> None:
     request = make_request("r", tokens(100))
-    sides = [child._of_scheduler for child in two_pools.sub_connectors]
+    sides = [child.scheduler_side for child in two_pools.sub_connectors]
     for idx in holding:
         client, namespace = sides[idx].stages.sessions[0].client, sides[idx].stages.sessions[0].namespace
         run = BlockRun(0, request.block_hashes)

@@ -24,11 +24,11 @@ class MultiToy(ToyEngine):
 
     @property
     def sides(self) -> list[KVPoolScheduler]:
-        return [child._of_scheduler for child in self.scheduler.connector.sub_connectors]
+        return [child.scheduler_side for child in self.scheduler.connector.sub_connectors]
 
     def wait_until_connected(self) -> None:
         sessions = [each for side in self.sides for each in side.stages.sessions]
-        sessions += [child._of_worker.session for rank in self.ranks for child in rank.connector.sub_connectors]
+        sessions += [child.worker_side.session for rank in self.ranks for child in rank.connector.sub_connectors]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
     def _count(self, stats: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ class Rank:
     @property
     def worker(self) -> KVPoolWorker:
         """Of a `KVPoolConnector`."""
-        worker: KVPoolWorker = self.connector._of_worker  # type: ignore[attr-defined]
+        worker: KVPoolWorker = self.connector.worker_side  # type: ignore[attr-defined]
         return worker
 
     def forward_context(self, forward: bool) -> ForwardContext:
@@ -280,7 +280,7 @@ class ToyEngine:
     @property
     def connector(self) -> KVPoolScheduler:
         """Of a `KVPoolConnector`."""
-        side: KVPoolScheduler = self.scheduler.connector._of_scheduler
+        side: KVPoolScheduler = self.scheduler.connector.scheduler_side
         return side
 
     def wait_until_connected(self) -> None:
@@ -349,7 +349,7 @@ class ToyEngine:
 
     def _transfer_threads(self) -> Iterator[TransferThread[Any]]:
         for rank in self.ranks:
-            for thread in (rank.worker._sender, rank.worker._receiver):
+            for thread in (rank.worker.sender, rank.worker.receiver):
                 assert thread is not None
                 yield thread
 

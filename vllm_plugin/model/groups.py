@@ -1,9 +1,9 @@
 """The model's KV-cache groups as the pool sees them.
 
-vLLM splits a model's layers into groups of equal size, so that several may follow one rule (Gemma 3 has five with a
-sliding window); their blocks are always there together. The pool keeps such groups as one: one lookup, one entry.
-Both sides of the connector make the same groups from what each of them knows: a worker has its own stage's layers only,
-the scheduler has the first layer's spec of a mixed group.
+vLLM splits a model's layers into groups of equal size, so that several groups may be of one kind (Gemma 3 has five with
+one sliding window); the blocks of such groups are always in the pool together. The pool keeps them as one group: one
+lookup, one entry. Both sides of the connector make the same groups, from different knowledge: a worker knows the layers
+of its own pipeline stage only, the scheduler only the first layer's spec of a group whose layers differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PoolGroup:
 
 
 def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
-    """The specs of a group's layers, if they are several, else the one of all."""
+    """The specs of a group's layers where the layers differ, else the one spec of all layers."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     return list(iter_layer_specs(spec))
@@ -67,7 +67,7 @@ def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list
 
 
 def eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
-    """Engine groups whose last slots a draft model writes; all of them where vLLM does not say which."""
+    """Indices of the engine's groups whose last slots a draft model writes; all groups where vLLM does not tell."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle_block_drop():
         return set()
@@ -76,7 +76,7 @@ def eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set
 
 
 def alignment_tokens(kv_cache_config: KVCacheConfig) -> int:
-    """Boundaries are multiples of this: a whole block of every group."""
+    """Hits end at multiples of this many tokens: a whole block of every group."""
     return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
 
 
@@ -121,7 +121,7 @@ def group_spec(group: PoolGroup, vllm_config: VllmConfig, kv_cache_config: KVCac
 
 
 def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the attention backend has an order of its own inside pages."""
+    """Whether the attention backend packs pages in an order that only the backend knows."""
     return any(
         getattr(spec, "num_head_slots", None) is not None
         for group in kv_cache_config.kv_cache_groups
@@ -130,7 +130,7 @@ def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def scheduler_knows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the scheduler's side can work out what a worker's KV cache looks like."""
+    """Whether the scheduler's side can derive a worker's KV-cache layout from its own configuration."""
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and not any(
         hasattr(group.kv_cache_spec, "kv_cache_specs") for group in kv_cache_config.kv_cache_groups
     )
@@ -192,8 +192,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not (cache.enable_prefix_caching or scheduler.enable_chunked_prefill):
         raise ConfigError(
-            f"vLLM cannot go on from a loaded prefix with {vllm_config.model_config.model} here: neither prefix "
-            "caching nor chunked prefill is enabled; enable one, or, where the platform cannot, serve without kvpool"
+            f"vLLM cannot resume {vllm_config.model_config.model} from a loaded prefix: neither prefix caching nor "
+            "chunked prefill is enabled; enable one, or, where the platform supports neither, serve without kvpool"
         )
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher":
@@ -206,8 +206,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             raise ConfigError(f"KVPoolConnector does not support {name} = {getattr(parallel, name)}; set it to 1")
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
-            "calculate_kv_scales makes KV values depend on an engine's first request; set it to false, or take scales "
-            "from the checkpoint"
+            "KVPoolConnector does not support calculate_kv_scales = True, which makes KV values depend on an engine's "
+            "first request; set it to False, or use scales from the checkpoint"
         )
 
 
@@ -221,7 +221,7 @@ def _why_not_shared(spec: Any) -> str | None:
 
 
 def _shards(cuts: Sequence[Cut], tp_size: int, configured: int) -> tuple[int, int]:
-    """KV heads that all layers of a group can be cut along, 0 if there are none, and the number of shards."""
+    """(KV heads that all layers of a group can be cut along, or 0 if there are none; number of shards)."""
     heads = math.gcd(*(each.heads for each in cuts))
     if any(each.heads == 0 or (tp_size > heads and each.heads != heads) for each in cuts):
         return 0, tp_size  # One opaque part a rank.

@@ -97,10 +97,10 @@ class Stores:
         return self._tracked.get(request_id)
 
     def proven(self, request_id: str, group_idx: int, num_blocks: int) -> None:
-        """The pool has block `num_blocks - 1` of a group: none of those up to it is offered.
+        """The pool has block `num_blocks - 1` of a group: the blocks up to that one are not offered.
 
-        That is no proof for those before it. But stores begin at the front, the pool evicts the deepest block of a
-        prefix first, and a block that is missing in spite of that is a miss later, with which it is offered again.
+        That does not prove that the pool has those before it. But stores begin at the front, and the pool evicts the
+        deepest block of a prefix first. A block that is missing even so is a later miss, and is then offered again.
         """
         stored = self._tracked[request_id].stored
         stored[group_idx] = max(num_blocks, stored[group_idx])
@@ -110,12 +110,12 @@ class Stores:
         stored = self._tracked[request_id].stored
         for idx, group in enumerate(self._groups):
             first, stop = start_tokens // group.kind.block_tokens, stop_tokens // group.kind.block_tokens
-            # Of a window the pool may have what this load needs, and nothing before it.
+            # Of a window the pool may have only the blocks that this load needs, and none before them.
             if stored[idx] >= first or group.kind.needs_prefix:
                 stored[idx] = max(stop, stored[idx])
 
     def load_failed(self, request_id: str) -> None:
-        """A request is computed from its first token on: all its blocks are offered again."""
+        """A request is computed from its first token on: all of its blocks are offered again."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.stored = [0] * len(self._groups)
@@ -125,7 +125,7 @@ class Stores:
         """A request has ended; its jobs hold references of their own.
 
         Args:
-            tables: its block tables, to store what the bound of its steps has left; None: nothing more is stored.
+            tables: its block tables, to store the blocks that its steps have left; None: nothing more is stored.
         """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
@@ -134,7 +134,7 @@ class Stores:
             self._jobs.queue(job)
 
     def with_blocks(self) -> list[str]:
-        """Requests that are scheduled, or about to be; not those that wait for a load of theirs."""
+        """Requests that are scheduled, or about to be; not those that wait for their load."""
         return [
             request_id
             for request_id, tracked in self._tracked.items()
@@ -210,12 +210,12 @@ class Stores:
         self, tracked: TrackedRequest, num_tokens: int, state: KVConnectorBlockState, budget: int
     ) -> StoreJob | None:
         request, request_id = tracked.request, tracked.request.request_id
-        # vLLM counts tokens of a streaming session as computed that are not, where an answer has ended among accepted
-        # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
+        # Of a streaming session vLLM counts tokens as computed that are not, where an answer has ended among accepted
+        # drafts or while the request was preempted. Blocks stored then would have wrong KV under right names.
         if request.resumable or not tracked.may_store:
             return None
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
-        # a rejected draft token nor the last sampled one is ever stored.
+        # a rejected draft token nor the last sampled token is ever stored.
         written = request.num_computed_tokens + num_tokens
         if not self._store_decoded:
             written = min(written, request.num_prompt_tokens)
@@ -234,9 +234,9 @@ class Stores:
         return None if tables is None else self._job(tracked, tables, offers, budget)
 
     def _is_adapter_sure(self, tracked: TrackedRequest) -> bool:
-        """Whether the ranks must have the adapter that names the request's blocks, if it has one.
+        """Whether the ranks computed a request with the adapter that names its blocks; True without an adapter.
 
-        Its files were looked at after a step of the request had ended, and so after the ranks had loaded them.
+        The adapter's files were checked after a step of the request had ended: after the ranks had loaded them.
         """
         if tracked.request.lora_request is None:
             return True
@@ -254,7 +254,7 @@ class Stores:
         offers: Sequence[tuple[int, int, int]],
         budget: int,
     ) -> StoreJob | None:
-        """A job of at most `budget` blocks, pinned; None if there is nothing to store, or no room."""
+        """A job of at most `budget` blocks, which are pinned; None if there is nothing to store, or no room."""
         room = min(budget, self._jobs.room)
         parts: list[GroupBlocks] = []
         for idx, group in enumerate(self._groups):
@@ -272,7 +272,7 @@ class Stores:
         return self._jobs.add(tracked.request, parts, self._names.adapter(tracked.request))
 
     def _has_more(self, tracked: TrackedRequest) -> bool:
-        """Whether blocks of attention are complete that have not been offered."""
+        """Whether some complete blocks have not been offered."""
         return any(
             tracked.written // group.kind.block_tokens > stored
             for group, stored in zip(self._groups, tracked.stored, strict=True)
@@ -280,7 +280,7 @@ class Stores:
         )
 
     def _due(self, tracked: TrackedRequest) -> int:
-        """How many tokens must be written for the next block of attention to be complete."""
+        """How many tokens must be written for the next block to be complete."""
         return min(
             (
                 (stored + 1) * group.kind.block_tokens
@@ -293,13 +293,13 @@ class Stores:
     def _blocks(
         self, tracked: TrackedRequest, idx: int, tables: Sequence[Sequence[int]], room: int
     ) -> GroupBlocks | None:
-        """Blocks of attention that this step completes, or that were found complete, and that are worth storing."""
+        """Blocks to store of a group whose block table tells positions: those complete by now and not offered yet."""
         group, request, start = self._groups[idx], tracked.request, tracked.stored[idx]
         rows = [tables[member] for member in group.members]
         # An abort can leave more hashes than blocks.
         stop = min(tracked.written // group.kind.block_tokens, *map(len, rows))
         if start < request.num_computed_tokens // group.kind.block_tokens <= stop:
-            # The engine had these itself. Where the pool has their last one, it was seen with all before it.
+            # The engine had these blocks itself. If the pool has the last of them, it was stored with all before it.
             own = request.num_computed_tokens // group.kind.block_tokens
             last = self._names.run(request, idx, group.kind, own - 1, own).block_hashes[0]
             if self._contents.recent.has(last, idx):
@@ -308,7 +308,7 @@ class Stores:
             return None
         most = room // len(rows)
         if group.kind.needs_prefix:
-            # What fits is stored now: a prompt longer than all that may be pinned would never be stored as a whole.
+            # A part is stored where not all fits: a prompt of more blocks than may be pinned never fits.
             fitting = min(stop, start + most)
             wanted: Sequence[int] = range(start, fitting)
             tracked.stored[idx] = fitting
@@ -324,7 +324,7 @@ class Stores:
     def _states(
         self, tracked: TrackedRequest, idx: int, offers: Sequence[tuple[int, int, int]], room: int
     ) -> GroupBlocks | None:
-        """States that the engine hands over, with the boundary each belongs to: its block table does not tell."""
+        """States to store: vLLM hands them over with their boundaries, which the block table does not tell."""
         group = self._groups[idx]
         at: dict[int, dict[int, int]] = {}
         for member, block_id, boundary in offers:
@@ -339,11 +339,11 @@ class Stores:
         return self._named(tracked.request, idx, wanted, block_ids)
 
     def _named(self, request: Request, idx: int, wanted: Sequence[int], block_ids: list[list[int]]) -> GroupBlocks:
-        """Blocks of a request with their names, by stretches without a gap."""
+        """Blocks of a request with their names: one run for each range without a gap."""
         kind = self._groups[idx].kind
-        stretches = [(wanted[0], wanted[-1] + 1)] if isinstance(wanted, range) else list(_stretches(wanted))
-        runs = [self._names.run(request, idx, kind, first, stop) for first, stop in stretches]
-        return GroupBlocks(idx, runs, block_ids, [first for first, _ in stretches])
+        ranges = [(wanted[0], wanted[-1] + 1)] if isinstance(wanted, range) else list(_gapless_ranges(wanted))
+        runs = [self._names.run(request, idx, kind, first, stop) for first, stop in ranges]
+        return GroupBlocks(idx, runs, block_ids, [first for first, _ in ranges])
 
 
 def _picked(row: Sequence[int], wanted: Sequence[int]) -> list[int]:
@@ -352,8 +352,8 @@ def _picked(row: Sequence[int], wanted: Sequence[int]) -> list[int]:
     return [row[nth] for nth in wanted]
 
 
-def _stretches(wanted: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """[start, stop) of each stretch without a gap."""
-    for _, stretch in itertools.groupby(enumerate(wanted), key=lambda pair: pair[1] - pair[0]):
-        blocks = [block for _, block in stretch]
+def _gapless_ranges(wanted: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """[start, stop) of each range of blocks without a gap."""
+    for _, members in itertools.groupby(enumerate(wanted), key=lambda pair: pair[1] - pair[0]):
+        blocks = [block for _, block in members]
         yield blocks[0], blocks[-1] + 1

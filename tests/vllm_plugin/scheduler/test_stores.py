@@ -263,8 +263,8 @@ def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
         engine.add("a", tokens(100, "a"), max_tokens=1)
         engine.add("b", tokens(100, "b"), max_tokens=1)
         step_until(engine, lambda: len(engine.answers["b"]) == 1, "both to be computed")
-        assert worker._sender is not None
-        sender = worker._sender
+        assert worker.sender is not None
+        sender = worker.sender
         wait_for(lambda: len(sender._queued) == 1, "the first store to have begun")
         assert engine.connector.has_pending_block_frees()
         step_until(engine, lambda: engine.connector.held()["jobs"] == 1, "the second store to be dropped")
