@@ -156,7 +156,7 @@ def _work(pipe: Any, model: Path, endpoint: str) -> None:
     config, cache = configured(model, endpoint)
     worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     worker.register_kv_caches({LAYER: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2 * HEAD_SIZE)})
-    until_true(lambda: worker._worker.session.namespace is not None, "the worker does not reach the pool")
+    until_true(lambda: worker.worker_side.session.namespace is not None, "the worker does not reach the pool")
     pipe.send(worker.get_handshake_metadata())
     while metadata := pipe.recv_bytes():
         worker.bind_connector_metadata(pickle.loads(metadata))

@@ -149,7 +149,7 @@ class Prefixes(Observer):
         model, stop = self._of[weights, name]
         hashes = model.hashes[stop - spec.block_tokens : stop]
         engine = next(each for each in self._engines if spec.num_kv_heads or len(each.ranks) == spec.num_shards)
-        group = engine.connector._groups[group_idx]
+        group = engine.connector.geometry.groups[group_idx]
         names = [(member, name) for member in group.members for name in engine.layer_names[member]]
         if spec.num_kv_heads == 0:
             parts = [rank.cache._expected(member, name, hashes[-1:]) for rank in engine.ranks for member, name in names]
@@ -273,7 +273,7 @@ class SimEngine(ToyEngine):
         is_new = has_reset and not has_begun and not self._in_flight
         if is_new:
             self.weights = next(self._prefixes.new_weights)
-        (spec,) = self.connector._specs
+        (spec,) = self.connector.stages.specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
         for request in live if is_new else ():
             prompt, max_tokens, _ = self.prompts[request.request_id]
@@ -283,7 +283,7 @@ class SimEngine(ToyEngine):
     def forget(self) -> None:
         """The engine's own cache is emptied, if nothing is in use; the weights stay."""
         self.scheduler.reset_prefix_cache()
-        (spec,) = self.connector._specs
+        (spec,) = self.connector.stages.specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
@@ -309,7 +309,7 @@ class SimEngine(ToyEngine):
         except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.
             if "Failed to reset KV cache" not in str(error):
                 raise
-        (spec,) = self.connector._specs
+        (spec,) = self.connector.stages.specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def check_answers(self) -> None:
