@@ -1,23 +1,23 @@
-"""When to stop calling the pool, and when to look for it again: a circuit breaker that decides and does nothing else.
+"""A circuit breaker: decides when to stop calling the pool, and when to probe it again. It makes no calls itself.
 
 States, and what a caller of the pool sees:
 
 - closed: calls go through.
-- open: no call is made; nobody pays for the pool. It begins so: a pool is used once it has answered.
-- half-open: still no call is made, but a probe is under way in the background.
+- open: no call is made. The breaker begins open: a pool is used once it has answered a probe.
+- half-open: no call is made yet, but a probe is under way in the background.
 
-  closed -> open       the pool is gone, or `FAILURES_TO_OPEN` calls of one kind failed in a row
+  closed -> open       the pool is unreachable, or `FAILURES_TO_OPEN` calls of one kind failed in a row
   open -> half-open    the wait is over
   half-open -> closed  the probe found a pool that answers in time
-  half-open -> open    it did not: the wait doubles, up to `MAX_RETRY_S`
+  half-open -> open    the probe failed: the wait doubles, up to `MAX_RETRY_S`
 
-After it opens it waits `FIRST_WAIT_S`, and, where calls failed, twice as long each time that it had not been closed for
-`STABLE_S` before, up to `MAX_FLAP_WAIT_S`: a pool that answers probes and fails calls is tried about once a minute, at
-the price of `FAILURES_TO_OPEN` calls. A pool that is gone costs nobody anything, however often it restarts, and is
-looked for every `MAX_RETRY_S`.
+After opening the breaker waits `FIRST_WAIT_S`. Where calls failed, the wait is twice as long each time that the breaker
+had not been closed for `STABLE_S` before, up to `MAX_FLAP_WAIT_S`: a pool that answers probes and fails calls is tried
+about once a minute, at the price of `FAILURES_TO_OPEN` calls. A pool that is unreachable costs no call, however often
+it restarts, and is probed every `MAX_RETRY_S`.
 
-No library: pybreaker 1.4 and purgatory 3.0 let a caller's own request be the probe and wait a fixed time; pybreaker
-holds a lock throughout each call, purgatory holds none. What would be left of them is the counter.
+Why no library: pybreaker 1.4 and purgatory 3.0 probe with a caller's own request and wait a fixed time; pybreaker holds
+a lock throughout each call, purgatory holds none. Only the counter would be left of them.
 
 Not thread-safe: the session holds a lock.
 """
@@ -58,7 +58,7 @@ class State(enum.Enum):
 
 
 class Breaker:
-    """One session's.
+    """The breaker of one session.
 
     Args:
         clock: monotonic seconds.
@@ -78,21 +78,21 @@ class Breaker:
         return self._state
 
     def succeeded(self, call: str) -> None:
-        """A call ended well. A load proves lookup, transfer and checksum; any other call only itself."""
+        """A call succeeded. A load proves lookup, transfer and checksum; any other call proves only itself."""
         if call == "load":
             self._failures.clear()
         else:
             self._failures.pop(call, None)
 
     def failed(self, call: str, error: KVPoolError) -> bool:
-        """A call failed; True if that opens it.
+        """A call failed; True if that opens the breaker.
 
-        Errors that say nothing about the next call's chances (a full pool, a malformed request) do not count. A call
-        that began earlier may fail when it is open already; that is no news.
+        Errors that say nothing about the next call (a full pool, a malformed request) do not count. A call that began
+        earlier may fail when the breaker is open already, which changes nothing.
 
         Args:
-            call: its kind: "lookup", "load" …; failures are counted by kind, so that stores that go well cannot hide
-                loads that never do.
+            call: the kind of call: "lookup", "load" …; failures are counted by kind, so that stores that succeed cannot
+                hide loads that always fail.
         """
         if self._state is not State.CLOSED:
             return False
@@ -114,13 +114,13 @@ class Breaker:
         return True
 
     def renew(self) -> None:
-        """What is called is another from now on: it begins anew, with a probe at once."""
+        """Calls go to another namespace from now on: the breaker begins anew, with a probe at once."""
         self._state = State.OPEN
         self._failures.clear()
         self._probe_at = self._clock()
 
     def wait_s(self) -> float | None:
-        """Seconds until the next probe is due; None while it is closed."""
+        """Seconds until the next probe is due; None while the breaker is closed."""
         return None if self._state is State.CLOSED else max(0.0, self._probe_at - self._clock())
 
     def probe_began(self) -> None:

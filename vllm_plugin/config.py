@@ -1,4 +1,4 @@
-"""Settings of the connector: `kv_connector_extra_config`. Unknown keys are errors."""
+"""Settings of the connector, in `kv_connector_extra_config`. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ ON_RESET = ("leave", "connector", "keep")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """What a user may set.
+    """The keys of `kv_connector_extra_config`.
 
     Args:
         endpoint: HOST:PORT of the kvpool-server.
         transport: "auto", "shm", "mooncake" or "stream"; see `ClientConfig`.
-        lookup_timeout_ms: a lookup that takes longer is a miss, and a load that stands still for so long is given up.
-        promotion_wait_ms: how long a request waits for blocks on their way up from a tier of the pool, at most: never
-            longer than computing them would take. 0: it takes what is ready. Raise it for slow tiers and slow models.
+        lookup_timeout_ms: a lookup that takes longer is a miss, and a load without progress for so long fails.
+        promotion_wait_ms: the longest time that a request waits for blocks on their way up from a tier of the pool;
+            never longer than computing them would take. 0: only blocks that are ready are loaded. Raise it for slow
+            tiers and slow models.
         load_timeout_ms: a load that takes longer is recomputed. Raise it for long prompts over slow networks.
         store_timeout_ms: a store that takes longer is dropped.
         store_decoded: also store blocks that were filled by decoding; the next turn of a conversation hits them.
-        window_interval_tokens: layers with a sliding window are stored where a prompt ends, where it parts from what
-            the pool knows, and at multiples of this many tokens. Smaller: more hits for the first prompts that part,
-            more bytes.
-        max_pinned_fraction: share of the engine's blocks that may be kept from reuse while they are being stored.
-            Where the engine lacks blocks, queued stores of requests that have ended are dropped.
-        num_shards: chunks a block is cut into; 0: one a KV head, 16 at most. Engines share blocks only if it is equal.
-        weights_epoch: change it when the weights change under the same name; no old block is read again.
-        decline_slow_loads: compute a hit where loading it would take longer, by what both have taken so far.
-        weights_epoch_file: read after each reset: the name of the weights that the engine has then, so that engines
-            with equal ones share again; see `resets.named_epoch`.
+        window_interval_tokens: blocks of layers with a sliding window are stored where a prompt ends, where a prompt
+            parts from the prompts in the pool, and at multiples of this many tokens. Smaller: more hits for the first
+            prompts that part, more bytes.
+        max_pinned_fraction: share of the engine's blocks that may be pinned while they are being stored. Where the
+            engine lacks blocks, stores that alone pin some are dropped.
+        num_shards: chunks that a block is cut into; 0: one for each KV head, 16 at most. Engines share blocks only if
+            the number is equal.
+        weights_epoch: change it when the weights change under the same name; no block stored before is read again.
+        decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
+        weights_epoch_file: a file with the name of the engine's weights, read after each reset, so that engines with
+            equal names share again; see `resets.named_epoch`.
         on_reset: what a reset of the engine's prefix cache means; vLLM also resets it when an engine goes to sleep.
-            "leave": the engine reads none of the blocks there are, nor do others read its new ones: its weights may
-            have changed. "connector": the same, but only for resets that name the connector, so that
-            `reset_prefix_cache()` alone empties the engine's own cache and no more. "keep": nothing. The last two are
-            right only where weights never change in a running engine, or not without such a reset.
-        share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": where
-            its files are as they were before the engine started. "always": by what they are at its first request; right
-            only where they are never written again and adapters never reloaded in place. "never": none.
+            "leave": the weights may have changed: the engine reads no block stored before, and no other engine reads
+            its new blocks. "connector": the same, but only for resets that name the connector, so that
+            `reset_prefix_cache()` alone empties only the engine's own cache. "keep": nothing changes. The last two are
+            right only where weights never change in a running engine, or never without such a reset.
+        share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": those
+            whose adapter's files are unchanged since before the engine started. "always": all, by the files' content at
+            the adapter's first request; right only where adapters are never written again or reloaded in place.
+            "never": none.
         tenant, salt: engines share blocks only if both are equal.
     """
 
@@ -110,7 +113,7 @@ class ConnectorConfig:
             )
         if config.window_interval_tokens < 1:
             raise ConfigError(
-                f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is not positive; "
+                f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is less than 1; "
                 "1 stores every window"
             )
         if not 0 < config.max_pinned_fraction <= 1:
@@ -122,7 +125,7 @@ class ConnectorConfig:
         return config
 
     def client_config(self) -> ClientConfig:
-        # A lease outlives the slowest load, however long the request waits for the worker to begin it.
+        # A lease must outlive the slowest load, and the time until the worker begins the load.
         return ClientConfig(
             endpoint=self.endpoint,
             transport=self.transport,

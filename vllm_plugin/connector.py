@@ -1,4 +1,7 @@
-"""`KVPoolConnector`: what vLLM calls. Delegation only; importing it has no side effects."""
+"""`KVPoolConnector`: the hooks that vLLM calls, each handed to the scheduler's or the worker's side.
+
+Importing this module has no side effects: vLLM imports it in every process.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             warn_if_untested(vllm.__version__)
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
-                    "kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute', and it "
-                    "will be computed instead.",
+                    "kvpool: kv_load_failure_policy is %r: a request whose load from the pool fails will fail; set "
+                    "kv_load_failure_policy to 'recompute', and the request will be computed instead",
                     transfer.kv_load_failure_policy,
                 )
             self._scheduler = KVPoolScheduler(vllm_config, kv_cache_config, config)
@@ -66,12 +69,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     @property
-    def _of_scheduler(self) -> KVPoolScheduler:
+    def scheduler_side(self) -> KVPoolScheduler:
         assert self._scheduler is not None, "a scheduler hook was called on a worker's connector"
         return self._scheduler
 
     @property
-    def _of_worker(self) -> KVPoolWorker:
+    def worker_side(self) -> KVPoolWorker:
         assert self._worker is not None, "a worker hook was called on the scheduler's connector"
         return self._worker
 
@@ -79,10 +82,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # A store that is lost is a miss later, nothing else.
+        return False  # A lost store is a later miss, nothing else.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._scheduler or self._of_worker).stats()
+        return (self._scheduler or self.worker_side).stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -95,62 +98,62 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return KVPoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        (self._scheduler or self._of_worker).shutdown()
+        (self._scheduler or self.worker_side).shutdown()
 
     # Scheduler side, in the order of a step
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._of_scheduler.bind_block_pool(gpu_block_pool)
+        self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._of_scheduler.handshake(metadata)
+        self.scheduler_side.handshake(metadata)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._of_scheduler.matched_tokens(request, num_computed_tokens)
+        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._of_scheduler.after_alloc(request, blocks, num_external_tokens)
+        self.scheduler_side.after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._of_scheduler.build_metadata(scheduler_output)
+        return self.scheduler_side.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._of_scheduler.update(connector_output)
+        self.scheduler_side.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler.request_finished(request, (block_ids,))
+        self.scheduler_side.request_finished(request, (block_ids,))
         return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler.request_finished(request, block_ids)
+        self.scheduler_side.request_finished(request, block_ids)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        return self._of_scheduler.has_pending_block_frees()
+        return self.scheduler_side.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
-        return self._of_scheduler.has_pinned_blocks()
+        return self.scheduler_side.has_pinned_blocks()
 
     def reset_cache(self) -> bool | None:
-        return self._of_scheduler.reset()
+        return self.scheduler_side.reset()
 
     def take_events(self) -> Iterable[Any]:
-        return self._of_scheduler.take_events()
+        return self.scheduler_side.take_events()
 
     # Worker side, in the order of a step
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._of_worker.register_kv_caches(kv_caches)
+        self.worker_side.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._of_worker.handshake()
+        return self.worker_side.handshake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._of_worker.start_loads(self._metadata())
+        self.worker_side.start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no forward pass begins before its blocks are there."""
@@ -161,13 +164,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Whole blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        self._of_worker.start_stores(self._metadata())
+        self.worker_side.start_stores(self._metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._of_worker.transfer_results()
+        return self.worker_side.transfer_results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._of_worker.worker_metadata()
+        return self.worker_side.worker_metadata()
 
     def _metadata(self) -> ConnectorMetadata:
         metadata = self._get_connector_metadata()

@@ -1,6 +1,6 @@
-"""What the two sides of the connector tell each other, once a step. Plain, picklable values.
+"""The values that the two sides of the connector exchange once a step: plain and picklable.
 
-Jobs have ids of their own: a preempted or repeated request comes back under the same request id.
+Jobs have ids of their own, since a preempted or repeated request comes back under the same request id.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class GroupBlocks:
     """Blocks of one group, in the pool and in the engine.
 
     Args:
-        group_idx: of the pool's group.
-        runs: their names; each run is one stretch of a prefix.
-        block_ids: where they lie in the engine: a row for each of the group's block tables, in the order of the runs.
+        group_idx: index of the pool's group.
+        runs: the blocks' names in the pool; the blocks of a run follow each other in a prefix.
+        block_ids: where the blocks lie in the engine: a row for each of the group's block tables, in the order of runs.
         firsts: index of each run's first block in its prefix.
     """
 
@@ -43,17 +43,17 @@ class GroupBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Of the engine, over all block tables."""
+        """Blocks of the engine, over all block tables."""
         return sum(map(len, self.block_ids))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles names and block ids as one array each: a sixth of the time for thousands of blocks."""
+        """Pickles names and block ids as one array each, which takes a sixth of the time for thousands of blocks."""
         runs = [(run.group_idx, len(run), b"".join(run.block_hashes), run.parent_hash) for run in self.runs]
         rows = [array("i", row).tobytes() for row in self.block_ids]
         return _unpickled, (self.group_idx, runs, rows, self.firsts)
 
     def pieces(self, max_blocks: int) -> Iterator[tuple[int, list[BlockRun]]]:
-        """Parts of at most `max_blocks` blocks, each with its first block's position."""
+        """Parts of at most `max_blocks` blocks, each with the position of its first block."""
         start, room, part = 0, max_blocks, list[BlockRun]()
         for run in self.runs:
             at = 0
@@ -71,11 +71,11 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class LoadJob:
-    """Bring leased blocks into the engine.
+    """Load leased blocks from the pool into the engine.
 
     Args:
         lease_ids: one for each pipeline stage.
-        weights_epoch: of the namespace that it is meant for.
+        weights_epoch: of the namespace that the job is meant for.
     """
 
     request_id: str
@@ -86,10 +86,11 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Put blocks of the engine into the pool; they stay pinned until every rank has reported the job.
+    """Store blocks of the engine in the pool; they stay pinned until every rank has reported the job.
 
     Args:
-        adapter: what the blocks' names have beside vLLM's hashes; see `adapters.named`.
+        weights_epoch: of the namespace that the job is meant for.
+        adapter: digest of the LoRA adapter that the blocks' names contain; see `adapters.named`.
     """
 
     job_id: int
@@ -99,7 +100,7 @@ class StoreJob:
 
     @property
     def num_blocks(self) -> int:
-        """Of the engine, over all groups."""
+        """Blocks of the engine, over all groups."""
         return sum(part.num_blocks for part in self.groups)
 
 
@@ -108,7 +109,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     """Scheduler to workers.
 
     Args:
-        dropped_stores: jobs of earlier steps that a rank ends without storing them, unless it has begun.
+        dropped_stores: ids of store jobs that a rank ends without storing them, unless the rank has begun them.
         weights_epoch: of the namespace that the engine is in.
         loading_step: see `PeerLoads.prepare`; the workers hand it back.
     """
@@ -126,9 +127,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     Args:
         ended_stores: how many ranks have ended each store job.
-        failed_stores: jobs that some rank did not store.
+        failed_stores: ids of jobs that some rank did not store.
         namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
-        loaded_steps: `loading_step` of the step whose output this is part of, if it has one.
+        loaded_steps: `loading_step` of the step whose output this is part of, unless it is 0.
     """
 
     ended_stores: dict[int, int] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once, where the scheduler cannot know the worker's namespace by itself."""
+    """Worker to scheduler, once: the worker's namespace, where the scheduler cannot derive it."""
 
     spec: NamespaceSpec
 

@@ -1,11 +1,11 @@
-"""The connection of one process to its pool: opened in the background, lost without harm, found again by itself.
+"""The connection of one process to its pool: opened in the background, and opened again whenever it is lost.
 
-Nobody waits for it: `namespace` is None while the pool is away, and every path treats that as a miss. When that is so
-is the breaker's decision (`breaker.py`); this module makes its probes, in a thread of its own, and counts.
+No caller waits for the connection: `namespace` is None while the pool is away, and every path treats that as a miss.
+The breaker (`breaker.py`) decides when the pool is away; this module makes the probes, in a thread of its own.
 
-A probe opens the namespace and then wants `PROBE_PINGS` pings answered, each within the budget of a lookup: a pool
-that is slower than a lookup may be is of no use to one. So a request pays for a pool that has stopped answering with
-one lookup's budget at most, and once `FAILURES_TO_OPEN` of them have, nobody pays anything.
+A probe opens the namespace, and then needs `PROBE_PINGS` pings answered, each within the timeout of a lookup: a slower
+pool would answer no lookup in time. So a pool that has stopped answering costs a request one lookup timeout at most,
+and after `FAILURES_TO_OPEN` such requests it costs nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ OPEN_TIMEOUT_MS = 2_000
 PROBE_PINGS = 3
 PING_EVERY_S = 2.0
 EXPLAIN_EVERY_S = 10.0
-"""The list of namespaces is asked for at most so often, however many engines come and go."""
+"""The list of namespaces is fetched at most so often, however many engines come and go."""
 MAX_EXPLAINED = 16
-"""Differences that one session says; an engine of a busy pool would fill its log otherwise."""
+"""Differences that one session logs; an engine of a busy pool would fill its log otherwise."""
+AWAY = "kvpool is away: the engine computes without the pool and retries in the background: %s"
 MAX_WORDS = 200
 """Characters of what the log says of one difference between namespaces."""
 
@@ -64,8 +65,8 @@ class Session:
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
         self._namespace: Namespace | None = None
-        self._tell: Callable[[Namespace], None] = _nobody
-        self._said = ""  # The same trouble is worth one line of log.
+        self._tell: Callable[[Namespace], None] = _ignore
+        self._said = ""  # The last logged error: a repeated error is logged once.
         self._explains = explains
         self._explained: set[tuple[str, ...]] = set()  # Of each difference, its fields.
         self._num_opened = -1  # Namespaces that the pool had opened when it was last asked for the list of them.
@@ -89,7 +90,7 @@ class Session:
         return self._breaker.state
 
     def when_open(self, tell: Callable[[Namespace], None]) -> None:
-        """Tells of the namespace each time that it is opened, on the session's thread; at once if it is open now."""
+        """Calls `tell` each time that the namespace is opened, on the session's thread; at once if it is open now."""
         with self._lock:
             self._tell = tell
             namespace = self._namespace
@@ -97,11 +98,11 @@ class Session:
             tell(namespace)
 
     def report(self, error: KVPoolError | None, call: str = "") -> None:
-        """Says how a call ended; decides whether the pool is still worth calling.
+        """Records how a call ended, which may open the breaker.
 
         Args:
-            error: None if it ended well.
-            call: "lookup", "load", "store" or "ping". Failures in a row are counted for each by itself.
+            error: None if the call succeeded.
+            call: "lookup", "load", "store" or "ping". Consecutive failures are counted for each kind.
         """
         with self._lock:
             if error is None:
@@ -114,10 +115,10 @@ class Session:
             self._recorder.add("breaker_openings")
             self._recorder.set("breaker_open", 1)
             self._wanted.set()
-        logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
+        logger.warning(AWAY, error)
 
     def move(self, spec: NamespaceSpec) -> None:
-        """Leaves the namespace for another one, which is opened in the background."""
+        """Moves to another namespace, which is opened in the background."""
         with self._lock:
             self._spec = spec
             self._namespace = None
@@ -143,13 +144,13 @@ class Session:
                 if not self._wanted.wait(PING_EVERY_S):
                     self._ping()
                 continue
-            # A dead server's memory is not given back while anybody maps it, and its successor may need it.
+            # The system frees a dead server's shared memory once no process maps it, and the next server may need it.
             self.client.detach()
             if not self._closed.wait(wait_s):
                 self._probe()
 
     def _ping(self) -> None:
-        """Notices a server that went away, or came back as another, before a request does."""
+        """Notices, before a request does, that the server is gone or has restarted."""
         namespace = self._namespace
         if namespace is None:
             return
@@ -168,13 +169,13 @@ class Session:
         try:
             namespace = self.client.open_namespace(spec, timeout_ms=OPEN_TIMEOUT_MS)
             num_opened = max(self.client.check(namespace) for _ in range(PROBE_PINGS))
-        except Exception as error:  # Whatever it is: a thread that dies here would leave the engine without a pool.
+        except Exception as error:  # Of any kind: without this thread the engine would stay without a pool.
             with self._lock:
                 if spec is self._spec:
                     self._breaker.probe_ended(False)
             if str(error) != self._said and not self._closed.is_set():
                 self._said = str(error)
-                logger.warning("kvpool is away, computing without it, trying again in the background: %s", error)
+                logger.warning(AWAY, error)
             return
         with self._lock:
             if self._closed.is_set() or spec is not self._spec:
@@ -199,9 +200,9 @@ class Session:
         self._explain(namespace, num_opened)
 
     def _explain(self, namespace: Namespace, num_opened: int) -> None:
-        """Says why another engine's blocks of the same model are not read, where the pool has such.
+        """Logs why another engine's blocks of the same model cannot be read, where the pool has such a namespace.
 
-        The engine that was there first says so too: each of the pool's pings tells whether a namespace has come.
+        The engine that was there first logs it too: each ping's answer tells whether a namespace was opened.
 
         Args:
             num_opened: namespaces that the pool has opened so far.
@@ -240,7 +241,7 @@ class Session:
 
 
 def _in_words(found: Sequence[Difference], other: NamespaceInfo) -> str:
-    """Tenant and salt are nobody else's business, and formats of a hundred layers are nobody's reading."""
+    """The differences as text; without the values of private fields (tenant, salt) and of long ones (layer formats)."""
     said = []
     there = f"{other.fingerprint.hex()[:12]} ({other.opened})"
     for difference in found:
@@ -251,5 +252,5 @@ def _in_words(found: Sequence[Difference], other: NamespaceInfo) -> str:
     return "; ".join(said)
 
 
-def _nobody(_: Namespace) -> None:
-    """Who wants to know, until somebody does."""
+def _ignore(_: Namespace) -> None:
+    """No-op listener, used until `when_open` sets one."""

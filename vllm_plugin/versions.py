@@ -12,7 +12,7 @@ FIRST, LAST = (0, 32), (0, 33)
 
 
 def warn_if_untested(version: str) -> bool:
-    """Warns of a release that no test has seen; returns whether it did."""
+    """Warns of a vLLM release that kvpool is not tested with; returns whether it did."""
     try:
         release = Version(version).release[:2]
     except InvalidVersion:
@@ -20,8 +20,8 @@ def warn_if_untested(version: str) -> bool:
     if FIRST <= release <= LAST:
         return False
     logger.warning(
-        "kvpool is tested with vLLM %d.%d to %d.%d, and this is %s: the connector's interface may differ. See "
-        "docs/compatibility.md.",
+        "kvpool is tested with vLLM %d.%d to %d.%d, and this is vLLM %s, whose connector interface may differ; see "
+        "docs/compatibility.md",
         *FIRST,
         *LAST,
         version,

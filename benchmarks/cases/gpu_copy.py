@@ -26,7 +26,8 @@ def main(
     blocks: Annotated[int, typer.Option(help="Blocks in a transfer.")] = 1250,
 ) -> None:
     """Time gathering and scattering in alternation with plain copies of as many bytes."""
-    from vllm_plugin.worker.copy.cuda import REGISTER_STEP_BYTES, STAGING_BYTES, CudaCopier
+    from vllm_plugin.worker.copy.cuda import STAGING_BYTES, CudaCopier
+    from vllm_plugin.worker.copy.pinned import REGISTER_STEP_BYTES
     from vllm_plugin.worker.layout import make_layout
 
     shape = (LAYERS, NUM_ENGINE_BLOCKS, HEADS, BLOCK_TOKENS, CONTENT_BYTES)
@@ -71,7 +72,7 @@ def main(
         },
         rounds,
     )
-    copier.settle()
+    copier.wait_scattered()
     rows = [Row(name, harness.gb_per_s(arena.nbytes, seconds), "GB/s") for name, seconds in taken.items()]
     rows += [
         at_least(f"{move} over the bus", harness.speed_ratio(taken[move], taken[f"bus, to the {side}"]), "ratio", 0.9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.model.kinds import FullAttention, Kind, SlidingWindow
 from vllm_plugin.scheduler.retention import Retention
 
 BLOCK_TOKENS = 16
@@ -48,11 +48,12 @@ class Shape:
         """Bytes that storing one prompt takes: every block of full attention, and the windows that are stored."""
         retention = Retention(prompt_tokens, BLOCK_TOKENS, ConnectorConfig().window_interval_tokens)
         num_blocks = prompt_tokens // BLOCK_TOKENS
-        rules = ((Rule(Reach.ALL, BLOCK_TOKENS), self.full_bytes),)
+        kinds: list[tuple[Kind, int]] = [(FullAttention(block_tokens=BLOCK_TOKENS), self.full_bytes)]
         if self.window_layers:
-            rules += ((Rule(Reach.WINDOW, BLOCK_TOKENS, self.window_tokens - 1), self.window_bytes),)
+            window = SlidingWindow(block_tokens=BLOCK_TOKENS, reach_tokens=self.window_tokens - 1)
+            kinds.append((window, self.window_bytes))
         return sum(
-            len(retention.blocks(rule, 0, num_blocks)) * BLOCK_TOKENS * token_bytes for rule, token_bytes in rules
+            len(retention.blocks(kind, 0, num_blocks)) * BLOCK_TOKENS * token_bytes for kind, token_bytes in kinds
         )
 
 

@@ -156,7 +156,7 @@ def _work(pipe: Any, model: Path, endpoint: str) -> None:
     config, cache = configured(model, endpoint)
     worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     worker.register_kv_caches({LAYER: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2 * HEAD_SIZE)})
-    until_true(lambda: worker._worker._session.namespace is not None, "the worker does not reach the pool")
+    until_true(lambda: worker.worker_side.session.namespace is not None, "the worker does not reach the pool")
     pipe.send(worker.get_handshake_metadata())
     while metadata := pipe.recv_bytes():
         worker.bind_connector_metadata(pickle.loads(metadata))
@@ -211,7 +211,7 @@ class Engine:
         connector: Any = self._scheduler.connector
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self._worker.told} if self._worker.told else {})
         self._aggregator = KVOutputAggregator.from_connector(connector, 1)
-        sessions = connector._scheduler._sessions
+        sessions = connector.scheduler_side.stages.sessions
         until_true(lambda: all(session.namespace for session in sessions), "the connector does not reach the pool")
         for name in HOOKS:
             setattr(connector, name, self._timed(getattr(connector, name)))
@@ -264,7 +264,7 @@ class Engine:
         self.times.connector_cpu_s.append(self._in_hooks_cpu_s)
         self.times.step_s.append(step_s)
         if self._worker is not None:
-            pinned = self._scheduler.connector._scheduler.held()["pinned blocks"]  # type: ignore[union-attr]
+            pinned = self._scheduler.connector.scheduler_side.held()["pinned blocks"]  # type: ignore[union-attr]
             self.times.most_pinned = max(self.times.most_pinned, pinned)
 
     def _output(self, scheduled: Any, packed: bytes) -> Any:

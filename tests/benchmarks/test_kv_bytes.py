@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAtte
 from benchmarks.cases.kv_bytes import BLOCK_TOKENS, SHAPES, Shape
 from tests.support.toy.fixtures import MakeConfig
 from vllm_plugin.model.groups import group_spec, make_groups
-from vllm_plugin.model.hit_rules import Reach
+from vllm_plugin.model.kinds import FullAttention, SlidingWindow
 
 
 def test_a_prompt_takes_its_blocks_and_the_windows_that_are_stored():
@@ -43,8 +43,8 @@ def test_a_token_takes_what_the_connector_gives_a_block(
     groups = get_kv_cache_groups(config, layers)
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups, kv_cache_layout="LBHNC")
     token_bytes = {
-        group.rule.reach: group_spec(group, config, cache, 0).slot_bytes / BLOCK_TOKENS
+        type(group.kind): group_spec(group, config, cache, 0).slot_bytes / BLOCK_TOKENS
         for group in make_groups(config, cache)
     }
-    assert token_bytes.pop(Reach.ALL) == shape.full_bytes
-    assert token_bytes == ({Reach.WINDOW: shape.window_bytes} if shape.window_layers else {})
+    assert token_bytes.pop(FullAttention) == shape.full_bytes
+    assert token_bytes == ({SlidingWindow: shape.window_bytes} if shape.window_layers else {})

@@ -45,7 +45,7 @@ def _scatter(copier, layout: Layout, group_idx: int, ids, buffers) -> None:
     sums = copier.scatter(copier.mark(), group_idx, ids, buffers)
     if sums is not None:
         assert sums() == _checksums(layout, buffers)
-    copier.settle()
+    copier.wait_scattered()
 
 
 def _checksums(layout: Layout, buffers) -> list[int]:
@@ -157,5 +157,5 @@ def test_what_arrives_is_hashed_not_what_was_sent():
     right = copier.gather(copier.mark(), 0, [ids], buffers)()
     buffers[3][layout.chunk_bytes + 5] ^= 16
     found = copier.scatter(copier.mark(), 0, [ids], buffers)()
-    copier.settle()
+    copier.wait_scattered()
     assert [idx for idx, (one, other) in enumerate(zip(found, right, strict=True)) if one != other] == [3 * 4 + 1]

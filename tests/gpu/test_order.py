@@ -56,14 +56,14 @@ def test_bug_10_loads_come_after_zeroing(marked: str, left: int, cache: dict[str
     copier = CudaCopier([layout])
     buffers = [np.full(layout.region_bytes, 9, np.uint8) for _ in IDS]
     copier.scatter(copier.mark(), 0, [IDS], buffers)
-    copier.settle()
+    copier.wait_scattered()
     torch.cuda.synchronize()
     mark = copier.mark()
     _behind(cache, 0)
     if marked == "after":
         mark = copier.mark()
     copier.scatter(mark, 0, [IDS], buffers)
-    copier.settle()
+    copier.wait_scattered()
     torch.cuda.synchronize()
     others = [block for block in range(BLOCKS) if block not in IDS]
     for kv in cache.values():

@@ -16,10 +16,13 @@ from kvpool.types import BlockRun, ShardRange
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.scheduler import lookups, scheduler
+from vllm_plugin.scheduler.admission import Admission
+from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.pins import Pins
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
-from vllm_plugin.scheduler.stores import Stores, Tracked
+from vllm_plugin.scheduler.store_jobs import StoreJobs
+from vllm_plugin.scheduler.stores import Stores, TrackedRequest
 from vllm_plugin.worker import transfer, worker
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread, TransferThread
 
@@ -59,20 +62,20 @@ def stores_do_not_pin(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) -> None:
-    original = Stores.update
+    original = StoreJobs.update
 
-    def update(self: Stores, metadata: WorkerMetadata) -> None:
+    def update(self: StoreJobs, metadata: WorkerMetadata) -> None:
         ended = {job_id: self._pins._num_ranks for job_id in metadata.ended_stores if job_id in self._storing}
         original(self, WorkerMetadata(ended, metadata.failed_stores))
 
-    patch.setattr(Stores, "update", update)
+    patch.setattr(StoreJobs, "update", update)
 
 
 @variant
 def blocks_are_stored_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
     original = Stores._store_job
 
-    def store_job(self: Stores, tracked: Tracked, num_tokens: int, *rest: Any) -> StoreJob | None:
+    def store_job(self: Stores, tracked: TrackedRequest, num_tokens: int, *rest: Any) -> StoreJob | None:
         return original(self, tracked, num_tokens + 16, *rest)
 
     patch.setattr(Stores, "_store_job", store_job)
@@ -152,9 +155,9 @@ def drafts_are_stored_under_the_names_that_come_true(patch: pytest.MonkeyPatch) 
 
 @variant
 def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.MonkeyPatch) -> None:
-    original = Stores._drop
+    original = StoreJobs._drop
 
-    def drop(self: Stores, storing: Any) -> None:
+    def drop(self: StoreJobs, storing: Any) -> None:
         original(self, storing)
         if storing.is_sent:
             pinned, pool = self._pins._jobs[storing.job.job_id], self._pins._block_pool
@@ -162,7 +165,7 @@ def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.Monke
             pool.free_blocks([pool.blocks[block_id] for block_id in pinned.block_ids])
             pinned.block_ids = []
 
-    patch.setattr(Stores, "_drop", drop)
+    patch.setattr(StoreJobs, "_drop", drop)
 
 
 # Hits
@@ -170,8 +173,8 @@ def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.Monke
 
 @variant
 def a_hit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
-    original = Lookups.boundary
-    patch.setattr(Lookups, "boundary", lambda self, request, local: original(self, _Longer(request), local))
+    original = Admission.boundary
+    patch.setattr(Admission, "boundary", lambda self, request, local: original(self, _Longer(request), local))
 
 
 @variant
@@ -179,7 +182,7 @@ def states_are_named_by_position(patch: pytest.MonkeyPatch) -> None:
     original = Stores._states
 
     def states(self: Stores, tracked: Any, idx: int, offers: Any, room: int) -> Any:
-        size = self._groups[idx].rule.block_tokens
+        size = self._groups[idx].kind.block_tokens
         moved = [(member, block_id, max(size, boundary - size)) for member, block_id, boundary in offers]
         return original(self, tracked, idx, moved, room)
 
@@ -255,9 +258,9 @@ def a_restart_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def the_first_block_of_a_load_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    original = KVPoolScheduler._load_parts
+    original = Loads.parts
 
-    def load_parts(self: KVPoolScheduler, *arguments: Any) -> list[GroupBlocks] | None:
+    def load_parts(self: Loads, *arguments: Any) -> list[GroupBlocks] | None:
         parts = original(self, *arguments)
         for part in parts or ():
             (run,) = part.runs
@@ -266,7 +269,7 @@ def the_first_block_of_a_load_is_left_out(patch: pytest.MonkeyPatch) -> None:
                 part.block_ids = [row[1:] for row in part.block_ids]
         return parts
 
-    patch.setattr(KVPoolScheduler, "_load_parts", load_parts)
+    patch.setattr(Loads, "parts", load_parts)
 
 
 @variant
@@ -300,13 +303,13 @@ def leases_of_late_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def leases_of_earlier_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    original = Lookups._take_answers
+    original = Lookups._keep
 
-    def take_answers(self: Lookups, lookup: Any, answers: Any) -> None:
+    def keep(self: Lookups, lookup: Any, answers: Any) -> None:
         lookup.lease_ids = ()
         original(self, lookup, answers)
 
-    patch.setattr(Lookups, "_take_answers", take_answers)
+    patch.setattr(Lookups, "_keep", keep)
 
 
 @variant
@@ -315,7 +318,7 @@ def aborted_requests_keep_their_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def request_finished(self: KVPoolScheduler, request: Any, tables: Any) -> None:
         with pytest.MonkeyPatch.context() as without:
-            without.setattr(self._lookups, "forget", lambda request_id: None)
+            without.setattr(self.lookups, "discard", lambda request_id: None)
             original(self, request, tables)
 
     patch.setattr(KVPoolScheduler, "request_finished", request_finished)

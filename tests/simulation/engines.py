@@ -49,8 +49,17 @@ from tests.support.toy.model import Sequences, answer
 from tests.support.vllm_objects import full_attention, make_request
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.scheduler import (
+    admission,
+    loads,
+    lookups,
+    request_lookup,
+    resets,
+    step_budget,
+    store_jobs,
+    stores,
+)
 from vllm_plugin.scheduler import load_policy as load_policy
-from vllm_plugin.scheduler import loads, lookups, scheduler, step_budget, stores
 from vllm_plugin.worker import transfer
 
 FULL = full_attention(head_size=2)
@@ -140,7 +149,7 @@ class Prefixes(Observer):
         model, stop = self._of[weights, name]
         hashes = model.hashes[stop - spec.block_tokens : stop]
         engine = next(each for each in self._engines if spec.num_kv_heads or len(each.ranks) == spec.num_shards)
-        group = engine.connector._groups[group_idx]
+        group = engine.connector.geometry.groups[group_idx]
         names = [(member, name) for member in group.members for name in engine.layer_names[member]]
         if spec.num_kv_heads == 0:
             parts = [rank.cache.expected(member, name, hashes[-1:]) for rank in engine.ranks for member, name in names]
@@ -264,7 +273,7 @@ class SimEngine(ToyEngine):
         is_new = has_reset and not has_begun and not self.in_flight
         if is_new:
             self.weights = next(self._prefixes.new_weights)
-        (spec,) = self.connector._specs
+        (spec,) = self.connector.stages.specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
         for request in live if is_new else ():
             prompt, max_tokens, _ = self.prompts[request.request_id]
@@ -274,7 +283,7 @@ class SimEngine(ToyEngine):
     def forget(self) -> None:
         """The engine's own cache is emptied, if nothing is in use; the weights stay."""
         self.scheduler.reset_prefix_cache()
-        (spec,) = self.connector._specs
+        (spec,) = self.connector.stages.specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
@@ -300,7 +309,7 @@ class SimEngine(ToyEngine):
         except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.
             if "Failed to reset KV cache" not in str(error):
                 raise
-        (spec,) = self.connector._specs
+        (spec,) = self.connector.stages.specs
         self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def check_answers(self) -> None:
@@ -324,7 +333,7 @@ class SimEngine(ToyEngine):
 
     def _watch_scheduler(self) -> None:
         connector = self.connector
-        send, update, finished = connector._lookups._send, connector.update, connector.request_finished
+        send, update, finished = connector.lookups.send, connector.update, connector.request_finished
         matched = connector.matched_tokens
 
         def watched_send(request: Any, local: int, limit: int) -> Any:
@@ -333,7 +342,7 @@ class SimEngine(ToyEngine):
             return send(request, local, limit)
 
         def watched_update(output: Any) -> None:
-            self._failed |= output.failed_recving & connector._stores._tracked.keys()
+            self._failed |= {name for name in output.failed_recving if connector.stores.tracked(name)}
             update(output)
 
         def watched_finished(request: Any, tables: Any) -> None:
@@ -349,7 +358,7 @@ class SimEngine(ToyEngine):
                 self.broke(f"{(count, is_async)} is no answer")
             return count, is_async
 
-        connector._lookups._send = watched_send  # type: ignore[method-assign]
+        connector.lookups.send = watched_send  # type: ignore[method-assign]
         connector.update = watched_update  # type: ignore[method-assign]
         connector.request_finished = watched_finished  # type: ignore[method-assign]
         connector.matched_tokens = watched_matched  # type: ignore[method-assign]
@@ -374,7 +383,7 @@ class SimEngine(ToyEngine):
             return results
 
         worker.start_loads, worker.transfer_results = watched_start, watched_results  # type: ignore[method-assign]
-        for thread in (worker._sender, worker._receiver):
+        for thread in (worker.sender, worker.receiver):
             assert thread is not None
             if isinstance(thread._copier, DeviceCopier):
                 thread._copier.inner = WatchedCopier(self, thread._copier.inner)
@@ -431,7 +440,17 @@ class _Log:
 def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: SimServer) -> None:
     """Puts what the connector has of threads, time and network under a schedule's control."""
     time, threading = runtime.time(), runtime.threading()
-    for module in (lookups, loads, step_budget, stores, transfer, _kvpool_client()):
+    for module in (
+        admission,
+        lookups,
+        request_lookup,
+        loads,
+        step_budget,
+        store_jobs,
+        stores,
+        transfer,
+        _kvpool_client(),
+    ):
         patch.setattr(module, "time", time)
     patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
@@ -439,7 +458,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))
     patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))
     ids = itertools.count(1)
-    patch.setattr(scheduler, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
+    patch.setattr(resets, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
     patch.setattr(transfer, "queue", runtime.queue())
     patch.setattr(transfer, "logger", _Log(runtime))
     patch.setattr(transfer, "PUT_BYTES", 3 * 2048)

@@ -179,7 +179,7 @@ class World:
         """Another engine like this one has stored a prefix, but for some blocks."""
         pool, dice = self.server.pool, random.Random(gaps)
         each = self._engine(engine)
-        (spec,) = each.connector._specs
+        (spec,) = each.connector.stages.specs
         fingerprint = pool.open_namespace(spec)[0].fingerprint
         names = self._prefixes.learn(_tokens(200, f"prefix {prefix}")[:length], each.weights)
         for idx, group in enumerate(spec.groups):

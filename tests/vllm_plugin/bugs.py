@@ -12,10 +12,14 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fleet import Fleet
 from vllm_plugin.worker.transfer import TransferThread
 
 Scenario = Callable[[float], None]
 """Runs engines to their end, each within so many seconds."""
+
+FreshFleet = Callable[[], Fleet]
+MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
 PATIENCE_S = 30.0
 HANG_S = 2.0
@@ -101,3 +105,8 @@ def step_until_loading(engine: ToyEngine, request: Any) -> None:
     """Until the worker has a request's load."""
     status = RequestStatus.WAITING_FOR_REMOTE_KVS
     engine.step_until(lambda: request.status == status, f"{request.request_id} to load")
+
+
+def blocks_of(jobs: list[Any]) -> set[int]:
+    """Ids of all blocks that jobs move."""
+    return {block_id for job in jobs for part in job.groups for row in part.block_ids for block_id in row}

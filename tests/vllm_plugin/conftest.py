@@ -58,9 +58,9 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def keeps_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are not dropped where the engine lacks blocks."""
-    from vllm_plugin.scheduler.stores import Stores
+    from vllm_plugin.scheduler.store_jobs import StoreJobs
 
-    monkeypatch.setattr(Stores, "_drop_orphans", lambda _: False)
+    monkeypatch.setattr(StoreJobs, "_drop_orphans", lambda _: False)
 
 
 @pytest.fixture
@@ -76,11 +76,13 @@ def core(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Call
             role: str = "kv_both",
             cache: Any = None,
             stages: int = 1,
+            world_size: int = 1,
             **extra: Any,
         ) -> Core:
             extra = {"salt": f"{next(salts)}", "lookup_timeout_ms": 5_000, **extra, "endpoint": endpoint}
             config = vllm_config(endpoint, role=role)
             config.parallel_config.pipeline_parallel_size = stages
+            config.parallel_config.world_size = world_size
             made = Core(config, extra, cache or cache_config(num_blocks=NUM_BLOCKS))
             stack.callback(made.side.shutdown)
             return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -13,10 +14,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvpool.errors import UnavailableError
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
+from vllm_plugin import breaker
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from vllm_plugin.model.identity import namespace_spec
@@ -39,7 +42,7 @@ class Core:
         self.offers: dict[str, list[tuple[int, int, int]]] = {}
 
     def connected(self) -> Core:
-        sessions = self.side._sessions
+        sessions = self.side.stages.sessions
         wait_for(lambda: sessions and all(session.namespace for session in sessions), "the sessions to be open")
         return self
 
@@ -122,14 +125,21 @@ MakeCore = Callable[..., Core]
 
 def fill(core: Core, hashes: Sequence[bytes], group: int = 0, stage: int = 0) -> None:
     """Puts blocks into the pool."""
-    client, namespace = core.side._sessions[stage].client, core.side._sessions[stage].namespace
+    client, namespace = core.side.stages.sessions[stage].client, core.side.stages.sessions[stage].namespace
     assert namespace is not None
     values = [bytes(namespace.spec.groups[group].slot_bytes)] * len(hashes)
     client.put_blocks(namespace, BlockRun(group, hashes), values)
 
 
+def lose_pool(core: Core) -> None:
+    """The pool is away, for the rest of the test."""
+    with patch.object(breaker, "FIRST_WAIT_S", 600.0):
+        for session in core.side.stages.sessions:
+            session.report(UnavailableError("the test took the pool away"), "lookup")
+
+
 def num_leases(core: Core) -> int:
-    return core.side._sessions[0].client.stats().num_leases
+    return core.side.stages.sessions[0].client.stats().num_leases
 
 
 def wait_for_leases(core: Core, count: int) -> None:

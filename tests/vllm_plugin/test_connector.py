@@ -131,7 +131,7 @@ def two_pools(connector: MakeConnector, vllm_config: MakeConfig, pool_server: St
     multi = connector(config)
     multi.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS))
     for child in multi.sub_connectors:
-        wait_for(lambda child=child: child._of_scheduler._sessions[0].namespace, "the session to be open")
+        wait_for(lambda child=child: child.scheduler_side.stages.sessions[0].namespace, "the session to be open")
     return multi
 
 
@@ -147,9 +147,9 @@ def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
     holding: list[int], two_pools: Any
 ) -> None:
     request = make_request("r", tokens(100))
-    sides = [child._of_scheduler for child in two_pools.sub_connectors]
+    sides = [child.scheduler_side for child in two_pools.sub_connectors]
     for idx in holding:
-        client, namespace = sides[idx]._sessions[0].client, sides[idx]._sessions[0].namespace
+        client, namespace = sides[idx].stages.sessions[0].client, sides[idx].stages.sessions[0].namespace
         run = BlockRun(0, request.block_hashes)
         client.put_blocks(namespace, run, [bytes(namespace.spec.groups[0].slot_bytes)] * len(run))
 
@@ -164,7 +164,7 @@ def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
     two_pools.update_state_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(7),)), 96)
     metadata = two_pools.build_connector_meta(empty_step()).metadata
     assert [len(one.loads) for one in metadata] == [1, 0] if holding[0] == 0 else [0, 1]
-    with Client(ClientConfig(sides[0]._sessions[0].client.config.endpoint)) as client:
+    with Client(ClientConfig(sides[0].stages.sessions[0].client.config.endpoint)) as client:
         wait_for(lambda: client.stats().num_leases == 1, "the lease that nobody wants to end")
 
 

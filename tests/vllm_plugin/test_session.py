@@ -61,6 +61,11 @@ def open_session() -> Iterator[Open]:
         yield make
 
 
+def session_threads() -> list[threading.Thread]:
+    """Threads of the sessions that tests have opened and that are not closed."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvpool-session-test")]
+
+
 def is_open(session: Session) -> bool:
     return session.namespace is not None
 
@@ -100,15 +105,29 @@ def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
     assert said.levelname == level and says in said.getMessage()
 
 
+def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The endpoints that sessions try to open from now on."""
+    attempts: list[str] = []
+    opening = Client.open_namespace
+
+    def count_and_open(self: Client, *args: Any, **kwargs: Any) -> Any:
+        attempts.append(self.config.endpoint)
+        return opening(self, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "open_namespace", count_and_open)
+    return attempts
+
+
 def test_an_absent_server_holds_nobody_up_and_is_found_when_it_comes(
-    open_session: Open, pool_server: StartServer
+    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint = free_endpoint()
     started = time.monotonic()
+    attempts = count_attempts(monkeypatch)
     session = open_session(endpoint)
     assert session.namespace is None
     assert time.monotonic() - started < AT_ONCE_S
-    time.sleep(0.6)  # Two attempts have failed by now.
+    wait_for(lambda: len(attempts) > 2, "two attempts to have failed")
     assert session.namespace is None
     pool_server("--listen", endpoint)
     wait_until_open(session)
@@ -307,23 +326,24 @@ def test_closing_ends_the_thread(open_session: Open, shared_server: ServerProces
     session = open_session(shared_server.endpoint)
     wait_until_open(session)
     session.close()
-    assert not session._thread.is_alive()
+    assert not session_threads()
     assert session.namespace is None
     session.close()
 
 
 @pytest.mark.parametrize("server_is", ["absent", "stopped"])
 def test_closing_is_quick_whatever_the_server_does(
-    server_is: str, open_session: Open, pool_server: StartServer
+    server_is: str, open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = pool_server()
     with stopped(server):
+        attempts = count_attempts(monkeypatch)
         session = open_session(server.endpoint if server_is == "stopped" else free_endpoint())
-        time.sleep(0.3)
+        wait_for(lambda: attempts, "an attempt to open the namespace")
         started = time.monotonic()
         session.close()
         assert time.monotonic() - started < OPEN_TIMEOUT_MS / 1000 + 0.5
-        assert not session._thread.is_alive()
+        assert not session_threads()
 
 
 def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
@@ -344,12 +364,18 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
     session.client.open_namespace = slow  # type: ignore[method-assign]
     session.report(UnavailableError("gone"))
     assert answered.wait(5)
+    close, began = session.client.close, threading.Event()
+
+    def begin_to_close() -> None:
+        began.set()
+        close()
+
+    session.client.close = begin_to_close  # type: ignore[method-assign]
     closer = threading.Thread(target=session.close)
     closer.start()
-    wait_for(session._closed.is_set, "close to have begun")
+    assert began.wait(5)
     closing.set()
-    session._thread.join(1)
-    assert not session._thread.is_alive()
+    wait_for(lambda: not session_threads(), "the thread to end", 1)
     assert session.namespace is None
     closer.join(5)
     assert not closer.is_alive()

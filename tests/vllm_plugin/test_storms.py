@@ -20,10 +20,7 @@ from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import tokens
-from tests.vllm_plugin.bugs import (
-    held,
-    step_until_loading,
-)
+from tests.vllm_plugin.bugs import held, step_until_loading
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}

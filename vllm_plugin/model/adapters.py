@@ -1,9 +1,9 @@
 """LoRA adapters by their content: vLLM's block hashes name an adapter by its name and path alone.
 
 An adapter's blocks are shared only where the engine's ranks must have loaded the bytes that this module has read. vLLM
-loads an adapter some time after a request names it, may drop and load it again, and tells nobody. So its files have to
-be as they were before the engine started, and to stay so; else requests with that adapter are computed. A thread reads
-and watches the files: the scheduler's thread touches no disk.
+loads an adapter some time after a request names it, and may drop it and load it again without notice. So the adapter's
+files must be unchanged since before the engine started, and stay unchanged; otherwise requests with that adapter are
+computed. A thread reads and watches the files: the scheduler's thread touches no disk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = init_logger("vllm.kvpool.adapters")
 MAX_ADAPTERS = 4096
 CHECK_EVERY_S = 1.0
 READ_WITHIN_S = 2.0
-"""So long a request may wait for a look at its adapter's files."""
+"""A request waits at most this long until its adapter's files have been checked."""
 CLOCK_STEP_S = 1.0
-"""Times of files are coarser than clocks."""
+"""Resolution of file times: a file must be older than the engine by this much to count as older."""
 NO_ADAPTER = bytes(HASH_BYTES)
 
 
@@ -62,7 +62,7 @@ class Adapters:
         self._said = False
 
     def new_step(self) -> None:
-        """Takes over what the thread has found. Between two steps nothing changes."""
+        """Publishes what the thread has found: answers change between steps only."""
         if not self._found and not self._checked:
             return
         with self._lock:
@@ -76,7 +76,7 @@ class Adapters:
             self._check_since.pop(key, None)
 
     def is_busy(self, lora: LoRARequest) -> bool:
-        """Whether an adapter is worth waiting for: its files are being read, or looked at, and not for too long."""
+        """Whether a request should wait: the adapter's files are being read or checked, for `READ_WITHIN_S` at most."""
         key = (lora.lora_name, lora.lora_path)
         if self._share == "never" or self._reason or self._digests.get(key, NO_ADAPTER) is None:
             return False
@@ -97,7 +97,7 @@ class Adapters:
         if known != key or (lora.load_inplace and self._share != "always"):
             # Ranks tell adapters apart by this number alone.
             for each in {known, key}:
-                self._refuse(each, "another was loaded under its lora_int_id, or it was loaded again in place")
+                self._refuse(each, "another adapter was loaded under its lora_int_id, or it was loaded again in place")
             self.new_step()
         if key not in self._asked_at and len(self._asked_at) < MAX_ADAPTERS:
             self._asked_at[key] = time.monotonic()
@@ -108,7 +108,7 @@ class Adapters:
         return self._digests.get(key)
 
     def is_checked(self, lora: LoRARequest, since: float) -> bool:
-        """Whether an adapter's files were looked at after a moment (`time.time`). Has them looked at if not."""
+        """Whether an adapter's files were checked after `since` (`time.time`); if not, has the thread check them."""
         key = (lora.lora_name, lora.lora_path)
         if self._share == "always" or self._checked_at.get(key, 0.0) >= since:
             return True
@@ -122,7 +122,7 @@ class Adapters:
         self._new.put(None)
 
     def _watch(self) -> None:
-        """Reads each new adapter; looks whether those that were read have changed, when asked and every second."""
+        """The thread: reads each new adapter, and checks the others for changes, when asked and every second."""
         states: dict[tuple[str, str], list[tuple[str, int, int]]] = {}
         check_at = time.monotonic() + CHECK_EVERY_S
         while True:
@@ -139,7 +139,7 @@ class Adapters:
             except Exception as error:  # Whatever it is: this thread has other adapters to watch.
                 assert key is not None
                 states[key] = []
-                self._refuse(key, f"it cannot be read here: {error}")
+                self._refuse(key, f"its files cannot be read: {error}")
             if time.monotonic() >= check_at:
                 for known, before in states.items() if self._share != "always" else ():
                     self._check(known, before)
@@ -177,7 +177,7 @@ class Adapters:
             self._refused.add(key)
             self._found[key] = None
         logger.warning(
-            "kvpool does not share blocks of adapter %r (%s): %s. See share_adapters in docs/configuration.md",
+            "kvpool shares no KV blocks of LoRA adapter %r (%s): %s; see share_adapters in docs/configuration.md",
             *key,
             why,
         )
@@ -185,13 +185,15 @@ class Adapters:
     def _say_once(self, why: str) -> None:
         if not self._said:
             self._said = True
-            logger.warning("kvpool shares no blocks of adapters: %s. See share_adapters in docs/configuration.md", why)
+            logger.warning(
+                "kvpool shares no KV blocks of LoRA adapters: %s; see share_adapters in docs/configuration.md", why
+            )
 
 
 def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:
     """Names in the pool of blocks that an adapter computed: their hashes XOR its digest.
 
-    Both are SHA-256: two pairs collide as rarely as two hashes do. It is its own inverse.
+    Both are SHA-256: two pairs collide as rarely as two hashes do. Naming twice gives the hashes back.
     """
     if digest == NO_ADAPTER or not block_hashes:
         return block_hashes
@@ -201,19 +203,19 @@ def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:
 
 
 def _why_not(vllm_config: VllmConfig) -> str:
-    """Why nobody can know what this engine's ranks have loaded; empty if it can be known."""
+    """Why the adapters that this engine's ranks have loaded cannot be known; empty if they can."""
     import vllm.envs
 
     parallel = vllm_config.parallel_config
     if vllm.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-        return "VLLM_ALLOW_RUNTIME_LORA_UPDATING lets them be replaced while requests run"
+        return "VLLM_ALLOW_RUNTIME_LORA_UPDATING lets adapters be replaced while requests run"
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         return "ranks on other hosts read files of their own"
     return ""
 
 
 def _state(place: Path) -> list[tuple[str, int, int]]:
-    """What changes with any file below a directory: (path, ctime in ns, bytes)."""
+    """(path, ctime in ns, bytes) of every file below a directory: changes whenever a file does."""
     states = []
     for file in [place, *sorted(place.rglob("*"))]:
         real = Path(os.path.realpath(file))

@@ -1,4 +1,4 @@
-"""How an engine's blocks are named in the pool: by vLLM's block hash, and by the content of the request's adapter."""
+"""How an engine's blocks are named in the pool: by vLLM's block hash and the content of the request's LoRA adapter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.types import BlockRun
 from vllm_plugin.model.adapters import NO_ADAPTER, Adapters, named
-from vllm_plugin.model.hit_rules import Rule
+from vllm_plugin.model.kinds import Kind
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,14 +23,14 @@ class BlockNames:
     def __init__(self, hash_tokens: int, adapters: Adapters):
         self.hash_tokens = hash_tokens
         self._adapters = adapters
-        self._asked_at: dict[str, float] = {}  # When a request was first asked for since it was last given blocks.
+        self._asked_at: dict[str, float] = {}  # Request -> first question since it last had blocks, `time.time`.
 
     def are_known(self, request: Request) -> bool:
         """Whether a request's blocks can be shared: it has no adapter, or one whose content is known."""
         return request.lora_request is None or self._adapters.digest(request.lora_request) is not None
 
     def are_current(self, request: Request) -> bool:
-        """Whether they are known, and the adapter's files were looked at since the request asks to be admitted.
+        """Whether they are known, and the adapter's files were checked since the request first asked to be admitted.
 
         While it did not run, ranks may have dropped its adapter, and load what the files hold now.
         """
@@ -40,7 +40,7 @@ class BlockNames:
         return self.are_known(request) and self.are_checked(request, since)
 
     def are_checked(self, request: Request, since: float) -> bool:
-        """Whether the files of a request's adapter were looked at after a moment (`time.time`)."""
+        """Whether the files of a request's adapter were checked after `since` (`time.time`)."""
         return request.lora_request is None or self._adapters.is_checked(request.lora_request, since)
 
     def admitted(self, request_id: str) -> None:
@@ -48,18 +48,18 @@ class BlockNames:
         self._asked_at.pop(request_id, None)
 
     def are_coming(self, request: Request) -> bool:
-        """Whether they will be current in a moment. Asked where they are not."""
+        """Whether blocks that are not current will soon be: the adapter's files are being read or checked."""
         return request.lora_request is not None and self._adapters.is_busy(request.lora_request)
 
     def adapter(self, request: Request) -> bytes:
-        """What names a request's adapter. Asserts that it is known."""
+        """The digest of a request's adapter, which must be known."""
         digest = self._adapters.digest(request.lora_request)
-        assert digest is not None, "blocks of an adapter whose content is not known are never named"
+        assert digest is not None, "the digest of the request's LoRA adapter is not known"
         return digest
 
-    def run(self, request: Request, group_idx: int, rule: Rule, first: int, stop: int) -> BlockRun:
+    def run(self, request: Request, group_idx: int, kind: Kind, first: int, stop: int) -> BlockRun:
         """Blocks [first, stop) of a request. A block of several hash units is named by the last of them."""
-        ratio = rule.block_tokens // self.hash_tokens
+        ratio = kind.block_tokens // self.hash_tokens
         hashes, adapter = request.block_hashes, self.adapter(request)
         units = hashes[first:stop] if ratio == 1 else [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
         parent = [hashes[first * ratio - 1]] if first else []

@@ -1,9 +1,9 @@
 """The model's KV-cache groups as the pool sees them.
 
-vLLM splits a model's layers into groups of equal size, so that several may follow one rule (Gemma 3 has five with a
-sliding window); their blocks are always there together. The pool keeps such groups as one: one lookup, one entry.
-Both sides of the connector make the same groups from what each of them knows: a worker has its own stage's layers only,
-the scheduler has the first layer's spec of a mixed group.
+vLLM splits a model's layers into groups of equal size, so that several groups may be of one kind (Gemma 3 has five with
+one sliding window); the blocks of such groups are always in the pool together. The pool keeps them as one group: one
+lookup, one entry. Both sides of the connector make the same groups, from different knowledge: a worker knows the layers
+of its own pipeline stage only, the scheduler only the first layer's spec of a group whose layers differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.errors import ConfigError
 from kvpool.namespace import GroupSpec
 from kvpool.types import ShardRange
-from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.model.kinds import Cut, Kind, kind_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,43 +26,26 @@ MAX_DEFAULT_SHARDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a layer's page is divided over the ranks.
-
-    Args:
-        heads: KV heads of the whole model; 0: each rank's page is opaque and its own.
-        head_bytes: bytes of one head's page; of the whole page if it is opaque.
-    """
-
-    heads: int
-    head_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
+class PoolGroup:
     """One group of the pool.
 
     Args:
-        kind: vLLM's name for the kind of its attention.
-        rule: what a hit needs.
-        members: the engine's groups that it stands for; their layers follow each other in a chunk.
-        window_tokens: for `GroupSpec`.
+        kind: of its layers, with the group's sizes.
+        members: indices of the engine's groups that it stands for; their layers follow each other in a chunk.
     """
 
-    kind: str
-    rule: Rule
+    kind: Kind
     members: tuple[int, ...]
-    window_tokens: int = 0
 
 
 def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
-    """The specs of a group's layers, if they are several, else the one of all."""
+    """The specs of a group's layers where the layers differ, else the one spec of all layers."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     return list(iter_layer_specs(spec))
 
 
-def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Group]:
+def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[PoolGroup]:
     """The pool's groups, in the order of their first members.
 
     Raises:
@@ -70,20 +53,21 @@ def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list
     """
     check_supported(vllm_config, kv_cache_config)
     eagle = eagle_groups(vllm_config, kv_cache_config)
-    merged: dict[tuple[str, Rule, int, bool], list[int]] = {}
+    merged: dict[Kind, list[int]] = {}
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = layer_specs(group.kv_cache_spec)[0]
-        merged.setdefault((_kind(spec), *_rule(spec), _is_replicated(spec)), []).append(idx)
+        kind = kind_of(spec)
+        assert kind is not None, f"check_supported let {type(spec).__name__} pass"
+        merged.setdefault(kind.of(spec), []).append(idx)
     groups = []
-    for (kind, rule, window_tokens, _), members in merged.items():
-        # Draft models have no states: a state stays as good as its boundary.
-        proves = rule.reach is not Reach.STATE and not eagle.isdisjoint(members)
-        groups.append(Group(kind, replace(rule, proves=proves), tuple(members), window_tokens))
+    for common, members in merged.items():
+        proves = common.is_positional and not eagle.isdisjoint(members)
+        groups.append(PoolGroup(replace(common, proves=proves), tuple(members)))
     return groups
 
 
 def eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
-    """Engine groups whose last slots a draft model writes; all of them where vLLM does not say which."""
+    """Indices of the engine's groups whose last slots a draft model writes; all groups where vLLM does not tell."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle_block_drop():
         return set()
@@ -92,7 +76,7 @@ def eagle_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set
 
 
 def alignment_tokens(kv_cache_config: KVCacheConfig) -> int:
-    """Boundaries are multiples of this: a whole block of every group."""
+    """Hits end at multiples of this many tokens: a whole block of every group."""
     return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
 
 
@@ -103,7 +87,7 @@ def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     return kv_cache_config.hash_block_size or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
-def group_spec(group: Group, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_shards: int) -> GroupSpec:
+def group_spec(group: PoolGroup, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_shards: int) -> GroupSpec:
     """The group of one pipeline stage, for all of its tensor-parallel ranks.
 
     Args:
@@ -116,28 +100,28 @@ def group_spec(group: Group, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
     layers = stage_layers(group, kv_cache_config)
     if not layers:
         raise ConfigError(
-            f"a pipeline stage has no layer of KV-cache group {group.members} ({group.kind}); KVPoolConnector needs at "
-            "least one in each: use fewer stages, or set VLLM_PP_LAYER_PARTITION"
+            f"a pipeline stage has no layer of KV-cache group {group.members} ({group.kind.name}); KVPoolConnector "
+            "needs at least one in each: use fewer stages, or set VLLM_PP_LAYER_PARTITION"
         )
-    cuts = [cut(spec, vllm_config) for _, spec in layers]
+    cuts = [group.kind.cut(spec, vllm_config) for _, spec in layers]
     heads, shards = _shards(cuts, tp_size, num_shards)
     first = layers[0][1]
     return GroupSpec(
-        kind=group.kind,
-        block_tokens=group.rule.block_tokens,
+        kind=group.kind.name,
+        block_tokens=group.kind.block_tokens,
         num_kv_heads=heads,
         head_size_k=getattr(first, "head_size", 0),
         head_size_v=getattr(first, "head_size_v", 0),
         num_shards=shards,
         chunk_bytes=sum(max(1, each.heads // shards) * each.head_bytes for each in cuts),
         layer_names=tuple(name for name, _ in layers),
-        layer_formats=tuple(_format(spec, each) for (_, spec), each in zip(layers, cuts, strict=True)),
-        window_tokens=group.window_tokens,
+        layer_formats=tuple(group.kind.format(spec, each) for (_, spec), each in zip(layers, cuts, strict=True)),
+        window_tokens=group.kind.window_tokens,
     )
 
 
 def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the attention backend has an order of its own inside pages."""
+    """Whether the attention backend packs pages in an order that only the backend knows."""
     return any(
         getattr(spec, "num_head_slots", None) is not None
         for group in kv_cache_config.kv_cache_groups
@@ -146,18 +130,18 @@ def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def scheduler_knows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the scheduler's side can work out what a worker's KV cache looks like."""
+    """Whether the scheduler's side can derive a worker's KV-cache layout from its own configuration."""
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and not any(
         hasattr(group.kv_cache_spec, "kv_cache_specs") for group in kv_cache_config.kv_cache_groups
     )
 
 
-def member_layers(group: Group, kv_cache_config: KVCacheConfig) -> list[list[str]]:
+def member_layers(group: PoolGroup, kv_cache_config: KVCacheConfig) -> list[list[str]]:
     """This stage's layers of each member of a group."""
     return [list(kv_cache_config.kv_cache_groups[member].layer_names) for member in group.members]
 
 
-def stage_layers(group: Group, kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:
+def stage_layers(group: PoolGroup, kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:
     """This stage's layers of a group with their specs, in the order that their bytes have in a chunk."""
     layers = []
     for member in group.members:
@@ -165,31 +149,6 @@ def stage_layers(group: Group, kv_cache_config: KVCacheConfig) -> list[tuple[str
         mixed = getattr(engine_group.kv_cache_spec, "kv_cache_specs", None)
         layers += [(name, mixed[name] if mixed else engine_group.kv_cache_spec) for name in engine_group.layer_names]
     return layers
-
-
-def cut(spec: Any, vllm_config: VllmConfig) -> Cut:
-    """How one layer's page is divided over the ranks."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    if isinstance(spec, MambaSpec):
-        # A state is cut in ways of its own; ranks of another size cannot put it together.
-        return Cut(1 if spec.tp_replicated else 0, spec.state_content_size_bytes)
-    head_bytes = spec.num_states * spec.state_content_size_bytes
-    if _is_replicated(spec):
-        return Cut(1, spec.num_heads * head_bytes)
-    if spec.num_head_slots is not None:
-        # The attention backend packs pages in its own way; equal counts would not make its slots heads.
-        return Cut(0, spec.num_heads * head_bytes)
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    if spec.num_kv_heads == max(1, total // tp_size):
-        return Cut(total, head_bytes)
-    if spec.num_kv_heads > 1 or tp_size == 1:
-        return Cut(spec.num_kv_heads * tp_size, head_bytes)
-    raise ConfigError(
-        f"KVPoolConnector cannot tell which of the {tp_size} tensor-parallel ranks hold the same KV head of a layer "
-        f"with {spec.num_kv_heads} head a rank; use a smaller tensor_parallel_size"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +181,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
         for spec in layer_specs(group.kv_cache_spec):
-            reason = _unsupported(spec)
+            reason = _why_not_shared(spec)
             if reason is None and not (group.enable_kv_transfer and spec.prefix_cacheable):
                 reason = "is scratch memory that vLLM does not share"
             if reason is not None:
@@ -233,8 +192,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not (cache.enable_prefix_caching or scheduler.enable_chunked_prefill):
         raise ConfigError(
-            f"vLLM cannot go on from a loaded prefix with {vllm_config.model_config.model} here: neither prefix "
-            "caching nor chunked prefill is enabled; enable one, or, where the platform cannot, serve without kvpool"
+            f"vLLM cannot resume {vllm_config.model_config.model} from a loaded prefix: neither prefix caching nor "
+            "chunked prefill is enabled; enable one, or, where the platform supports neither, serve without kvpool"
         )
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher":
@@ -247,60 +206,22 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             raise ConfigError(f"KVPoolConnector does not support {name} = {getattr(parallel, name)}; set it to 1")
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
-            "calculate_kv_scales makes KV values depend on an engine's first request; set it to false, or take scales "
-            "from the checkpoint"
+            "KVPoolConnector does not support calculate_kv_scales = True, which makes KV values depend on an engine's "
+            "first request; set it to False, or use scales from the checkpoint"
         )
 
 
-def _unsupported(spec: Any) -> str | None:
+def _why_not_shared(spec: Any) -> str | None:
     """Why a layer cannot be shared; None if it can."""
-    from vllm.v1 import kv_cache_interface as kinds
-
-    if isinstance(spec, kinds.MambaSpec):
-        if spec.mamba_cache_mode != "align":
-            return (
-                f"keeps states with mamba_cache_mode = {spec.mamba_cache_mode!r}; start vLLM with "
-                "--enable-prefix-caching --mamba-cache-mode align"
-            )
-        return None
-    if getattr(spec, "non_causal", False):
-        return "looks ahead (non-causal attention): its KV depends on more than the prefix; serve it without kvpool"
-    plain = (
-        kinds.FullAttentionSpec,
-        kinds.MLAAttentionSpec,
-        kinds.SlidingWindowSpec,
-        kinds.SlidingWindowMLASpec,
-        kinds.ChunkedLocalAttentionSpec,
-    )
-    return None if type(spec) in plain else "is of a kind that it does not know; serve it without kvpool"
-
-
-def _rule(spec: Any) -> tuple[Rule, int]:
-    """The rule of a layer's group, and the window its events tell of."""
-    from vllm.v1 import kv_cache_interface as kinds
-
-    if isinstance(spec, kinds.MambaSpec):
-        return Rule(Reach.STATE, spec.block_size), 0
-    if isinstance(spec, kinds.SlidingWindowSpec):
-        reach = spec.sliding_window - 1 + spec.extra_retained_tokens
-        return Rule(Reach.WINDOW, spec.block_size, reach), spec.sliding_window
-    if isinstance(spec, kinds.ChunkedLocalAttentionSpec):
-        return Rule(Reach.CHUNK, spec.block_size, spec.attention_chunk_size), 0
-    return Rule(Reach.ALL, spec.block_size), 0
-
-
-def _kind(spec: Any) -> str:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-
-    return str(get_kv_cache_spec_kind(spec).value)
-
-
-def _is_replicated(spec: Any) -> bool:
-    return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
+    kind = kind_of(spec)
+    reason = (kind or Kind).why_not_shared(spec)
+    if reason is None and kind is None:
+        return "is of a kind that it does not know; serve it without kvpool"
+    return reason
 
 
 def _shards(cuts: Sequence[Cut], tp_size: int, configured: int) -> tuple[int, int]:
-    """KV heads that all layers of a group can be cut along, 0 if there are none, and the number of shards."""
+    """(KV heads that all layers of a group can be cut along, or 0 if there are none; number of shards)."""
     heads = math.gcd(*(each.heads for each in cuts))
     if any(each.heads == 0 or (tp_size > heads and each.heads != heads) for each in cuts):
         return 0, tp_size  # One opaque part a rank.
@@ -315,20 +236,3 @@ def _shards(cuts: Sequence[Cut], tp_size: int, configured: int) -> tuple[int, in
             f"kv_connector_extra_config num_shards to {math.lcm(tp_size, shards)} on every engine"
         )
     return heads, shards
-
-
-def _format(spec: Any, each: Cut) -> str:
-    """What one layer's bytes are, in words that are equal for equal bytes."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    if isinstance(spec, MambaSpec):
-        states = ",".join(
-            f"{'x'.join(map(str, shape))}:{dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-        )
-        return f"{spec.mamba_type} {states}"
-    cache_dtype = getattr(spec, "cache_dtype_str", None) or ""
-    chunk = f" in chunks of {spec.attention_chunk_size}" if getattr(spec, "attention_chunk_size", None) else ""
-    return (
-        f"{each.heads}x{spec.head_size}+{spec.head_size_v}:{spec.dtype} {spec.kv_quant_mode.name} {cache_dtype} "
-        f"{each.head_bytes}B/{spec.tokens_per_state} {spec.num_head_slots} {spec.state_content_bytes}{chunk}"
-    )

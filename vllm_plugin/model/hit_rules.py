@@ -1,67 +1,17 @@
-"""Which prefixes can be resumed: the rule of each KV-cache group, and the longest boundary that suits all of them.
+"""The longest prefix that can be resumed: the last boundary at which every KV-cache group has what its kind needs.
 
 A boundary is a number of tokens; a hit at boundary L means that the engine computes from token L on. What a group needs
-for that is a run of blocks that ends at L: all of them, the window before L, L's own chunk, or the one state at L.
-A rule answers for each boundary by itself, and no group's answer depends on another's, so the longest hit is the last
-boundary that suits every group.
-
-Source: vLLM, v1/core/single_type_kv_cache_manager.py, `find_longest_cache_hit` and `get_num_skipped_tokens`.
+for that (`kinds.py`) is a run of blocks that ends at L. Each boundary is judged by itself, and each group by itself.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Num = TypeVar("Num", int, Ints)
-
-
-class Reach(enum.Enum):
-    """What a token attends to."""
-
-    ALL = "all"
-    WINDOW = "window"
-    CHUNK = "chunk"
-    STATE = "state"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What one group needs.
-
-    Args:
-        block_tokens: tokens in a block.
-        reach_tokens: WINDOW: tokens before a boundary that are needed; CHUNK: size of a chunk; else 0.
-        proves: one block more must be there, and is computed again: a draft model writes the last slot of a block from
-            the token after it (EAGLE, MTP).
-    """
-
-    reach: Reach
-    block_tokens: int
-    reach_tokens: int = 0
-    proves: bool = False
-
-    def first(self, boundary: Num) -> Num:
-        """Index of the first block that a hit at `boundary` needs; of each boundary of an array."""
-        match self.reach:
-            case Reach.ALL:
-                return boundary * 0
-            case Reach.WINDOW:
-                return (boundary - self.reach_tokens) * (boundary > self.reach_tokens) // self.block_tokens
-            case Reach.CHUNK:
-                return boundary // self.reach_tokens * self.reach_tokens // self.block_tokens
-            case Reach.STATE:
-                return boundary // self.block_tokens - 1
-
-    def end(self, boundary: Num) -> Num:
-        """Index after the last block that must be there for a hit at `boundary`; of each boundary of an array."""
-        return boundary // self.block_tokens + self.proves
+from vllm_plugin.model.kinds import Ints, Kind
 
 
 class Found:
@@ -109,15 +59,15 @@ class Found:
         return self._gapless
 
 
-def usable(rules: Sequence[Rule], found: Sequence[Found], local: int, boundary: int) -> bool:
+def usable(kinds: Sequence[Kind], found: Sequence[Found], local: int, boundary: int) -> bool:
     """Whether every group has what a hit at `boundary` needs beyond the `local` tokens that the engine has itself."""
     return all(
-        blocks.has(max(rule.first(boundary), local // rule.block_tokens), rule.end(boundary))
-        for rule, blocks in zip(rules, found, strict=True)
+        blocks.has(max(kind.first(boundary), local // kind.block_tokens), kind.end(boundary))
+        for kind, blocks in zip(kinds, found, strict=True)
     )
 
 
-def longest(rules: Sequence[Rule], found: Sequence[Found], local: int, limit: int, alignment: int) -> int:
+def longest(kinds: Sequence[Kind], found: Sequence[Found], local: int, limit: int, alignment: int) -> int:
     """The longest usable boundary.
 
     Args:
@@ -125,16 +75,16 @@ def longest(rules: Sequence[Rule], found: Sequence[Found], local: int, limit: in
         limit: tokens that the answer may not exceed.
         alignment: of boundaries, in tokens; `local` is one.
     """
-    for rule, blocks in zip(rules, found, strict=True):
-        if rule.reach is Reach.ALL:
-            limit = min(limit, (blocks.leading - rule.proves) * rule.block_tokens)
+    for kind, blocks in zip(kinds, found, strict=True):
+        if kind.needs_prefix:
+            limit = min(limit, (blocks.leading - kind.proves) * kind.block_tokens)
     limit = limit // alignment * alignment
-    if limit <= local or usable(rules, found, local, limit):
+    if limit <= local or usable(kinds, found, local, limit):
         return max(limit, local)
     boundaries = np.arange(limit, local, -alignment)
     are_usable = np.ones(len(boundaries), np.bool_)
-    for rule, blocks in zip(rules, found, strict=True):
-        start = np.maximum(rule.first(boundaries), local // rule.block_tokens)
-        are_usable &= blocks.have(start, rule.end(boundaries))
+    for kind, blocks in zip(kinds, found, strict=True):
+        start = np.maximum(kind.first(boundaries), local // kind.block_tokens)
+        are_usable &= blocks.have(start, kind.end(boundaries))
     nth = int(are_usable.argmax())
     return int(boundaries[nth]) if are_usable[nth] else local

@@ -1,8 +1,8 @@
 """The namespace of an engine: everything of its configuration that its KV bytes depend on.
 
-Both sides of the connector compute it from what vLLM was given, not from what constructors of models have since made of
-it in the workers' processes; the workers report theirs, and the scheduler compares. Which settings count is said in
-`kv_inputs.py`, what names the weights in `weights.py`.
+Both sides of the connector compute it from the configuration that vLLM was given, not from what constructors of models
+have since changed in the workers' processes; the workers report their fingerprint, and the scheduler compares it with
+its own. `kv_inputs.py` says which settings count, `weights.py` what identifies the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.identity")
 
 MAX_TEXT = 120
-"""Characters of a setting that stand in the namespace as they are; longer ones stand there as a digest."""
+"""Settings of more characters stand in the namespace as a digest."""
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 
 
@@ -84,7 +84,7 @@ def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
         return f"cpu/{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}{'/amx' if amx else ''}"
     packing = "token,kv"
     if packs_its_own(kv_cache_config):
-        # Nobody but the backend knows its order: the same release on the same kind of device chooses and packs alike.
+        # Only the backend knows its order: the same release on the same kind of device chooses and packs alike.
         backend = getattr(vllm_config.attention_config, "backend", None)
         shuffle = os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "")
         packing = f"{vllm.__version__}/{current_platform.get_device_capability()}/{backend}/{shuffle}"
@@ -108,7 +108,7 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
         extra |= _draft(speculative, vllm_config)
     extra |= {name: _short(_canonical(value)) for name, value in settings(vllm_config)}
     if (private := "vllm_config.additional_config") in extra:
-        # It may have anything in it, and the pool shows namespaces to others.
+        # It may hold secrets, and the pool shows namespaces to other users.
         extra[private] = hashlib.sha256(extra[private].encode()).hexdigest()
     return tuple(extra.items())
 
@@ -147,7 +147,12 @@ def _hf_config(model: ModelConfig) -> str:
             token=model.hf_token,
         )
     except Exception as error:
-        logger.warning("kvpool names %s by its configuration in memory, for it cannot be read: %s", model.model, error)
+        logger.warning(
+            "kvpool cannot read the configuration file of %s (%s): the engine shares KV with engines whose "
+            "configuration in memory is equal",
+            model.model,
+            error,
+        )
         config = model.hf_config
     return _canonical({key: value for key, value in config.to_dict().items() if key not in _VOLATILE_KEYS})
 

@@ -1,4 +1,4 @@
-"""What a model's weights are: a digest of their bytes where vLLM reads them from this disk, else what names them.
+"""The identity of a model's weights: a digest of their bytes where vLLM reads them from this disk, else their name.
 
 Every byte counts: a fine-tune may change one layer, or a few rows. A digest does not depend on where the files lie or
 on the model's name. Files are read once (they are in the page cache: the engine loads them, too) and remembered by
@@ -35,7 +35,7 @@ LOCK_POLL_S = 0.05
 LOG_AFTER_S = 5.0
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _CODE = ("*.py", "*quant*.json")
-"""Decide, beside the weights, what is computed from them."""
+"""Files that decide, beside the weights, what is computed from them."""
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*")
 _SAFETENSORS_FIRST = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral")
 _OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "dummy")
@@ -53,7 +53,7 @@ _HOW_ONLY = (
     "s3_access_key_id",
     "s3_secret_access_key",
 )
-"""Keys of `model_loader_extra_config` that say how weights are read, and with which credentials, not which."""
+"""Keys of `model_loader_extra_config` that say how weights are read, not which weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
         if code := _matching(place, _CODE):
             settings["code"] = _digest(code, place)
         logger.warning(
-            "kvpool cannot read the weights of %s here: they are known by this name and revision %r; set weights_epoch "
-            "whenever they change",
+            "kvpool cannot read the weights of %s from this disk and identifies them by that name and revision %r; set "
+            "weights_epoch whenever the weights change",
             name,
             _commit(model),
         )
@@ -116,7 +116,7 @@ def adapter_directory(path: str) -> Path:
     """
     place = _directory(os.path.expanduser(path), None, None)
     if place is None or not place.is_dir():
-        raise FileNotFoundError(f"{path} is no directory on this disk, and not in the hub's cache")
+        raise FileNotFoundError(f"{path} is no directory on this disk and not in the Hugging Face cache")
     return place
 
 
@@ -239,7 +239,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def _read_all(files: Iterable[Path], known: dict[str, str]) -> list[str]:
-    """Each file's content, by what is known of it; `known` gets what was not."""
+    """SHA-256 of each file's content, from `known` where the file is there; adds the others to `known`."""
     keys = [_state(file.resolve()) for file in files]
     unread = {key: blob for key, blob in keys if key not in known and not _BLOB_NAME.fullmatch(key)}
     started = time.monotonic()
@@ -247,7 +247,9 @@ def _read_all(files: Iterable[Path], known: dict[str, str]) -> list[str]:
         known.update(zip(unread, threads.map(_sha256, unread.values()), strict=True))
     if time.monotonic() - started > LOG_AFTER_S:
         nbytes = sum(blob.stat().st_size for blob in unread.values())
-        logger.info("kvpool read %d bytes of weights in %.0f s to name them", nbytes, time.monotonic() - started)
+        logger.info(
+            "kvpool read %d bytes of weights in %.0f s to compute their digest", nbytes, time.monotonic() - started
+        )
     return [known.get(key, key) for key, _ in keys]
 
 

@@ -1,4 +1,4 @@
-"""What the answers of all stages to one lookup say together of the blocks of one group."""
+"""Which blocks of one group the pool has, by the answers of all pipeline stages to one lookup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.types import RunHits
-from vllm_plugin.model.hit_rules import Found, Reach, Rule
+from vllm_plugin.model.hit_rules import Found
+from vllm_plugin.model.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,9 @@ class Availability:
 
     Args:
         first: index of the first block that was asked for.
-        length: how many were.
-        ready: every stage has it.
-        coming: every stage has it, or may have it soon.
+        length: how many blocks were asked for.
+        ready: every stage has the block.
+        coming: every stage has the block, or it may be on its way up from a tier.
     """
 
     first: int
@@ -26,18 +27,18 @@ class Availability:
     coming: int
 
     @classmethod
-    def of(cls, rule: Rule, first: int, length: int, stages: Iterable[RunHits]) -> Availability:
+    def of(cls, kind: Kind, first: int, length: int, stages: Iterable[RunHits]) -> Availability:
         """By the answers of all stages.
 
-        An answer says how many blocks are on their way up. For attention to all tokens they are taken to be those right
-        behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit. By any other rule one
-        of them may be all that a hit lacks, whichever it is.
+        An answer says how many blocks are on their way up. For a group that needs its whole prefix they are taken to be
+        those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit. For any
+        other kind one of them may be all that a hit lacks, whichever it is.
         """
         ready = coming = everything = (1 << length) - 1
         for hits in stages:
             here = hits.complete | (1 << hits.num_leading) - 1
             ready &= here
-            if rule.reach is Reach.ALL:
+            if kind.needs_prefix:
                 coming &= here | (1 << hits.num_leading + hits.num_pending) - 1
             elif not hits.num_pending:
                 coming &= here
@@ -47,11 +48,11 @@ class Availability:
         return Found(self.first, self.ready, self.length)
 
     def promised(self) -> Found:
-        """What will be found once all is there that is on its way."""
+        """What will be found once all blocks are ready that are on their way."""
         return Found(self.first, self.coming, self.length)
 
     def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of the blocks' names that are neither there nor on their way."""
+        """The names of blocks that are neither ready nor on their way."""
         if not self.coming:
             return names
         if self.coming == (1 << self.length) - 1:

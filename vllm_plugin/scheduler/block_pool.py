@@ -5,10 +5,10 @@ so, before it tells the connector of the reset. A block that only a pin holds ne
 prefix each block has and frees none, so the block stays pinned until its store has been reported, and no request hits
 it any more.
 
-It must stop a reset that is followed by a release of the KV cache's memory, which a store may still be reading. vLLM
-does that in two places (`sleep`, `release_kv_cache_memory`), after a pause. With vLLM's core in a process of its own a
+A pin must stop a reset that is followed by a release of the KV cache's memory, which a store may still be reading. vLLM
+resets so in two places (`sleep`, `release_kv_cache_memory`), after a pause. With vLLM's core in a process of its own a
 pause lasts until the connector has no pinned blocks. In a core inside the caller's process it does not, so that there
-resets stay as they are.
+resets are left unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def let_resets_pass(block_pool: BlockPool, pins: Pins) -> None:
-    """From now on resets of the block pool do not count blocks that pins alone hold as used.
+    """Lets resets of a block pool count blocks that pins alone hold as free.
 
     Several kvpools under a MultiConnector have one block pool, and share one wrapper of its method.
     """
@@ -36,7 +36,7 @@ def let_resets_pass(block_pool: BlockPool, pins: Pins) -> None:
         return
     reset = block_pool.reset_prefix_cache
 
-    def reset_in_spite_of_pins() -> bool:
+    def reset_despite_pins() -> bool:
         num_free = block_pool.get_num_free_blocks() + num_orphans(block_pool, sharing)
         block_pool.get_num_free_blocks = lambda: num_free  # type: ignore[method-assign]
         try:
@@ -44,4 +44,4 @@ def let_resets_pass(block_pool: BlockPool, pins: Pins) -> None:
         finally:
             del block_pool.get_num_free_blocks  # The method of the class is back.
 
-    block_pool.reset_prefix_cache = reset_in_spite_of_pins  # type: ignore[method-assign]
+    block_pool.reset_prefix_cache = reset_despite_pins  # type: ignore[method-assign]

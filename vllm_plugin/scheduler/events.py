@@ -1,8 +1,8 @@
 """KV events for the engine's own publisher: blocks that this engine has put into the pool.
 
-A router learns from them which tokens a block stands for, which the server cannot know. The engine does not see what
-the pool evicts, so it takes back what it finds missing: in a lookup, after a failed load, and all of it once the pool
-has restarted. What a router should trust for what the pool holds are the server's own events.
+A router learns from these events which tokens a block stands for, which the server cannot know. The engine does not see
+which blocks the pool evicts, so a block that it finds missing, in a lookup or after a failed load, is announced as
+removed, and all blocks once the pool has restarted. The contents of the pool are told by the server's own events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 from kvpool.types import BlockRun
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.model.adapters import named
-from vllm_plugin.model.groups import Group
+from vllm_plugin.model.groups import PoolGroup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -36,14 +36,14 @@ class Events:
 
     Args:
         groups: of the pool; an event names the engine's own group.
-        enabled: whether anybody listens; if not, nothing is collected.
+        enabled: whether vLLM publishes KV events; if not, nothing is collected.
     """
 
-    def __init__(self, groups: Sequence[Group], enabled: bool):
+    def __init__(self, groups: Sequence[PoolGroup], enabled: bool):
         self._groups = groups
         self._enabled = enabled
         self._events: list[KVCacheEvent] = []
-        # Blocks that were announced and not taken back, the oldest first: (group, name in the pool) -> vLLM's hash.
+        # Blocks announced as stored and not as removed, the oldest first: (group, name in the pool) -> vLLM's hash.
         self._announced: dict[tuple[int, bytes], bytes] = {}
 
     def stored(self, request: Request, job: StoreJob) -> None:
@@ -62,7 +62,7 @@ class Events:
             self.missing(group_idx, [oldest])
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
-        """Blocks are not in the pool; those that were announced are taken back."""
+        """Blocks are not in the pool; those that were announced as stored are announced as removed."""
         if not self._announced:
             return
         for block_hash in block_hashes:
@@ -73,18 +73,18 @@ class Events:
                     self._events.append(BlockRemoved([name], MEDIUM_CPU, member, LOCALITY))
 
     def all_missing(self) -> None:
-        """Nothing that was announced is reachable any more."""
+        """No announced block is in the pool any more."""
         for group_idx, block_hash in list(self._announced):
             self.missing(group_idx, [block_hash])
 
     def take(self) -> list[KVCacheEvent]:
-        """What has happened since the last call."""
+        """Events since the last call."""
         events, self._events = self._events, []
         return events
 
     def _stored(self, request: Request, run: BlockRun, first: int) -> list[BlockStored]:
         group = self._groups[run.group_idx]
-        size = group.rule.block_tokens
+        size = group.kind.block_tokens
         start, stop = first * size, (first + len(run)) * size
         extra_keys, mm_idx = [], 0
         for at in range(start, stop, size):
@@ -102,8 +102,8 @@ class Events:
                 lora_name=lora.name if lora else None,
                 extra_keys=to_event_extra_keys(extra_keys),
                 group_idx=member,
-                kv_cache_spec_kind=group.kind,
-                kv_cache_spec_sliding_window=group.window_tokens or None,
+                kv_cache_spec_kind=group.kind.name,
+                kv_cache_spec_sliding_window=group.kind.window_tokens or None,
                 locality=LOCALITY,
             )
             for member in group.members

@@ -1,18 +1,18 @@
-"""Whether a hit is worth loading: what loading and computing take is learned while running, and judged hit by hit.
+"""Whether a hit is worth loading: the rates of loading and of computing are learned while running, hit by hit.
 
-One thread calls it, the scheduler's. `seconds` are what the request feels: queueing, batching and all.
+Only the scheduler's thread calls it. `seconds` are seconds that a request waits, queueing and batching included.
 
 Invariants:
-- What is unknown counts in the pool's favour: a hit is taken until both rates are known.
-- A hit that is likely to be slower than computing it is computed, except for probes, which are how the connector
-  finds out that a pool has become fast. There is one probe at a time, and each must be earned: a hit that is judged
-  too slow puts `PROBE_SHARE` of its compute time into a purse, a probe needs its expected loss in there (or, where it
-  is larger than any load known, no debt), and pays its real loss. So all probes together lose at most 5 % of the
-  compute time of the hits judged too slow, plus what the last probe lost beyond what was expected of it. Where loads
-  take r times as long as computing, hits of one size are probed once in 20 * (r - 1).
+- An unknown rate counts in the pool's favour: a hit is taken until both rates are known.
+- A hit that is likely to be slower than computing it is computed, except for probes, by which the connector finds out
+  that a pool has become fast. There is one probe at a time, and probes are paid from a credit: each hit that is judged
+  too slow adds `PROBE_SHARE` of its compute time, a probe needs a credit of its expected loss (or, where it is larger
+  than any known load, no debt), and its real loss is subtracted. So all probes together lose at most 5 % of the
+  compute time of the hits judged too slow, plus what the last probe lost beyond its expected loss. Where loads take r
+  times as long as computing, hits of one size are probed once in 20 * (r - 1).
 - A probe that beats computing makes the next one free; three in a row bring the pool back, one or two do nothing.
-- A pool that turns slow is noticed when eight loads have ended since, two where they are far slower. While it is less
-  than twice as slow as computing, up to 16 of the next 50 hits may be taken for good ones.
+- A pool that becomes slow is noticed when eight loads have ended since, or two far slower ones. While the pool is less
+  than twice as slow as computing, up to 16 of the next 50 hits may be loaded.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from statistics import fmean, median
 from vllm_plugin.metrics import Recorder
 
 MARGIN = 1.25
-"""A hit is declined if loading it takes this many times as long as computing it: near equality nothing is at stake,
+"""A hit is declined if loading it takes this many times as long as computing it: near equality either choice is fine,
 and an estimate from a few noisy loads is good to about 10 %."""
 PROBE_SHARE = 0.05
 PROBES_TO_RETURN = 3
-PROBE_PATIENCE_S = 30.0
-"""A probe that nobody has heard of for so long was never loaded: its request was cut or aborted."""
+PROBE_TIMEOUT_S = 30.0
+"""A probe that has not ended within this time was never loaded: its request was cut or aborted."""
 
 MIN_PREFILL_TOKENS = 128
-"""A step that prefills less says more about launching kernels than about tokens."""
+"""A step that prefills fewer tokens measures the launch of kernels rather than the tokens."""
 MIN_STEPS = 5
 NUM_STEPS = 24
 MIN_LOADS = 3
 NUM_LOADS = 24
 NUM_LEVEL_LOADS = 8
 LEARN_EVERY = 16
-"""While no prefill has been seen, because all of every prompt hits, each so-many-th hit is computed to see some."""
+"""While no prefill was seen, because every prompt hits in full, one hit in this many is computed to measure one."""
 
 MAX_STEPS_UNDER_WAY = 64
 _MIN_SPREAD = 2.0
@@ -61,7 +61,7 @@ class Verdict:
         take: load it; else compute it.
         compute_s: estimated seconds of computing it; infinite while unknown.
         load_s: estimated seconds of loading it, queueing included; 0 while unknown.
-        is_probe: taken against the odds, to learn; `load_ended` wants to know.
+        is_probe: loaded although it is likely to be slower, to learn; to be passed to `load_ended`.
     """
 
     take: bool
@@ -87,25 +87,25 @@ class LoadPolicy:
         self._compute = _ComputeRate()
         self._load = _LoadRate()
         self._num_unjudged = 0
-        self._purse_s = 0.0
+        self._credit_s = 0.0
         self._probe_until = -math.inf
-        self._won: list[Sample] = []
+        self._won_probes: list[Sample] = []
 
     # Steps
 
     def step_began(self, num_prefill_tokens: int, num_other_tokens: int) -> None:
-        """A step was given to the device. Each begun step is ended once, in order; empty steps too."""
+        """A step was given to the device. Each begun step is ended once, in order, empty steps too."""
         self._steps.append((self._clock(), num_prefill_tokens, num_prefill_tokens + num_other_tokens))
 
     def step_ended(self) -> None:
-        """The oldest step is done. It ran from when it was given, or when the one before it was done."""
+        """The oldest step is done. It ran since it was given to the device, or since the step before it was done."""
         if not self._steps:
             return
         began_at, num_prefill, num_tokens = self._steps.popleft()
         now = self._clock()
         seconds = now - max(began_at, self._last_step_ended_at)
         self._last_step_ended_at = now
-        # A batch that is mostly others' decoding is no measure of prefill.
+        # A step that mostly decodes is no measure of prefill.
         if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
             self._compute.add(num_prefill, seconds * num_prefill / num_tokens)
 
@@ -116,29 +116,29 @@ class LoadPolicy:
     # A hit
 
     def verdict(self, num_tokens: int, nbytes: int) -> Verdict:
-        """Judges one hit. Ask once a hit: asking counts.
+        """Judges one hit. To be called once a hit: calls are counted.
 
         Args:
-            num_tokens: that need not be computed if the hit is loaded.
-            nbytes: that one rank would load for it.
+            num_tokens: tokens that need not be computed if the hit is loaded.
+            nbytes: bytes that one rank would load for it.
         """
         compute_s, load_s = self._compute.seconds(num_tokens), self._load.seconds(nbytes)
         if math.isinf(compute_s):
-            take = not self._is_lesson(num_tokens)
+            take = not self._is_sample_due(num_tokens)
         else:
             take = load_s <= MARGIN * compute_s
-            if not take and self._earns_probe(compute_s, load_s, self._load.is_beyond(nbytes)):
-                self._probe_until = self._clock() + PROBE_PATIENCE_S
+            if not take and self._may_probe(compute_s, load_s, self._load.is_beyond(nbytes)):
+                self._probe_until = self._clock() + PROBE_TIMEOUT_S
                 return Verdict(True, compute_s, load_s, is_probe=True)
         if not take:
             self._recorder.add("declined_loads")
         return Verdict(take, compute_s, load_s)
 
     def load_ended(self, num_tokens: int, nbytes: int, seconds: float, succeeded: bool, is_probe: bool = False) -> None:
-        """A hit that was taken has been loaded, or has failed to and will be computed.
+        """A load has ended: the hit is there, or the load has failed and the hit will be computed.
 
         Args:
-            num_tokens, nbytes: what was loaded; less than was judged if the engine had no room.
+            num_tokens, nbytes: as for `verdict`; less than was judged if the engine had no room.
             seconds: from the allocation of its blocks to the report that they are there.
             is_probe: as the verdict says.
         """
@@ -155,31 +155,31 @@ class LoadPolicy:
             self._recorder.add("saved_seconds", -lost_s)
         if is_probe:
             self._probe_until = -math.inf
-            self._purse_s -= max(0.0, lost_s)
-            self._won = [*self._won, sample] if lost_s <= 0 else []
-            if len(self._won) == PROBES_TO_RETURN:
-                # What was learned of the slow pool is of no use any more.
-                self._load.replace(self._won)
-                self._won = []
+            self._credit_s -= max(0.0, lost_s)
+            self._won_probes = [*self._won_probes, sample] if lost_s <= 0 else []
+            if len(self._won_probes) == PROBES_TO_RETURN:
+                # The samples of the slow pool are out of date.
+                self._load.replace(self._won_probes)
+                self._won_probes = []
 
-    def _is_lesson(self, num_tokens: int) -> bool:
+    def _is_sample_due(self, num_tokens: int) -> bool:
         if not self._load.is_known or num_tokens < MIN_PREFILL_TOKENS:
             return False
         self._num_unjudged += 1
         return self._num_unjudged % LEARN_EVERY == 0
 
-    def _earns_probe(self, compute_s: float, load_s: float, is_beyond: bool) -> bool:
-        self._purse_s += PROBE_SHARE * compute_s
+    def _may_probe(self, compute_s: float, load_s: float, is_beyond: bool) -> bool:
+        self._credit_s += PROBE_SHARE * compute_s
         if self._clock() < self._probe_until:
             return False
-        # Small probes are earned first, and say little of large loads.
-        return bool(self._won) or self._purse_s >= (0.0 if is_beyond else load_s - compute_s)
+        # The credit suffices for small probes first, which say little of large loads.
+        return bool(self._won_probes) or self._credit_s >= (0.0 if is_beyond else load_s - compute_s)
 
 
 class _ComputeRate:
-    """Seconds a prefilled token adds to the steps, from the last `NUM_STEPS` that say something.
+    """Seconds that a prefilled token adds to a step, from the last `NUM_STEPS` that are samples.
 
-    Medians: a step that compiled, or waited for something, does not count more than another.
+    Medians: a step that compiled or waited does not count more than another.
     """
 
     def __init__(self) -> None:
@@ -191,14 +191,14 @@ class _ComputeRate:
         self._a_token_s = None
 
     def seconds(self, num_tokens: int) -> float:
-        """Of computing so many tokens more; infinite while unknown."""
+        """Seconds of computing so many tokens more; infinite while unknown."""
         if len(self._samples) < MIN_STEPS:
             return math.inf
         if self._a_token_s is None:
             overall = median(seconds / num for num, seconds in self._samples)
             line = _line(self._samples)
-            # The request takes a step anyway, so that the fixed part is not saved. But steps too small to fill the
-            # device must not make tokens look free.
+            # The request takes a step anyway, so the fixed part is not saved. But steps too small to fill the device
+            # must not make tokens look free.
             self._a_token_s = max(line[1], overall / 2) if line else overall
         return num_tokens * self._a_token_s
 
@@ -216,7 +216,7 @@ class _LoadRate:
         return len(self._samples) >= MIN_LOADS
 
     def is_beyond(self, nbytes: int) -> bool:
-        """Whether it is much larger than any load that is known."""
+        """Whether a load is much larger than any known one."""
         return nbytes > _MIN_SPREAD * max(size for size, _ in self._samples)
 
     def add(self, sample: Sample) -> None:
@@ -229,25 +229,25 @@ class _LoadRate:
         self._level = None
 
     def seconds(self, nbytes: int) -> float:
-        """Of loading so many bytes; 0 while unknown.
+        """Seconds of loading so many bytes; 0 while unknown.
 
-        Medians say how seconds depend on bytes, a mean what the last loads took beside that: where one in three
-        stalls, a median sees nothing. The worst of them counts like the second worst, so that one stall is none.
+        Medians say how seconds depend on bytes. How busy the pool is, a mean over the last loads says: where one load
+        in three stalls, a median sees nothing. The worst load counts like the second worst, so that one stall is none.
         """
         if not self.is_known:
             return 0.0
         if self._level is None:
             ratios = self._fit()
             if ratios[0] > MARGIN or ratios[-1] < 1 / MARGIN:
-                # All of the last loads are worse than most, or all are better: what came before is of another time.
+                # All of the last loads are worse than most, or all are better: the earlier samples are out of date.
                 self.replace(list(self._samples)[-NUM_LEVEL_LOADS:])
                 ratios = self._fit()
             self._level = fmean([*ratios[:-1], ratios[-2]])
         return self._level * self._on_line(nbytes)
 
     def _fit(self) -> list[float]:
-        """Draws the line; returns what each of the last loads took, in terms of the line, the best first."""
-        # Sizes too alike to tell latency from bandwidth: all is bandwidth.
+        """Fits the line; returns the last loads' seconds in proportion to the line, the best first."""
+        # Where sizes are too alike to tell latency from bandwidth, all is bandwidth.
         self._line = _line(self._samples) or (0.0, median(seconds / max(size, 1) for size, seconds in self._samples))
         last = list(self._samples)[-NUM_LEVEL_LOADS:]
         return sorted(seconds / max(self._on_line(size), 1e-9) for size, seconds in last)

@@ -8,22 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool.namespace import NamespaceSpec
-from vllm_plugin.metadata import LoadJob
+from vllm_plugin.metadata import GroupBlocks, LoadJob
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.groups import Group
-from vllm_plugin.model.hit_rules import Reach
+from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.load_policy import LoadPolicy, Verdict
+from vllm_plugin.scheduler.request_lookup import RequestLookup
+from vllm_plugin.scheduler.stages import Stages
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-
-LINE_PATIENCE_S = 1.0
-"""The first in line asks at every step in which there is room for requests; one that does not is waiting for another
-thing."""
+MAX_WAIT_BETWEEN_ASKS_S = 1.0
+"""A request that waits for room asks at every step in which vLLM admits requests; one that has not asked for so long
+does not keep others from loading."""
 
 
 @dataclass(slots=True)
@@ -49,63 +46,101 @@ class Loads:
     """Those of one engine.
 
     Args:
-        specs: one a pipeline stage; empty until the stages are known.
         decline: whether hits that are slower than computing are declined.
+        recorder: see `LoadPolicy`.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        specs: Sequence[NamespaceSpec],
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        decline: bool,
-        recorder: Recorder,
-    ):
-        self._groups = groups
-        self._specs = specs
-        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
-        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._num_blocks = kv_cache_config.num_blocks
+    def __init__(self, geometry: Geometry, stages: Stages, decline: bool, recorder: Recorder):
+        self._geometry = geometry
+        self._stages = stages
         self._decline = decline
         self._loading: dict[str, Loading] = {}
-        self._first_in_line = ""
-        self._in_line_at = 0.0
-        self.load_policy = LoadPolicy(recorder)
+        self._waiting_first = ""
+        self._waiting_at = 0.0
+        self._policy = LoadPolicy(recorder)
 
     def __len__(self) -> int:
         return len(self._loading)
+
+    # Steps
+
+    def step_began(self, num_prefill_tokens: int, num_other_tokens: int) -> None:
+        """See `LoadPolicy`."""
+        self._policy.step_began(num_prefill_tokens, num_other_tokens)
+
+    def step_ended(self) -> None:
+        """See `LoadPolicy`."""
+        self._policy.step_ended()
+
+    # A hit
+
+    def compute_seconds(self, num_tokens: int) -> float:
+        """Estimated seconds of computing so many tokens; infinite while unknown."""
+        return self._policy.compute_seconds(num_tokens)
 
     def verdict(self, start: int, stop: int) -> Verdict:
         """Whether a hit is worth loading, from token `start` to boundary `stop`."""
         if not self._decline:
             return Verdict(True, math.inf, 0.0)
-        return self.load_policy.verdict(stop - start, self._nbytes(start, stop))
+        return self._policy.verdict(stop - start, self._nbytes(start, stop))
 
     def has_room(self, request: Request) -> bool:
         """Whether all loads could fail, with this one, and every request still find its blocks.
 
         vLLM computes the first request whose load failed before it looks at the next. If that one needs more blocks
-        than it had (what lies before a window is not loaded, but computed) and others that load hold the rest, none of
-        them ever lets go. Who is refused is the first in line: others, with smaller loads, would overtake it for ever.
+        than it had (what lies before a window is not loaded, but computed) and other requests that load hold the rest,
+        none of them ever frees its blocks. A request that is refused waits first: others, with smaller loads, would
+        overtake it for ever.
         """
         now = time.monotonic()
-        if self._first_in_line not in ("", request.request_id) and now - self._in_line_at < LINE_PATIENCE_S:
+        if self._waiting_first not in ("", request.request_id) and now - self._waiting_at < MAX_WAIT_BETWEEN_ASKS_S:
             return False
         loading = sum(load.num_blocks for load in self._loading.values())
-        has_room = not loading or loading + self.blocks_to_compute(request) < self._num_blocks
-        self._first_in_line, self._in_line_at = "" if has_room else request.request_id, now
+        needed = self._geometry.blocks_to_compute(request.num_tokens)
+        has_room = not loading or loading + needed < self._geometry.num_blocks
+        self._waiting_first, self._waiting_at = "" if has_room else request.request_id, now
         return has_room
 
-    def leave_line(self, request_id: str) -> None:
+    def stop_waiting(self, request_id: str) -> None:
         """A request does not wait for room any more."""
-        if self._first_in_line == request_id:
-            self._first_in_line = ""
+        if self._waiting_first == request_id:
+            self._waiting_first = ""
+
+    # A load
+
+    def parts(
+        self, request: Request, lookup: RequestLookup, tables: Sequence[Sequence[int]], stop_tokens: int
+    ) -> list[GroupBlocks] | None:
+        """Blocks to load, beyond the engine's own; None if the pool lacks some of those that vLLM has allocated.
+
+        Args:
+            tables: block ids of the request, one row for each of the engine's groups.
+            stop_tokens: where the hit ends that vLLM has allocated blocks for.
+        """
+        names = self._geometry.names
+        if not names.are_known(request):
+            return None
+        parts = []
+        for idx, group in enumerate(self._geometry.groups):
+            kind = group.kind
+            start, stop = lookup.asked // kind.block_tokens, -(-stop_tokens // kind.block_tokens)
+            rows = [list(tables[member][start:stop]) for member in group.members]
+            # Before a window the table has the null block, which is never written.
+            first = next((nth for nth, ids in enumerate(zip(*rows, strict=True)) if all(ids)), stop - start)
+            rows = [row[first:] for row in rows]
+            if not all(all(row) for row in rows) or not lookup.found[idx].has(start + first, stop):
+                return None
+            if rows[0]:
+                run = names.run(request, idx, kind, start + first, stop)
+                parts.append(GroupBlocks(idx, [run], rows, [start + first]))
+        return parts
 
     def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:
         """A load of tokens [start, stop) is on its way to the workers."""
-        nbytes, num_blocks = self._nbytes(start, stop), self.blocks_to_compute(request)
-        self._loading[job.request_id] = Loading(job, time.monotonic(), stop - start, nbytes, is_probe, num_blocks)
+        num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
+        self._loading[job.request_id] = Loading(
+            job, time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, num_blocks
+        )
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
         """Every rank has reported a request's load; None if there is none."""
@@ -113,23 +148,13 @@ class Loads:
         if load is None:
             return None
         seconds = time.monotonic() - load.started_at
-        self.load_policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe)
+        self._policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe)
         return load.job
 
     def _nbytes(self, start: int, stop: int) -> int:
         """Bytes that one rank loads of a hit."""
         total = 0
-        for group, spec in zip(self._groups, self._specs[0].groups, strict=True):
-            first = max(group.rule.first(stop), start // group.rule.block_tokens)
-            total += (stop // group.rule.block_tokens - first) * spec.slot_bytes
-        return total // self._tp_size
-
-    def blocks_to_compute(self, request: Request) -> int:
-        """The most blocks that a request needs at once if all of it is computed, step by step."""
-        total = 0
-        for group in self._groups:
-            rule, num_tokens = group.rule, request.num_tokens
-            if rule.reach is not Reach.ALL:
-                num_tokens = min(num_tokens, rule.reach_tokens + self._step_tokens + rule.block_tokens)
-            total += -(-num_tokens // rule.block_tokens) * len(group.members)
-        return total
+        for group, spec in zip(self._geometry.groups, self._stages.specs[0].groups, strict=True):
+            first = max(group.kind.first(stop), start // group.kind.block_tokens)
+            total += (stop // group.kind.block_tokens - first) * spec.slot_bytes
+        return total // self._geometry.tp_size

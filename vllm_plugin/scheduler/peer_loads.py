@@ -1,4 +1,4 @@
-"""Loads of other connectors, beside which this one runs under a MultiConnector: what they have spoiled is not stored.
+"""Loads of other connectors under a MultiConnector: blocks that such a load has left invalid are not stored.
 
 A peer may load synchronously: its blocks arrive before the step's forward pass, and which of them have failed
 (`invalid_block_ids`) is known with the step's output. By then the pass has read them, vLLM's prefix cache names them,
@@ -8,15 +8,15 @@ and requests that were scheduled with it, or after it (asynchronous scheduling),
     step n+1  scheduled before the output of step n is in; R and S go on
     output n  "block 2 is invalid": R is computed again from block 2 on, S from its own first block on
 
-So a store job of a step with such a load, or of a later one, is held until the output of the step with the load is in,
+So a store job of a step with such a load, or of a later step, is held until the output of the step with the load is in,
 and canceled if that output names any block as invalid. The requests that have an invalid block store nothing any more:
-vLLM computes them again over several steps, in which others may read what is not yet computed. Their blocks leave the
-engine's own cache, so that no later request finds one there.
+vLLM computes them again over several steps, in which others may read blocks that are not yet computed. Their blocks
+are evicted from the engine's own cache, so that no later request finds one there.
 
 A peer's asynchronous load needs none of this: its request is not scheduled, and its blocks are not shared, before vLLM
 knows which of them are valid.
 
-The scheduler's thread alone calls it.
+Only the scheduler's thread calls it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from vllm_plugin.metadata import StoreJob
+from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -45,15 +46,17 @@ class PeerLoads:
     """Those of one engine.
 
     Args:
-        stores: of the engine; told which requests store nothing any more, and which jobs are canceled.
+        stores: told which requests store nothing any more, and which jobs are canceled.
+        jobs: told which jobs are held.
     """
 
-    def __init__(self, stores: Stores):
+    def __init__(self, stores: Stores, jobs: StoreJobs):
         self._stores = stores
+        self._jobs = jobs
         self._block_pool: BlockPool | None = None
         self._num_steps = 0
         self._loading: deque[int] = deque()  # Steps with a synchronous load whose output is not in, by number.
-        self._held: deque[tuple[int, StoreJob]] = deque()  # With the last step whose output it waits for.
+        self._held: deque[tuple[int, StoreJob]] = deque()  # Each with the last step whose output the job waits for.
         self._released: list[StoreJob] = []
         self._admitted: set[str] = set()  # Requests that were given blocks since the last step.
         self._invalid_from: dict[str, int] = {}  # Request -> index of its first block that was invalid.
@@ -99,15 +102,15 @@ class PeerLoads:
         return self._num_steps
 
     def hold(self, jobs: Sequence[StoreJob]) -> list[StoreJob]:
-        """Which jobs the workers may have now: those of this step, or earlier ones, that wait for no output."""
+        """The jobs that the workers may have now: those, of this step or earlier, that wait for no output."""
         if self._loading:
             for job in jobs:
-                self._stores.hold(job)
+                self._jobs.hold(job)
                 self._held.append((self._loading[-1], job))
             jobs = ()
         released, self._released = self._released, []
         for job in released:
-            self._stores.hold(job, is_held=False)
+            self._jobs.hold(job, is_held=False)
         return [*released, *jobs]
 
     def update(self, loaded_steps: Iterable[int], invalid_block_ids: set[int]) -> None:
@@ -132,11 +135,11 @@ class PeerLoads:
             self._stores.cancel(job)
         self._held.clear()
         self._released.clear()
-        self._stores.drop_unsent()  # Of requests that have finished with this output.
+        self._jobs.drop_unsent()  # Of requests that have finished with this output.
         self._spread(self._stores.with_blocks(), invalid)
         if self._invalid_from:
             logger.warning(
-                "kvpool: a load of another connector has failed; %d requests store nothing because of it",
+                "kvpool: a load of another connector has failed, so %d requests that share its blocks store nothing",
                 len(self._invalid_from),
             )
         if self._freed_while_loading:

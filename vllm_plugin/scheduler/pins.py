@@ -1,7 +1,7 @@
-"""Blocks of the engine that are being stored: kept until every rank has reported, whatever becomes of the request.
+"""Pins on blocks of the engine that are being stored, until every rank has reported, whatever becomes of the request.
 
-What runs in every step costs no more than the blocks of its own job, however many others are pinned; only
-`nothing_in_use`, which resets ask for, looks at all of them.
+Calls of every step cost in proportion to the blocks of one job, however many others are pinned; only `nothing_in_use`,
+which resets call, looks at all pinned blocks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Pinned:
     """One job.
 
     Args:
-        remaining: ranks that have yet to report it.
-        edges: first and last block of each of its rows.
+        remaining: ranks that have yet to report the job.
+        edges: first and last block of each of the job's rows.
     """
 
     block_ids: Sequence[int]
@@ -35,10 +35,10 @@ class Pins:
 
     Args:
         num_ranks: ranks that report each job.
-        max_blocks: that may be pinned at once.
+        max_blocks: the most blocks that may be pinned at once.
 
     Attributes:
-        num_blocks: pinned now. A block that two jobs pin counts twice.
+        num_blocks: blocks that are pinned now; a block that two jobs pin counts twice.
     """
 
     def __init__(self, num_ranks: int, max_blocks: int):
@@ -71,7 +71,7 @@ class Pins:
         return pool is None or pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
 
     def pin(self, job_id: int, rows: Sequence[Sequence[int]]) -> None:
-        """Keeps blocks from reuse: a request that is preempted or finished frees its own without asking.
+        """Pins the blocks of a job: vLLM frees those of a preempted or finished request without a call.
 
         Args:
             rows: block ids, one row for each block table.
@@ -102,7 +102,7 @@ class Pins:
         return len(block_ids)
 
     def holds_alone(self, job_id: int) -> bool:
-        """Whether a job is what keeps its blocks from reuse: its request has freed them, or those before a window.
+        """Whether some blocks are kept from reuse by a job alone: its request has freed them, or those before a window.
 
         Requests free blocks from either end of their tables, so the edges stand for all.
         """
@@ -111,12 +111,12 @@ class Pins:
         return any(blocks[block_id].ref_cnt == 1 for block_id in self._jobs[job_id].edges)
 
     def block_ids(self) -> Iterator[int]:
-        """All that is pinned, once a job."""
+        """Ids of all pinned blocks; once for each job that pins the block."""
         for job in self._jobs.values():
             yield from job.block_ids
 
 
 def num_orphans(block_pool: BlockPool, sharing: Iterable[Pins]) -> int:
-    """How many blocks are held by pins and by nothing else. Costs all that is pinned."""
+    """How many blocks are held by pins alone. Looks at all pinned blocks."""
     pinned = Counter(itertools.chain.from_iterable(pins.block_ids() for pins in sharing))
     return sum(block_pool.blocks[block_id].ref_cnt == count for block_id, count in pinned.items())

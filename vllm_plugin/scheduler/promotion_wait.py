@@ -1,6 +1,7 @@
 """How long a request waits for blocks on their way up from a tier.
 
-Never longer than computing them would take, and not for a tier from which nothing comes. `now` is monotonic seconds.
+A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. `now` is
+monotonic seconds.
 """
 
 from __future__ import annotations
@@ -8,17 +9,17 @@ from __future__ import annotations
 import math
 
 STUCK_S = 0.25
-"""A tier that has brought nothing for so long, and over two more answers, is not waited for: it may have lost them."""
+"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
 
 
 class PromotionWait:
-    """One request's, over all its lookups.
+    """The wait of one request, over all its lookups.
 
     Args:
-        wait_s: the most that it waits; 0: it takes what is ready at once.
+        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
 
     Attributes:
-        began_at: when it was first told that blocks are on their way; infinite while it was not.
+        began_at: when an answer first said that blocks are on their way; infinite until then.
     """
 
     def __init__(self, wait_s: float):
@@ -33,9 +34,9 @@ class PromotionWait:
         """Whether to ask again, after an answer with blocks on their way.
 
         Args:
-            num_ready: blocks that are there, in whatever measure: it grows.
-            compute_s: what computing those on their way would take; infinite while unknown.
-            retry_s: after which asking again is worth it. An answer that would come too late is not waited for.
+            num_ready: blocks that are ready, in any measure that grows with them.
+            compute_s: seconds of computing the blocks on their way; infinite while unknown.
+            retry_s: when asking again is worth it. If that is too late, the wait ends at once.
         """
         if math.isinf(self.began_at):
             self.began_at, self._ends_at = now, now + self._wait_s

@@ -1,7 +1,7 @@
-"""Blocks that this engine has stored of late: what it need not offer again with every request that shares them.
+"""Blocks that this engine has stored recently, and need not offer again with every request that shares them.
 
-The pool may have dropped one since. It is offered again as soon as a lookup or a load has found it missing, and in any
-case after `FORGET_S`.
+The pool may have evicted such a block since. The block is offered again as soon as a lookup or a load has found it
+missing, and in any case after `FORGET_S`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from vllm_plugin.metadata import StoreJob
 
 MAX_BLOCKS = 1 << 15
-"""Of one generation. There are two: to forget is to drop the older one, and neither grows so large that dropping it, or
-adding to it, holds up a step."""
+"""Blocks in one generation. There are two, and forgetting drops the older one; neither grows so large that dropping it,
+or adding to it, delays a step."""
 FORGET_S = 5.0
 SAMPLE = 64
-"""Of more blocks than that which are missing, so many are looked at to tell whether any was known. A lookup of a new
-prompt finds thousands missing, and to look for each of them holds up a step for a millisecond."""
+"""Of many missing blocks only so many are checked, to tell whether any was stored recently. A lookup of a new prompt
+finds thousands of blocks missing, and to check each of them delays a step by a millisecond."""
 
 
 class RecentStores:

@@ -7,6 +7,7 @@ RL frameworks call it after they have updated the weights. So the block pool's o
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,11 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.stages import Stages
+from vllm_plugin.scheduler.store_jobs import StoreJobs
+from vllm_plugin.scheduler.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -21,6 +27,99 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.resets")
 
 MAX_NAME_CHARS = 200
+
+
+class Resets:
+    """One engine's: what a reset changes, by `on_reset` of `ConnectorConfig`.
+
+    A reset moves the engine to another namespace. No other engine's blocks are harmed: those in the old namespace are
+    correct for engines with the old weights.
+
+    Args:
+        jobs: tell whether blocks of the engine are in use.
+        recorder: gets `sharing_off`.
+
+    Attributes:
+        is_pending: blocks of the engine are from before a reset; nothing is loaded or stored until they are free.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        stages: Stages,
+        lookups: Lookups,
+        stores: Stores,
+        jobs: StoreJobs,
+        recorder: Recorder,
+    ):
+        self.is_pending = False
+        self._config = config
+        self._stages = stages
+        self._lookups = lookups
+        self._stores = stores
+        self._jobs = jobs
+        self._recorder = recorder
+        self._is_epoch_private = False  # No other engine has its name.
+        self._empty_own_cache: Callable[[], bool] | None = None
+        self._is_own_cache_empty = True  # As vLLM's last reset of it has ended.
+
+    def bind(self, block_pool: BlockPool) -> None:
+        self._empty_own_cache = observe_resets(block_pool, self._own_cache_reset)
+
+    def reset(self) -> bool:
+        """Reads no block stored before, from now on; False: not before the engine's blocks in use are free."""
+        if self._config.on_reset == "keep":
+            return True
+        self._change_namespace()
+        return not self.is_pending
+
+    def finish(self) -> None:
+        """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
+        if not self.is_pending or self._jobs.has_pinned_blocks or not self._jobs.nothing_in_use():
+            return
+        if self._empty_own_cache is not None and not self._empty_own_cache():
+            return
+        self.is_pending, self._is_own_cache_empty = False, True
+        self._recorder.set("sharing_off", 0)
+        logger.info("kvpool: no KV block from before the reset is in use any more; KV sharing is on again")
+
+    def _own_cache_reset(self, succeeded: bool) -> None:
+        """vLLM's own prefix cache was reset, or would have been but for blocks that are in use.
+
+        A reset that vLLM refuses because requests run has changed nothing. One that it refuses because of our pins
+        alone would have succeeded without a pool, so it is ended when they are gone.
+        """
+        self._is_own_cache_empty = succeeded
+        if self._config.on_reset == "leave" and (succeeded or self._jobs.nothing_in_use()):
+            self._change_namespace()
+
+    def _change_namespace(self) -> None:
+        named = named_epoch(self._config)
+        if named is None and not (self.is_pending and self._is_epoch_private):
+            self._move(f"{self._config.weights_epoch}#{uuid.uuid4().hex}")
+        elif named == self._stages.weights_epoch:
+            return  # The weights are what they were, by their name.
+        elif named is not None:
+            self._move(named)
+        self._is_epoch_private = named is None
+        # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
+        self.is_pending = not (self._is_own_cache_empty and self._jobs.nothing_in_use())
+        self._recorder.set("sharing_off", int(self.is_pending))
+        namespace = "a namespace of its own" if named is None else f"the namespace of weights epoch {named!r}"
+        if self.is_pending:
+            logger.warning(
+                "kvpool: the engine was reset while KV blocks were in use: KV sharing is off until they are free; the "
+                "engine has moved to %s",
+                namespace,
+            )
+        else:
+            logger.info("kvpool: the engine was reset and has moved to %s", namespace)
+
+    def _move(self, weights_epoch: str) -> None:
+        self._lookups.discard_all()
+        self._lookups.flush()
+        self._stores.change_epoch(weights_epoch)
+        self._stages.move(weights_epoch)
 
 
 def observe_resets(block_pool: BlockPool, tell: Callable[[bool], None]) -> Callable[[], bool]:
@@ -53,12 +152,17 @@ def named_epoch(config: ConnectorConfig) -> str | None:
     try:
         name = Path(config.weights_epoch_file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        logger.warning("kvpool: weights_epoch_file cannot be read, so this engine shares with no other: %s", error)
+        logger.warning(
+            "kvpool: weights_epoch_file %s cannot be read (%s): the engine shares KV with no other engine until a "
+            "reset that finds the file readable",
+            config.weights_epoch_file,
+            error,
+        )
         return None
     if len(name) > MAX_NAME_CHARS or not name.isprintable() or "#" in name:
         logger.warning(
-            "kvpool: weights_epoch_file %s does not hold one line of at most %d printable characters without '#', so "
-            "this engine shares with no other",
+            "kvpool: weights_epoch_file %s does not hold one line of at most %d printable characters without '#': the "
+            "engine shares KV with no other engine until a reset that finds such a line",
             config.weights_epoch_file,
             MAX_NAME_CHARS,
         )

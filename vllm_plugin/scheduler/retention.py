@@ -1,8 +1,9 @@
-"""Which blocks of a request are worth storing, in groups that need only a part of the prefix.
+"""Where later requests may resume, which decides what blocks of a request are worth storing.
 
-A group with a sliding window needs the window before a boundary and nothing else, so its blocks are stored where a
-later request may resume: at the end of the prompt, everywhere in what was decoded (the next turn ends anywhere), where
-this prompt parted from one that the pool knows, and at every multiple of an interval for the first that parts from it.
+A hit needs only a part of the prefix in some groups (a sliding window: the window before the boundary). Their blocks
+are stored at the boundaries where a later request may resume: at the end of the prompt, everywhere in decoded tokens
+(the next turn of a conversation ends anywhere), where this prompt parted from one that the pool knows, and at every
+multiple of an interval for the first prompt that parts from this one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.model.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Retention:
         prompt_tokens: length of the prompt.
         alignment: of boundaries, in tokens.
         interval: tokens between boundaries that are kept whatever the prompt; a multiple of `alignment`.
-        divergence: boundary where the prompt parted from what is known; 0: none.
+        divergence: boundary where the prompt parted from what the pool knows; 0: none.
     """
 
     prompt_tokens: int
@@ -29,16 +30,10 @@ class Retention:
     interval: int
     divergence: int = 0
 
-    def blocks(self, rule: Rule, start: int, stop: int) -> list[int]:
+    def blocks(self, kind: Kind, start: int, stop: int) -> list[int]:
         """Those of blocks [start, stop) that are worth storing, in order."""
-        if rule.reach is Reach.ALL:
-            return list(range(start, stop))
-        wanted: set[int] = set()
-        for boundary in self._boundaries(start * rule.block_tokens, stop * rule.block_tokens):
-            wanted.update(range(max(start, rule.first(boundary)), min(stop, rule.end(boundary))))
-        decoded = self._prompt_end() // rule.block_tokens
-        wanted.update(range(max(start, decoded), stop))
-        return sorted(wanted)
+        boundaries = self._boundaries(start * kind.block_tokens, stop * kind.block_tokens)
+        return kind.worth_storing(start, stop, boundaries, self._prompt_end() // kind.block_tokens)
 
     def _boundaries(self, start_tokens: int, stop_tokens: int) -> Iterator[int]:
         """Boundaries whose blocks may lie between two positions."""

@@ -1,32 +1,39 @@
-"""What the connector may cost one step of the engine: time of the scheduler's thread, and prefixes walked in vain.
+"""What the connector may cost one step of the engine: time of the scheduler's thread, and repeated prefix searches.
 
-Every answer "ask again" makes vLLM look for the request's prefix in its own cache once more, with the next step. That
-costs `WALK_TOKEN_S` for every token that the engine has itself, on the scheduler's thread, for as long as the request
-waits. Beyond the bounds below a request is computed instead of waiting. One request may always wait.
+Every answer "ask again" makes vLLM search (walk) the request's prefix in its own cache once more, with the next step.
+That costs `WALK_TOKEN_S` for every token that the engine has itself, on the scheduler's thread, for as long as the
+request waits. Beyond the bounds below a request is computed instead of waiting. One request may always wait.
 """
 
 from __future__ import annotations
 
 import time
 
+from vllm_plugin.metrics import Recorder
+
 MAX_WAIT_S = 0.5e-3
-"""Lookups of one step wait for their answers this long altogether."""
+"""All lookups of one step together wait this long for their answers."""
 MAX_BEGIN_S = 1e-3
 """Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
-takes no more answers. What begins costs as much again afterwards: in the metadata, and when it ends."""
+receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
 WALK_S = 15e-6
 WALK_TOKEN_S = 55e-9
 """Measured: 1.75 ms for 32,768 tokens."""
 MAX_WALKS_S = 2e-3
-"""Of requests that wait for room or for blocks on their way up from a tier: they may wait for a second and longer."""
+"""Bound for requests that wait for room or for blocks on their way up from a tier, which may take seconds."""
 MAX_LOOKUP_WALKS_S = 10e-3
-"""Of all that wait. A lookup is answered by the next step as a rule, and a request has one."""
+"""Bound for all requests that wait. A lookup is answered by the next step as a rule, and a request has one."""
 
 
 class StepBudget:
-    """One engine's."""
+    """One engine's.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: gets `declined_waits`.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._spent_s = 0.0
         self._waited_s = 0.0
         self._walks_s = 0.0
@@ -68,6 +75,7 @@ class StepBudget:
         walk_s = WALK_S + WALK_TOKEN_S * local_tokens
         bound_s = MAX_LOOKUP_WALKS_S if is_lookup else MAX_WALKS_S
         if self._walks_s and self._walks_s + walk_s > bound_s:
+            self._recorder.add("declined_waits")
             return False
         self._walks_s += walk_s
         return True

@@ -1,23 +1,15 @@
-"""Stores of the scheduler's side: which blocks each step completes, which of them are offered to the pool, and which
-the engine must not reuse until every rank has reported their store.
+"""Which blocks each step completes, and which of them are offered to the pool.
 
-The scheduler's thread alone calls it. A step offers `step_blocks` blocks, and takes reports of as many, so that a long
-prompt costs many steps a little; what a request has left when it finishes is pinned and offered afterwards.
+The scheduler's thread alone calls it. A step offers `StoreJobs.step_blocks` blocks, so that a long prompt costs many
+steps a little; what a request has left when it finishes is pinned and offered afterwards.
 
-Invariants:
-- Every job that was made is pinned until it has ended: all ranks have reported it, or no rank was ever told of it.
-- A block is offered only after a step that writes it was given to the workers (`Tracked.written`).
-
-Shedding: where the engine lacks blocks, jobs that alone hold some are dropped. One that no rank was told of ends at
-once. The ranks are told of the others: a rank that has not begun one ends it without storing it, one that has stores
-it, and both report it. Until then its blocks stay pinned.
+Invariant: a block is offered only after a step that writes it was given to the workers (`TrackedRequest.written`).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,38 +17,27 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import RequestStatus
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import GroupBlocks, StoreJob, WorkerMetadata
+from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.block_names import BlockNames
-from vllm_plugin.model.groups import Group
-from vllm_plugin.model.hit_rules import Reach
-from vllm_plugin.scheduler.block_pool import let_resets_pass
-from vllm_plugin.scheduler.events import Events
-from vllm_plugin.scheduler.pins import Pins
-from vllm_plugin.scheduler.recent_stores import RecentStores
+from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.retention import Retention
+from vllm_plugin.scheduler.store_jobs import StoreJobs
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
-MIN_STEP_BLOCKS = 512
-RELIEF_STEPS = 2
-RELIEF_S = 0.05
-"""A request that lacks blocks waits for dropped stores for so many steps, and for so long, before another one is
-preempted: their report takes a step, with asynchronous scheduling two; one that has begun must end first."""
-
 
 @dataclass(slots=True)
-class Tracked:
+class TrackedRequest:
     """A request that has blocks.
 
     Args:
-        stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth it.
+        stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth storing.
         divergence: see `Retention`.
         written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
-        due: while less is written, there is nothing to store.
+        due: how many tokens must be written before there is a block to store.
         first_step: number of its first step since it was given blocks; 0 before.
         ran_at: `time.time` when that step was known to have ended: by then ranks have loaded its adapter. 0 before.
         may_store: False where its KV is not known to be that of its tokens.
@@ -72,88 +53,31 @@ class Tracked:
     may_store: bool = True
 
 
-@dataclass(slots=True)
-class Storing:
-    """A job that has not ended.
-
-    Args:
-        is_sent: the ranks have been told of it.
-        is_held: it waits for the output of a step (`PeerLoads`), and no rank has been told of it.
-        dropped_at: monotonic seconds and step at which it was dropped; None if it was not.
-        has_failed: a rank has reported that it did not store it.
-    """
-
-    request: Request
-    job: StoreJob
-    is_sent: bool = False
-    is_held: bool = False
-    dropped_at: tuple[float, int] | None = None
-    has_failed: bool = False
-
-
 class Stores:
     """Those of one engine.
 
     Args:
-        alignment: of boundaries, in tokens.
-        names: of blocks in the pool.
-        num_ranks: ranks that report each job.
-        num_blocks: of the engine's KV cache.
-        step_tokens: that the engine computes in one step, at most.
-        events: told of every job that all ranks have stored.
+        jobs: of the engine; gets each job that is built here.
+        contents: which blocks need not be offered.
+        recorder: gets `deferred_stores`.
     """
 
     def __init__(
-        self,
-        groups: Sequence[Group],
-        alignment: int,
-        names: BlockNames,
-        config: ConnectorConfig,
-        num_ranks: int,
-        num_blocks: int,
-        step_tokens: int,
-        recorder: Recorder,
-        events: Events,
+        self, geometry: Geometry, config: ConnectorConfig, jobs: StoreJobs, contents: PoolContents, recorder: Recorder
     ):
-        self._groups = groups
-        self._alignment = alignment
-        self._names = names
-        self._store_decoded = config.store_decoded
-        self._interval = -(-config.window_interval_tokens // alignment) * alignment
+        self._groups = geometry.groups
+        self._alignment = geometry.alignment
+        self._names = geometry.names
+        self._jobs = jobs
+        self._contents = contents
         self._recorder = recorder
-        self._events = events
-        self._recent = RecentStores()
-        self._pins = Pins(num_ranks, int(num_blocks * config.max_pinned_fraction))
-        self._weights_epoch = config.weights_epoch
-        self._tracked: dict[str, Tracked] = {}
-        self._storing: dict[int, Storing] = {}
-        self._unsent: deque[StoreJob] = deque()  # Of requests that have finished.
-        self._reported: deque[int] = deque()  # Jobs that all ranks have reported, still pinned.
-        self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
-        self._job_ids = itertools.count(1)
+        self._store_decoded = config.store_decoded
+        self._interval = -(-config.window_interval_tokens // geometry.alignment) * geometry.alignment
+        self._tracked: dict[str, TrackedRequest] = {}
         self._step = self._num_ended_steps = 0
-        self._step_blocks = self._unpin_budget = step_blocks(groups, step_tokens)
 
-    def bind(self, block_pool: BlockPool) -> None:
-        self._pins.bind(block_pool)
-        let_resets_pass(block_pool, self._pins)
-
-    @property
-    def has_pinned_blocks(self) -> bool:
-        return len(self._pins) > 0
-
-    def nothing_in_use(self) -> bool:
-        """Whether no request has a block of the engine."""
-        return self._pins.nothing_in_use()
-
-    def held(self) -> dict[str, int]:
-        """What is kept, by name; see `KVPoolScheduler.held`."""
-        return {
-            "jobs": len(self._storing),
-            "pinned blocks": self._pins.num_blocks,
-            "requests": len(self._tracked),
-            "unsent jobs": len(self._unsent),
-        }
+    def __len__(self) -> int:
+        return len(self._tracked)
 
     # A request, from its first blocks on
 
@@ -163,22 +87,20 @@ class Stores:
         Args:
             divergence: see `Retention`; None: as before.
         """
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request, [0] * len(self._groups)))
+        tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request, [0] * len(self._groups)))
         tracked.written = tracked.first_step = tracked.due = 0  # These may be other blocks than before.
         tracked.ran_at = 0.0
         if divergence is not None:
             tracked.divergence = divergence
 
-    def request(self, request_id: str) -> Request | None:
-        """The tracked request of this id."""
-        tracked = self._tracked.get(request_id)
-        return None if tracked is None else tracked.request
+    def tracked(self, request_id: str) -> TrackedRequest | None:
+        return self._tracked.get(request_id)
 
     def proven(self, request_id: str, group_idx: int, num_blocks: int) -> None:
-        """The pool has block `num_blocks - 1` of a group: none of those up to it is offered.
+        """The pool has block `num_blocks - 1` of a group: the blocks up to that one are not offered.
 
-        That is no proof for those before it. But stores begin at the front, the pool evicts the deepest block of a
-        prefix first, and a block that is missing in spite of that is a miss later, with which it is offered again.
+        That does not prove that the pool has those before it. But stores begin at the front, and the pool evicts the
+        deepest block of a prefix first. A block that is missing even so is a later miss, and is then offered again.
         """
         stored = self._tracked[request_id].stored
         stored[group_idx] = max(num_blocks, stored[group_idx])
@@ -187,13 +109,13 @@ class Stores:
         """A tracked request loads tokens [start, stop): the pool has their blocks."""
         stored = self._tracked[request_id].stored
         for idx, group in enumerate(self._groups):
-            first, stop = start_tokens // group.rule.block_tokens, stop_tokens // group.rule.block_tokens
-            # Of a window the pool may have what this load needs, and nothing before it.
-            if stored[idx] >= first or group.rule.reach is Reach.ALL:
+            first, stop = start_tokens // group.kind.block_tokens, stop_tokens // group.kind.block_tokens
+            # Of a window the pool may have only the blocks that this load needs, and none before them.
+            if stored[idx] >= first or group.kind.needs_prefix:
                 stored[idx] = max(stop, stored[idx])
 
     def load_failed(self, request_id: str) -> None:
-        """A request is computed from its first token on: all its blocks are offered again."""
+        """A request is computed from its first token on: all of its blocks are offered again."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.stored = [0] * len(self._groups)
@@ -203,16 +125,16 @@ class Stores:
         """A request has ended; its jobs hold references of their own.
 
         Args:
-            tables: its block tables, to store what the bound of its steps has left; None: nothing more is stored.
+            tables: its block tables, to store the blocks that its steps have left; None: nothing more is stored.
         """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
             return
-        while (job := self._job(tracked, tables, (), self._step_blocks)) is not None:
-            self._unsent.append(job)
+        while (job := self._job(tracked, tables, (), self._jobs.step_blocks)) is not None:
+            self._jobs.queue(job)
 
     def with_blocks(self) -> list[str]:
-        """Requests that are scheduled, or about to be; not those that wait for a load of theirs."""
+        """Requests that are scheduled, or about to be; not those that wait for their load."""
         return [
             request_id
             for request_id, tracked in self._tracked.items()
@@ -229,15 +151,9 @@ class Stores:
         if request_id in self._tracked:
             self._tracked[request_id].may_store = True
 
-    def hold(self, job: StoreJob, is_held: bool = True) -> None:
-        """A job of a step is not given to the ranks yet, or is given to them now."""
-        storing = self._storing[job.job_id]
-        storing.is_held, storing.is_sent = is_held, not is_held
-
     def cancel(self, job: StoreJob) -> None:
-        """A job that no rank has been given is dropped; its blocks are offered again."""
-        request = self._storing.pop(job.job_id).request
-        self._pins.unpin(job.job_id)
+        """A job that no rank has been given is canceled; its blocks are offered again."""
+        request = self._jobs.cancel(job)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -245,100 +161,31 @@ class Stores:
         for part in job.groups:
             tracked.stored[part.group_idx] = min(tracked.stored[part.group_idx], *part.firsts)
 
-    def drop_unsent(self) -> None:
-        """Drops what requests have left that have finished, and that no rank has been told of."""
-        for job in list(self._unsent):
-            self._drop(self._storing[job.job_id])
-
-    def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Blocks are not in the pool."""
-        self._recent.missing(group_idx, block_hashes)
-
-    def leave(self, weights_epoch: str) -> None:
-        """The engine has moved to the namespace of another weights epoch, in which none of its blocks are."""
-        self._weights_epoch = weights_epoch
-        self._recent.forget_all()
+    def change_epoch(self, weights_epoch: str) -> None:
+        """The engine moves to the namespace of another weights epoch, in which none of its blocks are."""
+        self._jobs.weights_epoch = weights_epoch
+        self._contents.forget_all()
         for tracked in self._tracked.values():
             tracked.stored, tracked.due = [0] * len(self._groups), 0
-        self.drop_unsent()
+        self._jobs.drop_unsent()
 
     # A step
 
-    def build(self, output: SchedulerOutput, may_store: bool) -> tuple[list[StoreJob], list[int]]:
-        """This step's jobs, whose blocks are pinned from here on, and those that the ranks are to drop."""
+    def build(self, output: SchedulerOutput, may_store: bool) -> list[StoreJob]:
+        """This step's jobs, whose blocks are pinned from here on."""
         self._step += 1
-        self._unpin_reported()
-        self._unpin_budget = self._step_blocks
-        jobs: list[StoreJob] = []
-        if may_store:
-            budget = self._step_blocks
-            while self._unsent and budget > 0:
-                jobs.append(self._unsent.popleft())
-                budget -= jobs[-1].num_blocks
-            jobs += self._new_jobs(output, budget)
-        else:
-            self.drop_unsent()
-        for job in jobs:
-            self._storing[job.job_id].is_sent = True
-        to_drop, self._to_drop = self._to_drop, []
-        return jobs, to_drop
+        self._jobs.new_step()
+        if not may_store:
+            self._jobs.drop_unsent()
+            return []
+        jobs = list(self._jobs.queued(self._jobs.step_blocks))
+        jobs += self._new_jobs(output, self._jobs.step_blocks - sum(job.num_blocks for job in jobs))
+        self._jobs.sent(jobs)
+        return jobs
 
     def step_ended(self) -> None:
         """The oldest step that had not ended has. Each that was built is ended once, in order."""
         self._num_ended_steps += 1
-
-    def update(self, metadata: WorkerMetadata) -> None:
-        """What the ranks have ended."""
-        for job_id, ranks in metadata.ended_stores.items():
-            self._storing[job_id].has_failed |= job_id in metadata.failed_stores
-            if self._pins.report(job_id, ranks):
-                self._reported.append(job_id)
-        self._unpin_reported()
-
-    # The engine lacks blocks
-
-    def make_room(self, num_blocks: int) -> None:
-        """A request that is to be admitted needs so many blocks: drops what alone holds some, if they are not free."""
-        if len(self._pins) and self._pins.num_free_blocks < num_blocks:
-            self._drop_orphans()
-
-    def relieve(self) -> bool:
-        """A running request lacks blocks; True if it should wait for dropped stores rather than preempt another."""
-        if not len(self._pins):
-            return False
-        freed = bool(self._reported)
-        while self._reported:
-            self._unpin(self._reported.popleft())
-        if self._drop_orphans() or freed:
-            return True
-        now = time.monotonic()
-        return any(
-            now - storing.dropped_at[0] < RELIEF_S or self._step - storing.dropped_at[1] < RELIEF_STEPS
-            for storing in self._storing.values()
-            if storing.dropped_at is not None
-        )
-
-    def _drop_orphans(self) -> bool:
-        """Drops the jobs that alone keep blocks from reuse; False if there is none that was not dropped before."""
-        orphans = [
-            storing
-            for job_id, storing in self._storing.items()
-            if storing.dropped_at is None and not storing.is_held and self._pins.holds_alone(job_id)
-        ]
-        for storing in orphans:
-            self._drop(storing)
-        return bool(orphans)
-
-    def _drop(self, storing: Storing) -> None:
-        job = storing.job
-        storing.dropped_at = time.monotonic(), self._step
-        if storing.is_sent:
-            self._to_drop.append(job.job_id)
-            return
-        self._unsent.remove(job)
-        self._recorder.add("store_dropped_blocks", job.num_blocks)
-        storing.has_failed = True
-        self._unpin(job.job_id)
 
     # Jobs
 
@@ -360,15 +207,15 @@ class Stores:
         return jobs
 
     def _store_job(
-        self, tracked: Tracked, num_tokens: int, state: KVConnectorBlockState, budget: int
+        self, tracked: TrackedRequest, num_tokens: int, state: KVConnectorBlockState, budget: int
     ) -> StoreJob | None:
         request, request_id = tracked.request, tracked.request.request_id
-        # vLLM counts tokens of a streaming session as computed that are not, where an answer has ended among accepted
-        # drafts or while the request was preempted. Stored, their blocks would be wrong under right names.
+        # Of a streaming session vLLM counts tokens as computed that are not, where an answer has ended among accepted
+        # drafts or while the request was preempted. Blocks stored then would have wrong KV under right names.
         if request.resumable or not tracked.may_store:
             return None
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
-        # a rejected draft token nor the last sampled one is ever stored.
+        # a rejected draft token nor the last sampled token is ever stored.
         written = request.num_computed_tokens + num_tokens
         if not self._store_decoded:
             written = min(written, request.num_prompt_tokens)
@@ -379,17 +226,17 @@ class Stores:
         if not offers and not self._has_more(tracked):
             tracked.due = self._due(tracked)
             return None
-        if min(budget, self._pins.room) <= 0:
-            if self._pins.room <= 0:
+        if min(budget, self._jobs.room) <= 0:
+            if self._jobs.room <= 0:
                 self._recorder.add("deferred_stores")
             return None
         tables = state.get_block_ids(request_id)
         return None if tables is None else self._job(tracked, tables, offers, budget)
 
-    def _is_adapter_sure(self, tracked: Tracked) -> bool:
-        """Whether the ranks must have the adapter that names the request's blocks, if it has one.
+    def _is_adapter_sure(self, tracked: TrackedRequest) -> bool:
+        """Whether the ranks computed a request with the adapter that names its blocks; True without an adapter.
 
-        Its files were looked at after a step of the request had ended, and so after the ranks had loaded them.
+        The adapter's files were checked after a step of the request had ended: after the ranks had loaded them.
         """
         if tracked.request.lora_request is None:
             return True
@@ -402,67 +249,66 @@ class Stores:
 
     def _job(
         self,
-        tracked: Tracked,
+        tracked: TrackedRequest,
         tables: Sequence[Sequence[int]],
         offers: Sequence[tuple[int, int, int]],
         budget: int,
     ) -> StoreJob | None:
-        """A job of at most `budget` blocks, pinned; None if there is nothing to store, or no room."""
-        room = min(budget, self._pins.room)
+        """A job of at most `budget` blocks, which are pinned; None if there is nothing to store, or no room."""
+        room = min(budget, self._jobs.room)
         parts: list[GroupBlocks] = []
         for idx, group in enumerate(self._groups):
-            if group.rule.reach is Reach.STATE:
+            if not group.kind.is_positional:
                 part = self._states(tracked, idx, offers, room)
             else:
                 part = self._blocks(tracked, idx, tables, room)
             if part is not None:
                 parts.append(part)
                 room -= part.num_blocks
-        if self._pins.room < budget and self._has_more(tracked):
+        if self._jobs.room < budget and self._has_more(tracked):
             self._recorder.add("deferred_stores")
         if not parts:
             return None
-        job = StoreJob(next(self._job_ids), parts, self._weights_epoch, self._names.adapter(tracked.request))
-        self._storing[job.job_id] = Storing(tracked.request, job)
-        self._pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
-        return job
+        return self._jobs.add(tracked.request, parts, self._names.adapter(tracked.request))
 
-    def _has_more(self, tracked: Tracked) -> bool:
-        """Whether blocks of attention are complete that have not been offered."""
+    def _has_more(self, tracked: TrackedRequest) -> bool:
+        """Whether some complete blocks have not been offered."""
         return any(
-            tracked.written // group.rule.block_tokens > stored
+            tracked.written // group.kind.block_tokens > stored
             for group, stored in zip(self._groups, tracked.stored, strict=True)
-            if group.rule.reach is not Reach.STATE
+            if group.kind.is_positional
         )
 
-    def _due(self, tracked: Tracked) -> int:
-        """How many tokens must be written for the next block of attention to be complete."""
+    def _due(self, tracked: TrackedRequest) -> int:
+        """How many tokens must be written for the next block to be complete."""
         return min(
             (
-                (stored + 1) * group.rule.block_tokens
+                (stored + 1) * group.kind.block_tokens
                 for group, stored in zip(self._groups, tracked.stored, strict=True)
-                if group.rule.reach is not Reach.STATE
+                if group.kind.is_positional
             ),
             default=0,
         )
 
-    def _blocks(self, tracked: Tracked, idx: int, tables: Sequence[Sequence[int]], room: int) -> GroupBlocks | None:
-        """Blocks of attention that this step completes, or that were found complete, and that are worth storing."""
+    def _blocks(
+        self, tracked: TrackedRequest, idx: int, tables: Sequence[Sequence[int]], room: int
+    ) -> GroupBlocks | None:
+        """Blocks to store of a group whose block table tells positions: those complete by now and not offered yet."""
         group, request, start = self._groups[idx], tracked.request, tracked.stored[idx]
         rows = [tables[member] for member in group.members]
         # An abort can leave more hashes than blocks.
-        stop = min(tracked.written // group.rule.block_tokens, *map(len, rows))
-        if start < request.num_computed_tokens // group.rule.block_tokens <= stop:
-            # The engine had these itself. Where the pool has their last one, it was seen with all before it.
-            own = request.num_computed_tokens // group.rule.block_tokens
-            last = self._names.run(request, idx, group.rule, own - 1, own).block_hashes[0]
-            if self._recent.has(last, idx):
+        stop = min(tracked.written // group.kind.block_tokens, *map(len, rows))
+        if start < request.num_computed_tokens // group.kind.block_tokens <= stop:
+            # The engine had these blocks itself. If the pool has the last of them, it was stored with all before it.
+            own = request.num_computed_tokens // group.kind.block_tokens
+            last = self._names.run(request, idx, group.kind, own - 1, own).block_hashes[0]
+            if self._contents.recent.has(last, idx):
                 start = tracked.stored[idx] = own
         if stop <= start:
             return None
         most = room // len(rows)
-        if group.rule.reach is Reach.ALL:
-            # What fits is stored now: a prompt longer than all that may be pinned would never be stored as a whole.
+        if group.kind.needs_prefix:
+            # A part is stored where not all fits: a prompt of more blocks than may be pinned never fits.
             fitting = min(stop, start + most)
             wanted: Sequence[int] = range(start, fitting)
             tracked.stored[idx] = fitting
@@ -470,58 +316,34 @@ class Stores:
                 wanted = [nth for nth in wanted if all(row[nth] for row in rows)]
         else:
             retention = Retention(request.num_prompt_tokens, self._alignment, self._interval, tracked.divergence)
-            wanted = [nth for nth in retention.blocks(group.rule, start, stop) if all(row[nth] for row in rows)]
+            wanted = [nth for nth in retention.blocks(group.kind, start, stop) if all(row[nth] for row in rows)]
             tracked.stored[idx] = wanted[most] if len(wanted) > most else stop
             wanted = wanted[:most]
         return self._named(request, idx, wanted, [_picked(row, wanted) for row in rows]) if wanted else None
 
     def _states(
-        self, tracked: Tracked, idx: int, offers: Sequence[tuple[int, int, int]], room: int
+        self, tracked: TrackedRequest, idx: int, offers: Sequence[tuple[int, int, int]], room: int
     ) -> GroupBlocks | None:
-        """States that the engine hands over, with the boundary each belongs to: its block table does not tell."""
+        """States to store: vLLM hands them over with their boundaries, which the block table does not tell."""
         group = self._groups[idx]
         at: dict[int, dict[int, int]] = {}
         for member, block_id, boundary in offers:
-            if member in group.members and boundary <= tracked.written and boundary % group.rule.block_tokens == 0:
+            if member in group.members and boundary <= tracked.written and boundary % group.kind.block_tokens == 0:
                 at.setdefault(boundary, {})[member] = block_id
         whole = sorted(boundary for boundary, blocks in at.items() if len(blocks) == len(group.members))
         whole = whole[: room // len(group.members)]
         if not whole:
             return None
-        wanted = [boundary // group.rule.block_tokens - 1 for boundary in whole]
+        wanted = [boundary // group.kind.block_tokens - 1 for boundary in whole]
         block_ids = [[at[boundary][member] for boundary in whole] for member in group.members]
         return self._named(tracked.request, idx, wanted, block_ids)
 
     def _named(self, request: Request, idx: int, wanted: Sequence[int], block_ids: list[list[int]]) -> GroupBlocks:
-        """Blocks of a request with their names, by stretches without a gap."""
-        rule = self._groups[idx].rule
-        stretches = [(wanted[0], wanted[-1] + 1)] if isinstance(wanted, range) else list(_stretches(wanted))
-        runs = [self._names.run(request, idx, rule, first, stop) for first, stop in stretches]
-        return GroupBlocks(idx, runs, block_ids, [first for first, _ in stretches])
-
-    # Reports
-
-    def _unpin_reported(self) -> None:
-        """Takes reports of `step_blocks` blocks in one step; the next step takes the others."""
-        while self._reported and self._unpin_budget > 0:
-            self._unpin_budget -= self._unpin(self._reported.popleft())
-
-    def _unpin(self, job_id: int) -> int:
-        """A job has ended. Returns how many blocks are free of it."""
-        storing = self._storing.pop(job_id)
-        num_blocks = self._pins.unpin(job_id)
-        if storing.has_failed:
-            if storing.is_sent and storing.dropped_at is not None:
-                self._recorder.add("store_dropped_blocks", num_blocks)
-        elif storing.job.weights_epoch == self._weights_epoch:  # Else it is in a namespace that the engine has left.
-            self._events.stored(storing.request, storing.job)
-            self._recent.stored(storing.job)
-        return num_blocks
-
-
-def step_blocks(groups: Sequence[Group], step_tokens: int) -> int:
-    """How many blocks a step may offer: no fewer than it completes, or an engine that only prefills would lose some."""
-    return max(MIN_STEP_BLOCKS, sum(step_tokens // group.rule.block_tokens * len(group.members) for group in groups))
+        """Blocks of a request with their names: one run for each range without a gap."""
+        kind = self._groups[idx].kind
+        ranges = [(wanted[0], wanted[-1] + 1)] if isinstance(wanted, range) else list(_gapless_ranges(wanted))
+        runs = [self._names.run(request, idx, kind, first, stop) for first, stop in ranges]
+        return GroupBlocks(idx, runs, block_ids, [first for first, _ in ranges])
 
 
 def _picked(row: Sequence[int], wanted: Sequence[int]) -> list[int]:
@@ -530,8 +352,8 @@ def _picked(row: Sequence[int], wanted: Sequence[int]) -> list[int]:
     return [row[nth] for nth in wanted]
 
 
-def _stretches(wanted: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """[start, stop) of each stretch without a gap."""
-    for _, stretch in itertools.groupby(enumerate(wanted), key=lambda pair: pair[1] - pair[0]):
-        blocks = [block for _, block in stretch]
+def _gapless_ranges(wanted: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """[start, stop) of each range of blocks without a gap."""
+    for _, members in itertools.groupby(enumerate(wanted), key=lambda pair: pair[1] - pair[0]):
+        blocks = [block for _, block in members]
         yield blocks[0], blocks[-1] + 1

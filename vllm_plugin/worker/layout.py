@@ -1,4 +1,4 @@
-"""Where a block's bytes are in the engine's KV cache, seen in the pool's canonical order.
+"""Where a block's bytes lie in the engine's KV cache, as views in the pool's canonical order.
 
 vLLM gives every layer as a logical view [B, H, N, C] (block, KV head, token, K and V) with strides of its own; the pool
 wants shard, then layer, then head, then token. Both are views of the same bytes: no layout needs code of its own.
@@ -19,8 +19,8 @@ class Part:
 
     Args:
         view: uint8 [B, S, L, H / S, r, N / r, C bytes] of the engine's memory: block, shard, layer, head, kernel block.
-        member: which of the group's block tables counts.
-        start: of the part's bytes in each chunk.
+        member: index of the block table that locates the part's blocks.
+        start: offset of the part's bytes in each chunk.
     """
 
     view: torch.Tensor
@@ -38,8 +38,8 @@ class Layout:
     """One group on one rank.
 
     Args:
-        num_shards: of this rank.
-        chunk_bytes: of one shard.
+        num_shards: shards of a block on this rank.
+        chunk_bytes: bytes of one shard of a block.
     """
 
     parts: tuple[Part, ...]
@@ -64,7 +64,7 @@ def make_layout(
         num_shards: of this rank; divides every H.
 
     Raises:
-        ValueError: a layer is missing, or cut in a way the pool does not know.
+        ValueError: a layer is missing, or its KV cache has an unexpected shape.
     """
     parts: list[Part] = []
     at = 0
@@ -72,7 +72,7 @@ def make_layout(
         layers = []
         for name in names:
             if name not in kv_caches:
-                raise ValueError(f"layer {name!r} has no KV cache; vLLM registered {sorted(kv_caches)}")
+                raise ValueError(f"layer {name!r} has no KV cache: vLLM registered only {sorted(kv_caches)}")
             layers.append(_by_block(name, kv_caches[name], num_blocks, num_shards))
         for view in _join(layers):
             parts.append(Part(view, member, at))

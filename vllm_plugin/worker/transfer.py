@@ -1,6 +1,6 @@
-"""The worker's send and receive threads: each takes jobs from a queue and reports every one of them, whatever happens.
+"""The worker's send and receive threads: each executes queued jobs, and reports every job, whatever happens.
 
-A job that fails is reported like one that succeeds, with its outcome: an engine must never wait for a thread.
+A failed job is reported like a successful one, with its outcome: an engine must never wait for a thread for ever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = init_logger("vllm.kvpool.transfer")
 Job = TypeVar("Job", LoadJob, StoreJob)
 
 PUT_BYTES = 64 << 20
-"""A store of more is cut into puts of this size: all or nothing should not be too much."""
+"""A larger store is cut into puts of this size: each put is stored as a whole or not at all."""
 
 
 class TransferThread(threading.Thread, Generic[Job]):
@@ -69,7 +69,7 @@ class TransferThread(threading.Thread, Generic[Job]):
         self.start()
 
     def submit(self, job: Job) -> None:
-        """Queues a job; it begins once what the device has been given so far is done."""
+        """Queues a job; its copies begin once the device has done what it has been given so far."""
         with self._lock:
             self._num_submitted += 1
             self._queued[self._num_submitted] = job, self._copier.mark()
@@ -82,7 +82,7 @@ class TransferThread(threading.Thread, Generic[Job]):
         return ended
 
     def request_stop(self) -> None:
-        """Lets the job under way end, and drops the others."""
+        """Lets the job under way end, and drops the queued ones."""
         self._stopping = True
         self._turns.put(None)
 
@@ -96,7 +96,9 @@ class TransferThread(threading.Thread, Generic[Job]):
             try:
                 succeeded = self._transfer(job, mark)
             except Exception:
-                logger.exception("kvpool: a transfer failed in an unforeseen way; the engine goes on without it")
+                logger.exception(
+                    "kvpool: a transfer of KV blocks failed with an unexpected error; the engine continues without it"
+                )
             with self._lock:
                 self._ended.append((job, succeeded))
 
@@ -109,7 +111,7 @@ class TransferThread(threading.Thread, Generic[Job]):
             self._copier.adopt(None)
             raise UnavailableError("kvpool is away")
         if namespace.spec.weights_epoch != weights_epoch:
-            raise InvalidRequestError("the engine has left the namespace that this transfer was meant for")
+            raise InvalidRequestError("the engine has moved to another namespace since this transfer was scheduled")
         self._copier.adopt(namespace.transport.memory)
         return namespace
 
@@ -118,7 +120,7 @@ class SendThread(TransferThread[StoreJob]):
     """Stores blocks of the engine in the pool."""
 
     def drop(self, job_ids: Collection[int]) -> None:
-        """Ends those of the jobs that have not begun, without storing them."""
+        """Ends jobs that have not begun, without storing them."""
         with self._lock:
             for turn, (job, _) in list(self._queued.items()):
                 if job.job_id in job_ids:
@@ -134,14 +136,14 @@ class SendThread(TransferThread[StoreJob]):
             self._session.report(error, "store")
             self._recorder.add("store_failures")
             if not isinstance(error, UnavailableError | OutOfSpaceError):
-                logger.warning("kvpool: %d blocks were not stored: %s", sum(map(len, job.groups)), error)
+                logger.warning("kvpool: %d KV blocks were not stored in the pool: %s", sum(map(len, job.groups)), error)
             return False
         self._session.report(None, "store")
         self._recorder.observe("store_seconds", time.perf_counter() - started)
         return not num_busy
 
     def _put(self, namespace: Namespace, part: GroupBlocks, mark: Any) -> int:
-        """Stores one group's blocks; returns how many another writer may or may not bring to an end."""
+        """Stores one group's blocks; returns how many other writers are still storing, which may fail."""
         num_busy = 0
         shards = self._mine[part.group_idx].shards
         chunk_bytes = namespace.spec.groups[part.group_idx].chunk_bytes
@@ -172,16 +174,22 @@ class ReceiveThread(TransferThread[LoadJob]):
             namespace = self._namespace(job.weights_epoch)
             gone = sum(self._get(namespace, job.lease_ids[self._stage], part, mark) for part in job.groups)
             if not job.groups:
-                raise LeaseExpiredError("the engine took a part of the hit that cannot be resumed")
+                raise LeaseExpiredError("vLLM allocated blocks for a part of the hit that cannot be resumed")
         except KVPoolError as error:
             self._session.report(error, "load")
-            logger.warning("kvpool: a load of %d blocks failed, they will be computed: %s", _count(job), error)
+            logger.warning(
+                "kvpool: a load of %d KV blocks failed, so their request will be computed: %s", _count(job), error
+            )
             self._recorder.add("load_failures")
             return False
         finally:
-            self._copier.settle()  # Nothing may reach the engine's blocks once the job has been reported.
+            self._copier.wait_scattered()  # Nothing may reach the engine's blocks once the job has been reported.
         if gone:
-            logger.warning("kvpool: %d of %d blocks are gone, they will be computed", gone, _count(job))
+            logger.warning(
+                "kvpool: %d of %d KV blocks of a load left the pool; vLLM computes them",
+                gone,
+                _count(job),
+            )
             self._recorder.add("load_failures")
             return False
         self._session.report(None, "load")
@@ -190,7 +198,7 @@ class ReceiveThread(TransferThread[LoadJob]):
         return True
 
     def _get(self, namespace: Namespace, lease_id: int, part: GroupBlocks, mark: Any) -> int:
-        """Loads one group's blocks; returns how many were gone."""
+        """Loads one group's blocks; returns how many are no longer in the pool."""
         shards = self._mine[part.group_idx].shards
 
         def drain(indices: Sequence[int], buffers: Buffers) -> Checksums | None:

@@ -1,6 +1,6 @@
-"""The worker's side of the connector: takes the step's jobs, hands them to the threads, reports what has ended.
+"""The worker's side of the connector: hands each step's jobs to its threads, and reports the jobs that have ended.
 
-Called by the model runner's thread alone; nothing here waits.
+Only the model runner's thread calls it, and no call waits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class KVPoolWorker:
 
     Args:
         tp_rank, stage: of this worker.
+
+    Attributes:
+        spec: the namespace of this rank's pipeline stage.
+        session: of that namespace.
+        sender, receiver: its threads; None until the KV cache is registered.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class KVPoolWorker:
         self._kv_cache_config = kv_cache_config
         self._groups = make_groups(vllm_config, kv_cache_config)
         self._mine = [rank_shards(group, tp_rank, parallel.tensor_parallel_size) for group in spec.groups]
-        self._spec = spec
+        self.spec = spec
         self._stage = stage
         self._tell_spec = not scheduler_knows(vllm_config, kv_cache_config)
         # A draft model writes its own layers after the hooks of a step, into the blocks of that step.
@@ -59,40 +64,41 @@ class KVPoolWorker:
         self._held: list[StoreJob] = []
         self._name = f"worker {tp_rank}" if parallel.pipeline_parallel_size == 1 else f"worker {stage}.{tp_rank}"
         self._recorder = Recorder()
-        self._session = Session(config.client_config(), spec, self._name, self._recorder)
-        self._sender: SendThread | None = None
-        self._receiver: ReceiveThread | None = None
+        self.session = Session(config.client_config(), spec, self._name, self._recorder)
+        self.sender: SendThread | None = None
+        self.receiver: ReceiveThread | None = None
         # The scheduler compares it with its own.
         self._report = WorkerMetadata(namespaces=frozenset({(stage, spec.fingerprint())}))
 
     def handshake(self) -> Handshake | None:
-        """What the scheduler's side cannot work out by itself."""
-        return Handshake(self._spec) if self._tell_spec else None
+        """The stage's namespace, where the scheduler's side cannot derive it."""
+        return Handshake(self.spec) if self._tell_spec else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learns where the KV cache lies, and starts the threads."""
+        """Learns where the KV cache lies, and starts the send and receive threads."""
         layouts = []
-        for group, spec, mine in zip(self._groups, self._spec.groups, self._mine, strict=True):
+        for group, spec, mine in zip(self._groups, self.spec.groups, self._mine, strict=True):
             layers = member_layers(group, self._kv_cache_config)
             layout = make_layout(kv_caches, layers, self._kv_cache_config.num_blocks, mine.shards.count)
             if layout.chunk_bytes != spec.chunk_bytes:
                 raise ValueError(
                     f"a shard of a block of {spec.kind} has {layout.chunk_bytes} bytes in the KV cache, and "
-                    f"{spec.chunk_bytes} in the pool"
+                    f"{spec.chunk_bytes} in the pool's namespace: this vLLM lays out its KV cache in a way that kvpool "
+                    "does not know; serve without kvpool"
                 )
             layouts.append(layout)
         copier = make_copier(layouts)
-        # Pinning the pool's memory takes a second for tens of gigabytes: not the first request's.
-        self._session.when_open(lambda namespace: copier.adopt(namespace.transport.memory))
-        threads = (self._session, copier, self._mine, self._stage, self._recorder)
-        self._sender = SendThread(f"kvpool-send-{self._name}", *threads)
-        self._receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
+        # Pinning tens of gigabytes of the pool's memory takes a second, which the first request should not wait for.
+        self.session.when_open(lambda namespace: copier.adopt(namespace.transport.memory))
+        threads = (self.session, copier, self._mine, self._stage, self._recorder)
+        self.sender = SendThread(f"kvpool-send-{self._name}", *threads)
+        self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
 
     def start_loads(self, metadata: ConnectorMetadata) -> None:
-        assert self._receiver is not None
-        if metadata.weights_epoch != self._spec.weights_epoch:
-            self._spec = replace(self._spec, weights_epoch=metadata.weights_epoch)
-            self._session.move(self._spec)
+        assert self.receiver is not None
+        if metadata.weights_epoch != self.spec.weights_epoch:
+            self.spec = replace(self.spec, weights_epoch=metadata.weights_epoch)
+            self.session.move(self.spec)
         if metadata.dropped_stores:
             self._drop(metadata.dropped_stores)
         if metadata.loading_step:
@@ -100,46 +106,46 @@ class KVPoolWorker:
         held, self._held = self._held, []
         self._submit(held)
         for job in metadata.loads:
-            self._receiver.submit(job)
+            self.receiver.submit(job)
 
     def start_stores(self, metadata: ConnectorMetadata) -> None:
-        """Called when the step's forward pass has been launched: what it writes is there once the device is done."""
+        """Queues the step's stores, once its forward pass has been launched on the device."""
         if self._hold_stores:
             self._held += metadata.stores
         else:
             self._submit(metadata.stores)
 
     def _drop(self, job_ids: list[int]) -> None:
-        """Ends jobs that have not begun: the engine needs their blocks more."""
-        assert self._sender is not None
-        self._sender.drop(job_ids)
+        """Ends jobs that have not begun: the engine lacks the blocks that they pin."""
+        assert self.sender is not None
+        self.sender.drop(job_ids)
         for job in [job for job in self._held if job.job_id in job_ids]:
             self._held.remove(job)
             self._end(job, succeeded=False)
 
     def _submit(self, jobs: list[StoreJob]) -> None:
-        assert self._sender is not None
+        assert self.sender is not None
         for job in jobs:
-            # A replica has nothing to do: another rank writes the same bytes.
+            # A rank with a replica of the heads stores nothing: another rank stores the same bytes.
             groups = [part for part in job.groups if self._mine[part.group_idx].writes]
             if groups:
-                self._sender.submit(replace(job, groups=groups))
+                self.sender.submit(replace(job, groups=groups))
             else:
                 self._end(job, succeeded=True)
 
     def transfer_results(self) -> KVConnectorTransferResults:
-        """Loads that have ended. A failed one is in both sets: the request is then computed from its start."""
+        """Loads that have ended. A failed load is in both sets, so that vLLM computes its request from the start."""
         results = KVConnectorTransferResults()
-        if self._receiver is not None:
-            for job, succeeded in self._receiver.take_ended():
+        if self.receiver is not None:
+            for job, succeeded in self.receiver.take_ended():
                 results.finished_recving.add(job.request_id)
                 if not succeeded:
                     results.failed_recving.add(job.request_id)
         return results
 
     def worker_metadata(self) -> WorkerMetadata | None:
-        if self._sender is not None:
-            for job, succeeded in self._sender.take_ended():
+        if self.sender is not None:
+            for job, succeeded in self.sender.take_ended():
                 self._end(job, succeeded)
         report, self._report = self._report, WorkerMetadata()
         return report if report.ended_stores or report.namespaces or report.loaded_steps else None
@@ -148,11 +154,11 @@ class KVPoolWorker:
         return self._recorder.take()
 
     def shutdown(self) -> None:
-        """Ends connection and threads, without waiting for the pool. Idempotent."""
-        threads = [thread for thread in (self._sender, self._receiver) if thread is not None]
+        """Ends the connection and the threads, without waiting for the pool. Idempotent."""
+        threads = [thread for thread in (self.sender, self.receiver) if thread is not None]
         for thread in threads:
             thread.request_stop()
-        self._session.close()  # Ends the calls that a thread may be waiting for.
+        self.session.close()  # Ends the calls that a thread may be waiting for.
         for thread in threads:
             thread.join(STOP_TIMEOUT_S)
 

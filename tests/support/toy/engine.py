@@ -95,7 +95,7 @@ class Rank:
     @property
     def worker(self) -> KVPoolWorker:
         """Of a `KVPoolConnector`."""
-        worker: KVPoolWorker = self.connector._of_worker  # type: ignore[attr-defined]
+        worker: KVPoolWorker = self.connector.worker_side  # type: ignore[attr-defined]
         return worker
 
     def forward_context(self, forward: bool) -> ForwardContext:
@@ -185,11 +185,11 @@ class ToyEngine:
     @property
     def connector(self) -> KVPoolScheduler:
         """Of a `KVPoolConnector`."""
-        side: KVPoolScheduler = self.scheduler.connector._of_scheduler
+        side: KVPoolScheduler = self.scheduler.connector.scheduler_side
         return side
 
     def wait_until_connected(self) -> None:
-        sessions = [*self.connector._sessions, *(rank.worker._session for rank in self.ranks)]
+        sessions = [*self.connector.stages.sessions, *(rank.worker.session for rank in self.ranks)]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:
@@ -265,7 +265,7 @@ class ToyEngine:
 
     def _transfer_threads(self) -> Iterator[TransferThread[Any]]:
         for rank in self.ranks:
-            for thread in (rank.worker._sender, rank.worker._receiver):
+            for thread in (rank.worker.sender, rank.worker.receiver):
                 assert thread is not None
                 yield thread
 

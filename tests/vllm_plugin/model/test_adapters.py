@@ -181,7 +181,7 @@ def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore
     request = make_request("r", tokens(100))
     request.lora_request = lora
     wait_for(lambda: one.ask(request) is not None, "the adapter to be read")
-    digest = one.side._names.adapter(request)
+    digest = one.side.geometry.names.adapter(request)
     assert one.ask(request) == 0
     fill(one, request.block_hashes)  # As requests without an adapter name them.
     assert one.ask(request) == 0
@@ -220,7 +220,7 @@ def test_what_an_adapter_computed_whose_files_have_changed_is_not_stored(core: M
     def is_refused() -> bool:
         one.side.stats()
         assert one.step((second, 0)).stores == []
-        return not one.side._names.are_known(second)
+        return not one.side.geometry.names.are_known(second)
 
     wait_for(is_refused, "the change to be noticed")
     one.finish(second)

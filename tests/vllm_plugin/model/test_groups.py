@@ -17,6 +17,7 @@ from tests.support.vllm_objects import LAYERS, cache_config, full_attention, of_
 from tests.vllm_plugin.kinds import chunked, kv_cache, mla, state, uniform, window
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import (
+    PoolGroup,
     alignment_tokens,
     check_supported,
     group_spec,
@@ -26,8 +27,8 @@ from vllm_plugin.model.groups import (
     rank_shards,
     scheduler_knows,
 )
-from vllm_plugin.model.hit_rules import Reach, Rule
 from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.model.kinds import ChunkedLocal, FullAttention, Kind, MambaState, SlidingWindow
 
 SIZES = (1, 2, 4, 8)
 
@@ -73,27 +74,30 @@ def test_one_full_attention_group_is_served(vllm_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind", "rule", "window_tokens"),
+    ("spec", "name", "kind", "window_tokens"),
     [
-        (full_attention(), "full_attention", Rule(Reach.ALL, 16), 0),
-        (full_attention(sliding_window=64), "full_attention", Rule(Reach.ALL, 16), 0),  # Without a hybrid allocator.
-        (full_attention(block_size=32), "full_attention", Rule(Reach.ALL, 32), 0),
-        (mla(), "mla_attention", Rule(Reach.ALL, 16), 0),
-        (window(64), "sliding_window", Rule(Reach.WINDOW, 16, 63), 64),
-        (window(64, extra_retained_tokens=3), "sliding_window", Rule(Reach.WINDOW, 16, 66), 64),
-        (chunked(96), "chunked_local_attention", Rule(Reach.CHUNK, 16, 96), 0),
-        (state(), "mamba", Rule(Reach.STATE, 16), 0),
+        (full_attention(), "full_attention", FullAttention(block_tokens=16), 0),
+        # Without a hybrid allocator.
+        (full_attention(sliding_window=64), "full_attention", FullAttention(block_tokens=16), 0),
+        (full_attention(block_size=32), "full_attention", FullAttention(block_tokens=32), 0),
+        (mla(), "mla_attention", FullAttention(block_tokens=16), 0),
+        (window(64), "sliding_window", SlidingWindow(block_tokens=16, reach_tokens=63), 64),
+        (window(64, extra_retained_tokens=3), "sliding_window", SlidingWindow(block_tokens=16, reach_tokens=66), 64),
+        (chunked(96), "chunked_local_attention", ChunkedLocal(block_tokens=16, reach_tokens=96), 0),
+        (state(), "mamba", MambaState(block_tokens=16), 0),
     ],
 )
-def test_each_kind_has_its_rule(spec: KVCacheSpec, kind: str, rule: Rule, window_tokens: int) -> None:
+def test_each_kind_has_its_rule(spec: KVCacheSpec, name: str, kind: Kind, window_tokens: int) -> None:
     (group,) = make_groups(engine(), kv_cache(spec))
-    assert (group.kind, group.rule, group.members, group.window_tokens) == (kind, rule, (0,), window_tokens)
+    assert group == PoolGroup(
+        replace(kind, name=name, window_tokens=window_tokens, is_replicated=name == "mla_attention"), (0,)
+    )
 
 
 def test_groups_that_follow_one_rule_are_one() -> None:
     cache = kv_cache(window(64), full_attention(), window(64, num_kv_heads=8), window(32), state(), window(64), state())
     groups = make_groups(engine(), cache)
-    assert [(group.kind, group.members) for group in groups] == [
+    assert [(group.kind.name, group.members) for group in groups] == [
         ("sliding_window", (0, 2, 5)),
         ("full_attention", (1,)),
         ("sliding_window", (3,)),
@@ -117,7 +121,7 @@ def test_groups_of_other_rules_are_apart(other: KVCacheSpec) -> None:
 def test_a_draft_models_groups_prove_one_block_more(drafts: bool, flagged: set[int], proving: set[int]) -> None:
     cache = kv_cache(full_attention(), window(64), window(64), state(), eagle=flagged)
     groups = make_groups(engine(drafts=drafts), cache)
-    assert {member for group in groups if group.rule.proves for member in group.members} == proving
+    assert {member for group in groups if group.kind.proves for member in group.members} == proving
 
 
 def test_boundaries_are_whole_blocks_and_hashes_are_their_common_part(vllm_config: MakeConfig) -> None:

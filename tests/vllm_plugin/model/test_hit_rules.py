@@ -20,8 +20,9 @@ from tests.support.effort import effort
 from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import full_attention
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
-from vllm_plugin.model.groups import Group, alignment_tokens, make_groups
-from vllm_plugin.model.hit_rules import Found, Reach, Rule, longest, usable
+from vllm_plugin.model.groups import PoolGroup, alignment_tokens, make_groups
+from vllm_plugin.model.hit_rules import Found, longest, usable
+from vllm_plugin.model.kinds import ChunkedLocal, FullAttention, Kind, MambaState, SlidingWindow
 
 HASH_TOKENS = 16
 MAX_TOKENS = 420
@@ -54,24 +55,24 @@ def test_nothing_asked_for_is_nothing_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "boundary", "blocks"),
+    ("kind", "boundary", "blocks"),
     [
-        (Rule(Reach.ALL, 16), 64, (0, 4)),
-        (Rule(Reach.ALL, 16, proves=True), 64, (0, 5)),
-        (Rule(Reach.WINDOW, 16, 0), 64, (4, 4)),  # A window of one token reads nothing but itself.
-        (Rule(Reach.WINDOW, 16, 1), 64, (3, 4)),
-        (Rule(Reach.WINDOW, 16, 16), 64, (3, 4)),
-        (Rule(Reach.WINDOW, 16, 17), 64, (2, 4)),
-        (Rule(Reach.WINDOW, 16, 1000), 64, (0, 4)),
-        (Rule(Reach.WINDOW, 16, 17, proves=True), 64, (2, 5)),
-        (Rule(Reach.CHUNK, 16, 64), 64, (4, 4)),  # The next token begins a chunk.
-        (Rule(Reach.CHUNK, 16, 64), 112, (4, 7)),
-        (Rule(Reach.CHUNK, 16, 24), 32, (1, 2)),  # A chunk may begin inside a block.
-        (Rule(Reach.STATE, 32), 96, (2, 3)),
+        (FullAttention(block_tokens=16), 64, (0, 4)),
+        (FullAttention(block_tokens=16, proves=True), 64, (0, 5)),
+        (SlidingWindow(block_tokens=16, reach_tokens=0), 64, (4, 4)),  # A window of one token reads nothing but itself.
+        (SlidingWindow(block_tokens=16, reach_tokens=1), 64, (3, 4)),
+        (SlidingWindow(block_tokens=16, reach_tokens=16), 64, (3, 4)),
+        (SlidingWindow(block_tokens=16, reach_tokens=17), 64, (2, 4)),
+        (SlidingWindow(block_tokens=16, reach_tokens=1000), 64, (0, 4)),
+        (SlidingWindow(block_tokens=16, reach_tokens=17, proves=True), 64, (2, 5)),
+        (ChunkedLocal(block_tokens=16, reach_tokens=64), 64, (4, 4)),  # The next token begins a chunk.
+        (ChunkedLocal(block_tokens=16, reach_tokens=64), 112, (4, 7)),
+        (ChunkedLocal(block_tokens=16, reach_tokens=24), 32, (1, 2)),  # A chunk may begin inside a block.
+        (MambaState(block_tokens=32), 96, (2, 3)),
     ],
 )
-def test_the_blocks_that_a_hit_needs(rule: Rule, boundary: int, blocks: tuple[int, int]) -> None:
-    assert (rule.first(boundary), rule.end(boundary)) == blocks
+def test_the_blocks_that_a_hit_needs(kind: Kind, boundary: int, blocks: tuple[int, int]) -> None:
+    assert (kind.first(boundary), kind.end(boundary)) == blocks
 
 
 # The longest
@@ -183,12 +184,12 @@ class HeldBlocks(BlockPool):
         return None
 
 
-def found_of(groups: Sequence[Group], present: Present, local: int, num_tokens: int) -> list[Found]:
+def found_of(groups: Sequence[PoolGroup], present: Present, local: int, num_tokens: int) -> list[Found]:
     """What the pool answers: a block of a group is there if each of its members has it."""
     found = []
     for group in groups:
-        first = local // group.rule.block_tokens
-        length = num_tokens // group.rule.block_tokens - first
+        first = local // group.kind.block_tokens
+        length = num_tokens // group.kind.block_tokens - first
         held = set.intersection(*(present[member] for member in group.members))
         found.append(Found(first, sum(1 << (block - first) for block in held if block >= first), length))
     return found
@@ -199,7 +200,7 @@ def groups_of(vllm_config: MakeConfig) -> Any:
     """Makes the pool's groups of a KV cache, with or without a draft model."""
     config = vllm_config()
 
-    def make(cache: KVCacheConfig, drafts: bool) -> list[Group]:
+    def make(cache: KVCacheConfig, drafts: bool) -> list[PoolGroup]:
         config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: True) if drafts else None
         return make_groups(config, cache)
 
@@ -211,13 +212,13 @@ def groups_of(vllm_config: MakeConfig) -> Any:
 def test_the_longest_is_the_longest_of_all_that_can_be_resumed(groups_of: Any, lookup: Any) -> None:
     cache, drafts, num_tokens, local, present = lookup
     groups = groups_of(cache, drafts)
-    rules, found = [group.rule for group in groups], found_of(groups, present, local, num_tokens)
-    drafting = {member for group in groups if group.rule.proves for member in group.members}
+    kinds, found = [group.kind for group in groups], found_of(groups, present, local, num_tokens)
+    drafting = {member for group in groups if group.kind.proves for member in group.members}
     alignment = alignment_tokens(cache)
     boundaries = range(local + alignment, num_tokens, alignment)
     valid = [boundary for boundary in boundaries if is_valid(cache, drafting, present, local, boundary)]
-    assert [boundary for boundary in boundaries if usable(rules, found, local, boundary)] == valid
-    assert longest(rules, found, local, num_tokens - 1, alignment) == max(valid, default=local)
+    assert [boundary for boundary in boundaries if usable(kinds, found, local, boundary)] == valid
+    assert longest(kinds, found, local, num_tokens - 1, alignment) == max(valid, default=local)
 
 
 @settings(max_examples=effort(200))
@@ -227,12 +228,12 @@ def test_no_hit_is_shorter_than_vllms(groups_of: Any, lookup: Any) -> None:
     groups = groups_of(cache, drafts)
     for group in groups:
         # What the engine has itself it has of every group, and what the pool has of a group it has of every member.
-        held = present[group.members[0]] | set(range(local // group.rule.block_tokens))
+        held = present[group.members[0]] | set(range(local // group.kind.block_tokens))
         for member in group.members:
             present[member] = held
     theirs, drafting = vllms(cache, drafts, present, num_tokens)
     found = found_of(groups, present, 0, num_tokens)
-    ours = longest([group.rule for group in groups], found, 0, num_tokens - 1, alignment_tokens(cache))
+    ours = longest([group.kind for group in groups], found, 0, num_tokens - 1, alignment_tokens(cache))
     if ours == theirs:
         return
     assert ours > theirs

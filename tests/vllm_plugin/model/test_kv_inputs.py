@@ -12,7 +12,8 @@ import vllm
 import vllm.config
 from vllm.model_executor.models.registry import ModelRegistry
 
-from vllm_plugin.model.kv_inputs import FIELDS, INDEPENDENT, Effect, effect, table
+from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, Effect
+from vllm_plugin.model.kv_inputs import effect, table
 
 CLASSES: dict[str, Any] = {
     "model_config": vllm.config.ModelConfig,

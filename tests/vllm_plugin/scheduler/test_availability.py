@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from kvpool.types import RunHits
-from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.model.kinds import FullAttention, Kind, SlidingWindow
 from vllm_plugin.scheduler.availability import Availability
 
-ALL, WINDOW = Rule(Reach.ALL, 16), Rule(Reach.WINDOW, 16, 40)
+ALL, WINDOW = FullAttention(block_tokens=16), SlidingWindow(block_tokens=16, reach_tokens=40)
 NAMES = [bytes([nth]) for nth in range(6)]
 
 
@@ -15,7 +15,7 @@ def bits(*blocks: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rule", "stages", "ready", "coming"),
+    ("kind", "stages", "ready", "coming"),
     [
         (ALL, [RunHits(2)], bits(0, 1), bits(0, 1)),
         (ALL, [RunHits(2, 0, 3)], bits(0, 1), bits(0, 1, 2, 3, 4)),
@@ -32,8 +32,8 @@ def bits(*blocks: int) -> int:
         (WINDOW, [RunHits(0, bits(4), 1), RunHits(0, bits(3, 4))], bits(4), bits(3, 4)),
     ],
 )
-def test_what_is_there_and_what_may_be(rule: Rule, stages: list[RunHits], ready: int, coming: int) -> None:
-    stock = Availability.of(rule, 0, 6, stages)
+def test_what_is_there_and_what_may_be(kind: Kind, stages: list[RunHits], ready: int, coming: int) -> None:
+    stock = Availability.of(kind, 0, 6, stages)
     assert (stock.ready, stock.coming) == (ready, coming)
 
 

@@ -21,8 +21,8 @@ from vllm_plugin.scheduler.load_policy import (
     MIN_PREFILL_TOKENS,
     MIN_STEPS,
     NUM_STEPS,
-    PROBE_PATIENCE_S,
     PROBE_SHARE,
+    PROBE_TIMEOUT_S,
     LoadPolicy,
     Verdict,
 )
@@ -334,7 +334,7 @@ def test_there_is_one_probe_at_a_time_and_a_lost_one_is_not_waited_for() -> None
 
     assert ask_until_probe(100)
     assert not ask_until_probe(1_000)
-    world.clock.advance(PROBE_PATIENCE_S)
+    world.clock.advance(PROBE_TIMEOUT_S)
     assert ask_until_probe(1)
 
 

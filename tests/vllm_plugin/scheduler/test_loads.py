@@ -5,22 +5,20 @@ from typing import Any
 
 from vllm_plugin.metadata import LoadJob
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.groups import Group
-from vllm_plugin.model.hit_rules import Reach, Rule
+from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import PoolGroup
+from vllm_plugin.model.kinds import FullAttention
 from vllm_plugin.scheduler.loads import Loads
 
 BLOCK = 16
-GROUP = Group("full_attention", Rule(Reach.ALL, BLOCK), (0,))
+GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))
 
 
 def loads(num_blocks: int = 1000) -> Loads:
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-    )
-    specs: Any = [SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])]
-    cache: Any = SimpleNamespace(num_blocks=num_blocks)
-    return Loads([GROUP], specs, config, cache, False, Recorder())
+    names: Any = None  # Nothing is named here.
+    geometry = Geometry([GROUP], alignment=BLOCK, names=names, num_blocks=num_blocks, step_tokens=2048)
+    stages: Any = SimpleNamespace(specs=[SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])])
+    return Loads(geometry, stages, False, Recorder())
 
 
 def request(name: str, num_blocks: int) -> Any:
@@ -46,12 +44,12 @@ def test_small_loads_do_not_overtake_a_large_one_for_ever() -> None:
     assert admitted
 
 
-def test_who_leaves_the_line_holds_up_nobody() -> None:
+def test_a_request_that_stops_waiting_for_room_holds_up_no_other() -> None:
     ledger = loads()
     begin(ledger, request("first", 200))
     assert not ledger.has_room(request("large", 900))
     assert not ledger.has_room(request("small", 10))
-    ledger.leave_line("small")
+    ledger.stop_waiting("small")
     assert not ledger.has_room(request("small", 10))
-    ledger.leave_line("large")
+    ledger.stop_waiting("large")
     assert ledger.has_room(request("small", 10))

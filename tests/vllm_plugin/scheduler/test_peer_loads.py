@@ -45,20 +45,20 @@ class BesidePeer(ToyEngine):
         self.wait_until_connected()
 
         for worker in self._workers():
-            self._count_stores(worker._sender)
+            self._count_stores(worker.sender)
 
     @property
     def connector(self) -> KVPoolScheduler:
         (ours,) = (each for each in self.scheduler.connector._connectors if isinstance(each, KVPoolConnector))
-        return ours._of_scheduler
+        return ours.scheduler_side
 
     def wait_until_connected(self) -> None:
-        sessions = [*self.connector._sessions, *(worker._session for worker in self._workers())]
+        sessions = [*self.connector.stages.sessions, *(worker.session for worker in self._workers())]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
     def _workers(self) -> list[KVPoolWorker]:
         connectors = [each for rank in self.ranks for each in rank.connector._connectors]  # type: ignore[attr-defined]
-        return [each._of_worker for each in connectors if isinstance(each, KVPoolConnector)]
+        return [each.worker_side for each in connectors if isinstance(each, KVPoolConnector)]
 
     def _count_stores(self, sender: Any) -> None:
         submit, transfer = sender.submit, sender._transfer

@@ -14,11 +14,10 @@ from tests.support.clock import FakeClock
 from tests.support.faults import free_endpoint
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import full_attention, make_request, tokens
-from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, num_leases, wait_for_leases
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, num_leases, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
-from vllm_plugin.scheduler import lookups
-from vllm_plugin.scheduler.load_policy import MIN_STEPS
+from vllm_plugin.scheduler import admission, lookups, request_lookup
 from vllm_plugin.scheduler.promotion_wait import STUCK_S
 
 RETRY_S = 0.02
@@ -28,7 +27,8 @@ RETRY_S = 0.02
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Of lookups and of wait; all else keeps its own."""
     clock = FakeClock()
-    monkeypatch.setattr(lookups, "time", SimpleNamespace(monotonic=clock))
+    for module in (admission, lookups, request_lookup):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
@@ -38,7 +38,7 @@ def look(core: Core, request: Request, computed: int = 0) -> int | None:
     def settled() -> tuple[int | None] | None:
         matched, _ = core.side.matched_tokens(request, computed)
         core.step()
-        lookup = core.side._lookups._by_request.get(request.request_id)
+        lookup = core.side.lookups.get(request.request_id)
         return None if lookup is not None and lookup.calls else (matched,)
 
     return wait_for(settled, "an answer")[0]
@@ -47,7 +47,7 @@ def look(core: Core, request: Request, computed: int = 0) -> int | None:
 def stored(core: Core, name: str = "r") -> Request:
     """A request whose six blocks are all in the pool."""
     request = make_request(name, tokens(100, name))
-    for stage in range(len(core.side._sessions)):
+    for stage in range(len(core.side.stages.sessions)):
         fill(core, request.block_hashes, stage=stage)
     return request
 
@@ -58,7 +58,7 @@ def counted(core: Core) -> dict[str, Any]:
 
 
 def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     clock.advance(RETRY_S - 0.001)
     assert look(alone, request) is None and tier.num_lookups == 1
@@ -83,7 +83,7 @@ def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None
 
 
 def test_between_two_answers_what_was_ready_is_leased(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     assert num_leases(alone) == 1
     tier.is_slow = True
@@ -96,14 +96,14 @@ def test_between_two_answers_what_was_ready_is_leased(alone: Core, clock: FakeCl
 
 
 def test_without_anything_on_its_way_nothing_is_waited_for(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=0)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=0)
     assert look(alone, request) == blocks(2)
     assert tier.num_lookups == 1
     assert not any(name.startswith("promotion") for name in counted(alone))
 
 
 def test_what_never_comes_is_computed(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     began = clock()
     while (found := look(alone, request)) is None:
         clock.advance(RETRY_S)
@@ -118,7 +118,7 @@ def test_what_never_comes_is_computed(alone: Core, clock: FakeClock) -> None:
 
 
 def test_patience_ends_while_an_answer_is_under_way(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     tier.is_slow = True
     clock.advance(RETRY_S)
@@ -134,7 +134,7 @@ def test_patience_ends_while_an_answer_is_under_way(alone: Core, clock: FakeCloc
 
 
 def test_an_engine_that_was_busy_meanwhile_takes_what_is_ready(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     clock.advance(1.5)
     assert look(alone, request) == blocks(2) and tier.num_lookups == 1
@@ -143,9 +143,8 @@ def test_an_engine_that_was_busy_meanwhile_takes_what_is_ready(alone: Core, cloc
 @pytest.mark.parametrize(("token_s", "waits"), [(1e-4, False), (1e-2, True)])
 def test_nobody_waits_longer_than_computing_takes(token_s: float, waits: bool, alone: Core, clock: FakeClock) -> None:
     request = stored(alone)
-    Tier(alone.side._sessions[0], up=2, coming=4)
-    for _ in range(MIN_STEPS):
-        alone.side._loads.load_policy._compute.add(1000, 1000 * token_s)
+    Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    alone.side.loads.compute_seconds = lambda num_tokens: num_tokens * token_s  # type: ignore[method-assign]
     began = clock()
     while look(alone, request) is None:
         clock.advance(RETRY_S)
@@ -155,7 +154,7 @@ def test_nobody_waits_longer_than_computing_takes(token_s: float, waits: bool, a
 
 def test_no_patience_takes_what_is_ready_at_once(core: MakeCore, clock: FakeClock) -> None:
     one = core(promotion_wait_ms=0).connected()
-    request, tier = stored(one), Tier(one.side._sessions[0], up=2, coming=4)
+    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4)
     assert look(one, request) == blocks(2)
     data = counted(one)
     assert data["promotion_missed_tokens"] == blocks(4) and "promotion_waits" not in data
@@ -165,7 +164,7 @@ def test_no_patience_takes_what_is_ready_at_once(core: MakeCore, clock: FakeCloc
 def test_what_would_not_lengthen_the_hit_is_not_waited_for(alone: Core, clock: FakeClock) -> None:
     short = make_request("short", tokens(2 * 16 + 1))
     fill(alone, short.block_hashes)
-    Tier(alone.side._sessions[0], up=2, coming=4)
+    Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, short) == blocks(2)
     own = stored(alone, "own")
     assert look(alone, own, computed=blocks(5)) == blocks(1)
@@ -173,7 +172,7 @@ def test_what_would_not_lengthen_the_hit_is_not_waited_for(alone: Core, clock: F
 
 @pytest.mark.parametrize("is_asking", [False, True])
 def test_who_is_aborted_while_it_waits_leaves_nothing_behind(is_asking: bool, alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     if is_asking:
         tier.is_slow = True
@@ -188,14 +187,14 @@ def test_who_is_aborted_while_it_waits_leaves_nothing_behind(is_asking: bool, al
 
 def test_who_waits_does_not_outlive_a_reset(alone: Core, clock: FakeClock) -> None:
     request = stored(alone)
-    Tier(alone.side._sessions[0], up=2, coming=4)
+    Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     assert alone.side.reset() is True
     wait_for_leases(alone, 0)
 
 
 def test_a_late_answer_leaves_what_was_ready(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     clock.advance(RETRY_S)
     tier.error = PoolTimeoutError("late")
@@ -213,7 +212,7 @@ def test_a_restart_is_a_miss(core: MakeCore, pool_server: StartServer, clock: Fa
     server = pool_server("--listen", endpoint)
     one = core(endpoint=endpoint).connected()
     request = stored(one)
-    tier = Tier(one.side._sessions[0], up=2, coming=4)
+    tier = Tier(one.side.stages.sessions[0], up=2, coming=4)
     assert look(one, request) is None
     server.kill()
     pool_server("--listen", endpoint)
@@ -226,9 +225,9 @@ def test_a_restart_is_a_miss(core: MakeCore, pool_server: StartServer, clock: Fa
 
 
 def test_a_pool_that_went_away_is_a_miss(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
-    alone.side._sessions[0]._namespace = None
+    lose_pool(alone)
     clock.advance(RETRY_S)
     assert look(alone, request) == 0 and tier.num_lookups == 1
     assert counted(alone)["promotion_missed_tokens"] == blocks(4)
@@ -237,7 +236,7 @@ def test_a_pool_that_went_away_is_a_miss(alone: Core, clock: FakeClock) -> None:
 
 def test_patience_is_one_for_all_lookups_of_a_request(core: MakeCore, clock: FakeClock) -> None:
     one = core(load_timeout_ms=100, promotion_wait_ms=400).connected()  # Good to begin a load for 100 ms.
-    request, tier = stored(one), Tier(one.side._sessions[0], up=2, coming=4, retry_ms=150)
+    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4, retry_ms=150)
     began = clock()
     while look(one, request) is None:
         tier.brought(1)
@@ -247,7 +246,7 @@ def test_patience_is_one_for_all_lookups_of_a_request(core: MakeCore, clock: Fak
 
 
 def test_an_own_hit_that_grows_meanwhile_is_not_waited_for_again(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side._sessions[0], up=2, coming=2)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=2)
     assert look(alone, request) is None
     clock.advance(RETRY_S)
     assert look(alone, request, computed=blocks(4)) == 0 and tier.num_lookups == 2
@@ -255,15 +254,15 @@ def test_an_own_hit_that_grows_meanwhile_is_not_waited_for_again(alone: Core, cl
 
 def test_a_hit_is_judged_once_it_is_final(core: MakeCore, clock: FakeClock) -> None:
     one = core().connected()
-    request, tier = stored(one), Tier(one.side._sessions[0], up=2, coming=4)
+    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4)
     judged: list[tuple[int, int]] = []
-    verdict = one.side._lookups._verdict
+    verdict = one.side.loads.verdict
 
     def watched(start: int, stop: int) -> Any:
         judged.append((start, stop))
         return verdict(start, stop)
 
-    one.side._lookups._verdict = watched
+    one.side.loads.verdict = watched
     assert look(one, request) is None
     tier.brought(4)
     clock.advance(RETRY_S)
@@ -273,9 +272,9 @@ def test_a_hit_is_judged_once_it_is_final(core: MakeCore, clock: FakeClock) -> N
 
 def test_what_is_on_its_way_is_not_missing(core: MakeCore, clock: FakeClock) -> None:
     one = core().connected()
-    request, tier = stored(one), Tier(one.side._sessions[0], up=2, coming=3)
+    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=3)
     taken_back: list[bytes] = []
-    one.side._lookups._missing = lambda _, names: taken_back.extend(names)
+    one.side.contents.missing = lambda _, names: taken_back.extend(names)
     assert look(one, request) is None
     tier.coming = 2
     while look(one, request) is None:
@@ -285,7 +284,7 @@ def test_what_is_on_its_way_is_not_missing(core: MakeCore, clock: FakeClock) -> 
 
 
 def test_one_stage_that_lags_is_waited_for(staged: Core, clock: FakeClock) -> None:
-    request, tier = stored(staged), Tier(staged.side._sessions[1], up=0, coming=6)
+    request, tier = stored(staged), Tier(staged.side.stages.sessions[1], up=0, coming=6)
     assert look(staged, request) is None
     clock.advance(RETRY_S)
     assert look(staged, request) is None and tier.num_lookups == 2
@@ -305,7 +304,7 @@ def test_what_another_stage_lacks_is_not_waited_for(staged: Core, clock: FakeClo
     request = make_request("r", tokens(100))
     fill(staged, request.block_hashes, stage=0)
     fill(staged, request.block_hashes[:1], stage=1)
-    tier = Tier(staged.side._sessions[0], up=2, coming=4)
+    tier = Tier(staged.side.stages.sessions[0], up=2, coming=4)
     assert look(staged, request) == blocks(1) and tier.num_lookups == 1
 
 
@@ -314,7 +313,7 @@ def test_a_window_on_its_way_is_waited_for(core: MakeCore, clock: FakeClock) -> 
     request = make_request("r", tokens(100))
     fill(one, request.block_hashes)
     fill(one, request.block_hashes[3:6], group=1)
-    tier = Tier(one.side._sessions[0], up=4, coming=2)
+    tier = Tier(one.side.stages.sessions[0], up=4, coming=2)
     assert look(one, request) is None
     tier.brought(2)
     clock.advance(RETRY_S)

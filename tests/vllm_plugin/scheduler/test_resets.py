@@ -138,7 +138,7 @@ def test_a_name_that_is_none_is_worth_no_sharing(content: bytes, core: MakeCore,
     file.write_bytes(content)
     one, other = (core(weights_epoch_file=str(file), salt="one").connected() for _ in range(2))
     assert one.side.reset() and other.side.reset()
-    assert one.side._weights_epoch != other.side._weights_epoch
+    assert one.side.stages.weights_epoch != other.side.stages.weights_epoch
     assert "weights_epoch_file" in caplog.text
 
 
@@ -150,7 +150,7 @@ def test_sharing_is_off_while_a_reset_waits_also_where_the_name_is_known(core: M
     one.allocate(request, 0)
     one.step((request, 16))
     assert one.side.reset() is False and one.side.reset() is False
-    assert one.side._weights_epoch == "run@new"
+    assert one.side.stages.weights_epoch == "run@new"
     one.connected()
     assert one.step((request, 64)).stores == []
 
@@ -163,7 +163,7 @@ def test_two_kvpools_under_one_multi_connector_share_one_block_pool(core: MakeCo
     one.allocate(request, 0)
     one.step((request, 100))
     one.finish(request)
-    epochs = one.side._weights_epoch, other.side._weights_epoch
+    epochs = one.side.stages.weights_epoch, other.side.stages.weights_epoch
     for _ in range(2):
         assert one.pool.reset_prefix_cache()
-    assert one.side._weights_epoch != epochs[0] and other.side._weights_epoch != epochs[1]
+    assert one.side.stages.weights_epoch != epochs[0] and other.side.stages.weights_epoch != epochs[1]

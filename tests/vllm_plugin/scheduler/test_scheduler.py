@@ -157,7 +157,7 @@ def test_steps_wait_next_to_nothing_for_a_server_that_does_not_answer(core: Make
             time.sleep(0.001)
         # A budget for each lookup instead of one for all would be 200 ms a step. (The median: machines are busy.)
         assert statistics.median(steps_s) < STEP_S
-        assert one.side._sessions[0].namespace is None
+        assert one.side.stages.sessions[0].namespace is None
     assert one.side.stats().data["lookup_failures"] >= FAILURES_TO_OPEN
 
 
@@ -174,7 +174,7 @@ def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCor
 
 def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
     one = core().connected()
-    client, request = one.side._sessions[0].client, make_request("r", tokens(100))
+    client, request = one.side.stages.sessions[0].client, make_request("r", tokens(100))
     fill(one, request.block_hashes)
     sent = client.lookup_async
     client.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
@@ -409,7 +409,7 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
     assert one.step((request, 50)).stores == []
     assert not one.side.has_pinned_blocks()
     pool_server("--listen", endpoint)
-    wait_for(lambda: one.side._sessions[0].namespace, "the session to be open")
+    wait_for(lambda: one.side.stages.sessions[0].namespace, "the session to be open")
     (job,) = one.step((request, 50)).stores
     assert list(run_in(job).block_hashes) == request.block_hashes[:6]
 
@@ -418,8 +418,7 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
 
 
 def test_blocks_are_pinned_until_every_rank_has_reported(core: MakeCore) -> None:
-    one = core().connected()
-    one.side._stores._pins._num_ranks = 2
+    one = core(world_size=2).connected()
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
     (job,) = one.step((request, 100)).stores
@@ -486,14 +485,14 @@ def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
         one.allocate(request, 0)
     jobs = one.step((first, 192), (second, 192)).stores
     assert [len(run_in(job)) for job in jobs] == [12, 4]
-    assert one.side._stores._pins.num_blocks == 16
+    assert one.side.held()["pinned blocks"] == 16
     assert one.step((first, 0), (second, 0)).stores == []
     assert one.side.stats().data["deferred_stores"] == 2
     one.report(jobs[0].job_id)
     (rest,) = one.step((second, 0)).stores
     assert list(run_in(rest).block_hashes) == second.block_hashes[4:12]
     one.report(jobs[1].job_id, rest.job_id)
-    assert one.side._stores._pins.num_blocks == 0
+    assert one.side.held()["pinned blocks"] == 0
 
 
 def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: MakeCore) -> None:
@@ -519,14 +518,14 @@ def test_after_a_reset_nothing_stored_before_is_found_and_nothing_is_held(alone:
     request = make_request("r", tokens(100))
     fill(one, request.block_hashes)
     assert one.ask(request) == blocks(6)
-    before = one.side._sessions[0].namespace
+    before = one.side.stages.sessions[0].namespace
     assert before is not None and one.side.reset() is True
     wait_for_leases(one, 0)
     assert one.connected().ask(request) == 0
-    after = one.side._sessions[0].namespace
+    after = one.side.stages.sessions[0].namespace
     assert after is not None and after.fingerprint != before.fingerprint
     # Who has the old weights still finds what was computed with them.
-    client = one.side._sessions[0].client
+    client = one.side.stages.sessions[0].client
     assert client.lookup(before, [BlockRun(0, request.block_hashes)], lease=False).hits[0].num_leading == 6
 
 
@@ -706,7 +705,7 @@ def test_windows_are_stored_where_the_prompt_ends_and_at_the_interval(core: Make
     assert names_in(windows) == [request.block_hashes[idx] for idx in wanted]
     assert windows.block_ids == [[one.ids(request, group)[idx] for idx in wanted] for group in (1, 2)]
     assert [run.parent_hash for run in windows.runs] == [request.block_hashes[9], request.block_hashes[16]]
-    assert one.side._stores._pins.num_blocks == 21 + 2 * len(wanted)
+    assert one.side.held()["pinned blocks"] == 21 + 2 * len(wanted)
     one.report(job.job_id)
     assert not one.side.has_pinned_blocks()
 
@@ -876,7 +875,7 @@ def test_where_ranks_disagree_at_the_start_nothing_is_shared(
 def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, caplog: pytest.LogCaptureFixture) -> None:
     one = core(stages=2)
     one.side.handshake({(0, 0): object(), (1, 0): object()})
-    assert "another connector's handshake" in caplog.text
+    assert "the handshake of another connector" in caplog.text
     request = make_request("r", tokens(100))
     assert one.side.matched_tokens(request, 0) == (0, False)
     one.allocate(request, 0)
@@ -886,17 +885,17 @@ def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, capl
 def test_with_one_stage_a_foreign_handshake_changes_nothing(core: MakeCore) -> None:
     one = core().connected()
     one.side.handshake({(0, 0): object()})
-    assert one.side._sessions[0].namespace is not None
+    assert one.side.stages.sessions[0].namespace is not None
 
 
 def test_what_workers_tell_takes_the_place_of_what_was_worked_out(core: MakeCore, vllm_config: MakeConfig) -> None:
     one = core().connected()
-    before = one.side._sessions[0]
+    before = one.side.stages.sessions[0]
     spec = replace(before.namespace.spec, revision="as the workers have it") if before.namespace else None
     assert spec is not None
     one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
     one.connected()
-    (after,) = one.side._sessions
+    (after,) = one.side.stages.sessions
     assert after.namespace is not None and after.namespace.spec == spec
     assert before.namespace is None, "the first connection is closed"
 
@@ -904,16 +903,16 @@ def test_what_workers_tell_takes_the_place_of_what_was_worked_out(core: MakeCore
 def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(core: MakeCore) -> None:
     """MultiConnector gives every connector the first one's handshake (`get_handshake_metadata`)."""
     first, second = core(salt="first", tenant="one", weights_epoch="old"), core(salt="second", tenant="two")
-    wanted = second.side._specs
-    second.side.handshake({(0, 0): Handshake(first.side._specs[0])})
-    assert second.side._specs == wanted != first.side._specs
+    wanted = second.side.stages.specs
+    second.side.handshake({(0, 0): Handshake(first.side.stages.specs[0])})
+    assert second.side.stages.specs == wanted != first.side.stages.specs
 
 
 def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(core: MakeCore) -> None:
     """It has no lease, and an answer all the same."""
     one = core().connected()
     taken_back: list[tuple[int, list[bytes]]] = []
-    one.side._lookups._missing = lambda group_idx, names: taken_back.append((group_idx, list(names)))
+    one.side.contents.missing = lambda group_idx, names: taken_back.append((group_idx, list(names)))
     request = make_request("gone", tokens(3 * BLOCK_TOKENS + 1, "gone"))
     assert one.ask(request) == 0
     assert taken_back == [(0, request.block_hashes[:3])]

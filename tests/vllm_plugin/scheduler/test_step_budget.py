@@ -11,6 +11,7 @@ from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, blocks, fill
 from tests.vllm_plugin.tier import Tier
+from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler import step_budget
 from vllm_plugin.scheduler.step_budget import MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget
 
@@ -27,15 +28,15 @@ def num_waiting(budget: StepBudget, local_tokens: int, is_lookup: bool = False) 
 
 
 def test_few_may_wait_whose_prefix_is_long_and_many_whose_is_not() -> None:
-    assert num_waiting(StepBudget(), 131_072) == 1, "one always may"
-    assert num_waiting(StepBudget(), 32_768) == 1
-    assert num_waiting(StepBudget(), 32_768, is_lookup=True) == 5
-    assert num_waiting(StepBudget(), 0) == int(MAX_WALKS_S / WALK_S)
-    assert num_waiting(StepBudget(), 0, is_lookup=True) == int(MAX_LOOKUP_WALKS_S / WALK_S)
+    assert num_waiting(StepBudget(Recorder()), 131_072) == 1, "one always may"
+    assert num_waiting(StepBudget(Recorder()), 32_768) == 1
+    assert num_waiting(StepBudget(Recorder()), 32_768, is_lookup=True) == 5
+    assert num_waiting(StepBudget(Recorder()), 0) == int(MAX_WALKS_S / WALK_S)
+    assert num_waiting(StepBudget(Recorder()), 0, is_lookup=True) == int(MAX_LOOKUP_WALKS_S / WALK_S)
 
 
 def test_each_step_has_a_budget_of_its_own(clock: FakeClock) -> None:
-    budget = StepBudget()
+    budget = StepBudget(Recorder())
     with budget:
         clock.advance(2 * step_budget.MAX_BEGIN_S)
     assert not budget.may_begin
@@ -47,7 +48,7 @@ def test_each_step_has_a_budget_of_its_own(clock: FakeClock) -> None:
 
 
 def test_waiting_for_an_answer_is_no_work(clock: FakeClock) -> None:
-    budget = StepBudget()
+    budget = StepBudget(Recorder())
     with budget:
         clock.advance(step_budget.MAX_BEGIN_S)
         budget.waited(step_budget.MAX_BEGIN_S / 2)
@@ -65,7 +66,7 @@ def test_beyond_the_bound_a_request_takes_what_is_up_instead_of_waiting_for_a_ti
     first, second = (make_request(name, tokens(100, name)) for name in "ab")
     for request in (first, second):
         fill(alone, request.block_hashes)
-    Tier(alone.side._sessions[0], up=2, coming=4, retry_ms=500)
+    Tier(alone.side.stages.sessions[0], up=2, coming=4, retry_ms=500)
     for request in (first, second):  # Alone in its step, each waits.
         wait_for(lambda request=request: _is_waiting(alone, request), "a lookup that waits for the tier")
     alone.step()
@@ -77,13 +78,13 @@ def test_beyond_the_bound_a_request_takes_what_is_up_instead_of_waiting_for_a_ti
 def _is_waiting(core: Core, request: object) -> bool:
     core.step()
     core.side.matched_tokens(request, 0)  # type: ignore[arg-type]
-    lookup = core.side._lookups._by_request.get(request.request_id)  # type: ignore[attr-defined]
+    lookup = core.side.lookups.get(request.request_id)  # type: ignore[attr-defined]
     return lookup is not None and lookup.is_waiting
 
 
 @pytest.mark.usefixtures("one_waits")
 def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_its_lookup(alone: Core) -> None:
-    Tier(alone.side._sessions[0], up=6, coming=0).is_slow = True
+    Tier(alone.side.stages.sessions[0], up=6, coming=0).is_slow = True
     first, second = (make_request(name, tokens(100, name)) for name in "ab")
     assert alone.side.matched_tokens(first, 0) == (None, False)
     assert alone.side.matched_tokens(second, 0) == (0, False)
@@ -106,9 +107,9 @@ def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_room(alon
 def test_what_comes_late_in_a_long_step_begins_with_the_next(alone: Core, clock: FakeClock) -> None:
     request = make_request("r", tokens(100))
     fill(alone, request.block_hashes)
-    with alone.side._budget:
+    with alone.side.budget:
         clock.advance(2 * step_budget.MAX_BEGIN_S)
     assert alone.side.matched_tokens(request, 0) == (None, False)
-    assert not alone.side._lookups._by_request
+    assert not len(alone.side.lookups)
     alone.step()
     assert alone.ask(request) == blocks(6)

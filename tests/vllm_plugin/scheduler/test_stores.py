@@ -16,11 +16,11 @@ from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.bugs import held
-from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
+from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import ConnectorMetadata
-from vllm_plugin.scheduler import stores
+from vllm_plugin.scheduler import store_jobs
 from vllm_plugin.scheduler.pins import Pins
-from vllm_plugin.scheduler.stores import RELIEF_S, RELIEF_STEPS
+from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS
 from vllm_plugin.worker.transfer import SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -58,7 +58,7 @@ def test_a_report_costs_its_own_blocks_and_not_all_that_are_pinned() -> None:
 
 @pytest.fixture
 def four_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "step_blocks", lambda groups, step_tokens: 4)
+    monkeypatch.setattr(store_jobs, "step_blocks", lambda _: 4)
 
 
 @pytest.mark.usefixtures("four_a_step")
@@ -118,7 +118,7 @@ def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, cor
     (job,) = one.step((request, 160)).stores
     one.finish(request)
     if why == "the pool is away":
-        one.side._sessions[0]._namespace = None
+        lose_pool(one)
     else:
         assert one.side.reset() is True
     assert offered(one.step()) == []
@@ -173,7 +173,7 @@ def test_what_was_loaded_is_not_offered_again_and_nothing_before_it(core: MakeCo
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    monkeypatch.setattr(stores, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(store_jobs, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
@@ -202,9 +202,9 @@ def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: 
     assert one.num_used_blocks() == 7
     assert not one.side.has_pending_block_frees()
     assert one.side.stats().data["store_dropped_blocks"] == 6
-    assert not one.side._stores._recent.has(first.block_hashes[0], 0)
+    assert not one.side.contents.recent.has(first.block_hashes[0], 0)
     one.report(kept.job_id)
-    assert one.side._stores._recent.has(second.block_hashes[0], 0)
+    assert one.side.contents.recent.has(second.block_hashes[0], 0)
 
 
 def test_a_dropped_store_that_does_not_end_is_not_waited_for(core: MakeCore, clock: FakeClock) -> None:
@@ -263,8 +263,8 @@ def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
         engine.add("a", tokens(100, "a"), max_tokens=1)
         engine.add("b", tokens(100, "b"), max_tokens=1)
         engine.step_until(lambda: len(engine.answers["b"]) == 1, "both to be computed")
-        assert worker._sender is not None
-        sender = worker._sender
+        assert worker.sender is not None
+        sender = worker.sender
         wait_for(lambda: len(sender._queued) == 1, "the first store to have begun")
         assert engine.connector.has_pending_block_frees()
         engine.step_until(lambda: engine.connector.held()["jobs"] == 1, "the second store to be dropped")

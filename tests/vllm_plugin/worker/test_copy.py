@@ -32,7 +32,7 @@ def test_blocks_gathered_from_one_layout_scatter_into_another(source: str, targe
     carried = buffers(2)
     sender.gather(sender.mark(), 0, [[1, 4]], carried)
     receiver.scatter(receiver.mark(), 0, [[3, 1]], carried)
-    receiver.settle()
+    receiver.wait_scattered()
     for layer, cache in enumerate(caches.values()):
         assert torch.equal(cache[3], values[layer, 1])
         assert torch.equal(cache[1], values[layer, 4])
@@ -48,7 +48,7 @@ def test_padding_is_neither_read_nor_written() -> None:
     copier.gather(copier.mark(), 0, [range(B)], gathered)
     assert not any((buffer.view(np.int16) == -1).any() for buffer in gathered)
     copier.scatter(copier.mark(), 0, [range(B)], [np.full(BLOCK_BYTES, 9, np.uint8)] * B)
-    copier.settle()
+    copier.wait_scattered()
     assert (whole[:, :, -10:] == -1).all()
     assert (whole[:, :, :-10] == 0x0909).all()
 

@@ -17,9 +17,11 @@ from tests.support.processes import ServerProcess, wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, TINY, MakeConfig
 from tests.support.values import block_hash
 from tests.support.vllm_objects import cache_config, full_attention
+from tests.vllm_plugin.bugs import submitted
 from tests.vllm_plugin.kinds import kv_cache, mla, uniform, window
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
+from vllm_plugin.worker.transfer import SendThread
 from vllm_plugin.worker.worker import KVPoolWorker
 
 MakeWorker = Callable[..., KVPoolWorker]
@@ -42,7 +44,7 @@ def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Ma
             stack.callback(made.shutdown)
             if register:
                 made.register_kv_caches(tensors(cache))
-                wait_for(lambda: made._session.namespace, "the session to be open")
+                wait_for(lambda: made.session.namespace, "the session to be open")
             return made
 
         yield make
@@ -78,7 +80,7 @@ def test_a_rank_reports_its_namespace_once(worker: MakeWorker) -> None:
     made = worker(cache_config())
     told = made.worker_metadata()
     assert told is not None
-    assert told.namespaces == {(0, made._spec.fingerprint())}
+    assert told.namespaces == {(0, made.spec.fingerprint())}
     assert made.worker_metadata() is None
 
 
@@ -118,10 +120,12 @@ def test_a_rank_with_nothing_to_write_reports_at_once(worker: MakeWorker) -> Non
 def test_beside_a_draft_model_stores_wait_for_the_next_step(worker: MakeWorker) -> None:
     made = worker(MIXED, drafts=True)
     made.worker_metadata()
-    made.start_stores(store_of(7, 0))
-    made.start_stores(store_of(8, 1))
-    assert made._held and made.worker_metadata() is None
-    made.start_loads(ConnectorMetadata())
+    with submitted(SendThread) as jobs:
+        made.start_stores(store_of(7, 0))
+        made.start_stores(store_of(8, 1))
+        assert not jobs and made.worker_metadata() is None
+        made.start_loads(ConnectorMetadata())
+        assert len(jobs) == 2
     reports = ended(made)
     while len(reports.ended_stores) < 2:
         reports = reports.aggregate(ended(made))

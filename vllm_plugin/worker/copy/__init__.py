@@ -20,31 +20,33 @@ class Copier(Protocol):
     """Moves whole blocks of one group at a time. Each direction is used by one thread."""
 
     batch_bytes: int
-    """How much is best moved at once."""
+    """Bytes that are best moved at once."""
 
     head_blocks: int
-    """How many blocks keep it busy while others are being located; 0: it moves nothing by itself."""
+    """How many blocks keep the copier busy while others are being located; 0: copies run on the caller's thread."""
 
     def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
-        """Learns of memory in which buffers will lie for long (the pool's, if it is shared); cheap to repeat."""
+        """Adopts memory in which buffers will lie for long (the pool's shared memory); cheap to repeat."""
 
     def mark(self) -> Any:
-        """Remembers what the device has been given to do so far; for `gather` and `scatter` to wait for."""
+        """A mark of the work that the device has been given so far, for `gather` and `scatter` to wait for."""
 
     def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         """Copies blocks of the engine into buffers, uint8 [region bytes] each, once `mark` is reached.
 
-        With checksums, those in adopted memory are full when the checksums are there; without, and all others, now.
+        If it returns checksums, buffers in adopted memory are full once the checksums are computed. All other buffers
+        are full when it returns.
         """
 
     def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         """Copies buffers into blocks of the engine, once `mark` is reached.
 
-        With checksums, those in adopted memory must stay as they are until the checksums are there; others need not.
+        If it returns checksums, buffers in adopted memory must not change until the checksums are computed. All other
+        buffers may change as soon as it returns.
         """
 
-    def settle(self) -> None:
-        """Returns when all that was scattered is there, whatever became of its checksums."""
+    def wait_scattered(self) -> None:
+        """Returns when every `scatter` so far has reached the engine's blocks, checksums used or not."""
 
 
 def make_copier(layouts: Sequence[Layout]) -> Copier:

@@ -25,7 +25,7 @@ class CpuCopier:
         self._views = [[part.view.numpy() for part in layout.parts] for layout in layouts]
 
     def adopt(self, memory: Bytes | None) -> None:
-        """Any memory is as good as any other."""
+        """Nothing to do: all memory is copied alike."""
 
     def mark(self) -> None:
         return None
@@ -38,8 +38,8 @@ class CpuCopier:
         for block, part in self._parts(group_idx, block_ids, buffers):
             block[...] = part
 
-    def settle(self) -> None:
-        """What was scattered is there already."""
+    def wait_scattered(self) -> None:
+        """Nothing to do: `scatter` returns when its copy is done."""
 
     def _parts(self, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Iterator[tuple[Bytes, Bytes]]:
         """Pairs of equal shape [S, L, H / S, r, N / r, C]: of the engine's block, of the pool's buffer."""

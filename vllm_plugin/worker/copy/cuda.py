@@ -1,7 +1,7 @@
-"""Copies on a GPU: blocks are gathered or scattered on the device, and cross the bus straight from or to the pool.
+"""`CudaCopier`: blocks are gathered or scattered on the GPU, and cross the bus straight from or to the pool.
 
 Shared memory is registered with CUDA (pinned) in the background; until it is, and for buffers that lie elsewhere, bytes
-take one step more, through pinned staging. Each direction has streams and staging of its own: one batch crosses the bus
+take one step more, through pinned staging. Each direction has streams and staging of its own: one copy crosses the bus
 while another is gathered or scattered, and hashed, so that neither waits for the other nor for the model.
 """
 
@@ -11,7 +11,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +21,21 @@ from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.worker.copy import BlockIds, driver, xxh3
 from vllm_plugin.worker.copy.paged import PagedBlocks
+from vllm_plugin.worker.copy.pinned import PinnedMemory, StridedRun
 from vllm_plugin.worker.layout import Layout
 
 logger = init_logger("vllm.kvpool.copy")
 
 STAGING_BYTES = 32 << 20
-NUM_SLOTS = 2
-MAX_NOTES = 128
-MAX_STAGES = 128
-COPIES_A_TURN = 64
-REGISTER_STEP_BYTES = 1 << 30
+"""Of one staging buffer."""
+NUM_BUFFERS = 2
+"""Staging buffers of each direction."""
+MAX_IDLE_WORDS = 128
+"""Pinned arrays of words that a direction keeps for later copies."""
+MAX_STAGED_SIZES = 128
+"""Views of a staging buffer that are kept for later copies of the same size."""
+COPIES_BETWEEN_YIELDS = 64
+"""Calls of the driver, which keep Python's lock, after which other threads may run."""
 
 
 class CudaCopier:
@@ -42,16 +46,16 @@ class CudaCopier:
 
     def __init__(self, layouts: Sequence[Layout]):
         self._device = layouts[0].parts[0].view.device
-        self._shapes = [_Shape(layout) for layout in layouts]
+        self._shapes = [_GroupShape(layout) for layout in layouts]
         staging_bytes = max(STAGING_BYTES, *(layout.region_bytes for layout in layouts))
         hasher = xxh3.Hasher(self._device)
-        self._out = _Lane(self._device, self._shapes, hasher, staging_bytes)
-        self._in = _Lane(self._device, self._shapes, hasher, staging_bytes)
-        self._arriving: list[_Batch] = []
+        self._out = _Direction(self._device, self._shapes, hasher, staging_bytes)
+        self._in = _Direction(self._device, self._shapes, hasher, staging_bytes)
+        self._scatters: list[_Copy] = []
         # Compiled now: the first request should not wait for that.
         for group_idx, shape in enumerate(self._shapes):
             shape.blocks.compile()
-            self._out.next_slot().stage(group_idx, 1).hash()
+            self._out.next_buffer().staged(group_idx, 1).hash()
         torch.cuda.current_stream(self._device).synchronize()
         self._pinned: PinnedMemory | None = None
         self._adopting = threading.Lock()
@@ -70,185 +74,80 @@ class CudaCopier:
         return event
 
     def gather(self, mark: torch.cuda.Event, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
-        lane, slot = self._out, self._out.next_slot()
-        stage = slot.stage(group_idx, len(buffers))
-        batch = _Batch(lane, stage, block_ids)
-        driver.wait(lane.kernels, slot.free.handle)
-        driver.wait(lane.kernels, mark.cuda_event)
-        batch.send_ids()
-        with torch.cuda.stream(lane.kernels_stream):
-            stage.gather()
-            stage.hash()
-        batch.fetch_sums()
-        slot.turn.record(lane.kernels)
-        driver.wait(lane.copies, slot.turn.handle)
-        stretches = self._borrow(batch, buffers)
-        for at, stretch in stage.places(stretches):
+        direction, staging = self._out, self._out.next_buffer()
+        staged = staging.staged(group_idx, len(buffers))
+        copy = _Copy(direction, staged, block_ids)
+        driver.wait(direction.kernels, staging.free.handle)
+        driver.wait(direction.kernels, mark.cuda_event)
+        copy.send_ids()
+        with torch.cuda.stream(direction.kernels_stream):
+            staged.gather()
+            staged.hash()
+        copy.fetch_sums()
+        staging.handover.record(direction.kernels)
+        driver.wait(direction.copies, staging.handover.handle)
+        runs = self._borrow(copy, buffers)
+        for at, run in staged.places(runs):
             driver.copy_rows(
-                lane.copies, stretch.address, stretch.step, at, stage.nbytes, stage.nbytes, stretch.count
+                direction.copies, run.address, run.step, at, staged.nbytes, staged.nbytes, run.count
             )  # fmt: skip
-        if not stretches:
-            host = slot.host_rows(*stage.rows.shape)
-            driver.copy(lane.copies, host.data_ptr(), stage.address, host.numel())
-        slot.free.record(lane.copies)
-        batch.done.record(lane.copies)
-        if not stretches:
-            batch.wait()
+        if not runs:
+            host = staging.host_rows(*staged.rows.shape)
+            driver.copy(direction.copies, host.data_ptr(), staged.address, host.numel())
+        staging.free.record(direction.copies)
+        copy.done.record(direction.copies)
+        if not runs:
+            copy.wait()
             for row, buffer in zip(host.numpy(), buffers, strict=True):
                 buffer[:] = row
-        return batch.checksums()
+        return copy.checksums()
 
     def scatter(
         self, mark: torch.cuda.Event, group_idx: int, block_ids: BlockIds, buffers: Buffers
     ) -> Checksums | None:
-        lane, slot = self._in, self._in.next_slot()
-        stage = slot.stage(group_idx, len(buffers))
-        batch = _Batch(lane, stage, block_ids)
-        driver.wait(lane.copies, slot.free.handle)
-        stretches = self._borrow(batch, buffers)
-        for at, stretch in stage.places(stretches):
+        direction, staging = self._in, self._in.next_buffer()
+        staged = staging.staged(group_idx, len(buffers))
+        copy = _Copy(direction, staged, block_ids)
+        driver.wait(direction.copies, staging.free.handle)
+        runs = self._borrow(copy, buffers)
+        for at, run in staged.places(runs):
             driver.copy_rows(
-                lane.copies, at, stage.nbytes, stretch.address, stretch.step, stage.nbytes, stretch.count
+                direction.copies, at, staged.nbytes, run.address, run.step, staged.nbytes, run.count
             )  # fmt: skip
-        if not stretches:
-            slot.free.synchronize()
-            host = slot.host_rows(*stage.rows.shape)
+        if not runs:
+            staging.free.synchronize()
+            host = staging.host_rows(*staged.rows.shape)
             for row, buffer in zip(host.numpy(), buffers, strict=True):
                 row[:] = buffer
-            driver.copy(lane.copies, stage.address, host.data_ptr(), host.numel())
-        slot.turn.record(lane.copies)
-        driver.wait(lane.kernels, slot.turn.handle)
-        driver.wait(lane.kernels, mark.cuda_event)
-        batch.send_ids()
-        with torch.cuda.stream(lane.kernels_stream):
-            stage.scatter()
-            stage.hash()
-        batch.fetch_sums()
-        slot.free.record(lane.kernels)
-        batch.done.record(lane.kernels)
-        self._arriving.append(batch)
-        return batch.checksums()
+            driver.copy(direction.copies, staged.address, host.data_ptr(), host.numel())
+        staging.handover.record(direction.copies)
+        driver.wait(direction.kernels, staging.handover.handle)
+        driver.wait(direction.kernels, mark.cuda_event)
+        copy.send_ids()
+        with torch.cuda.stream(direction.kernels_stream):
+            staged.scatter()
+            staged.hash()
+        copy.fetch_sums()
+        staging.free.record(direction.kernels)
+        copy.done.record(direction.kernels)
+        self._scatters.append(copy)
+        return copy.checksums()
 
-    def settle(self) -> None:
-        while self._arriving:
-            self._arriving.pop().wait()
+    def wait_scattered(self) -> None:
+        while self._scatters:
+            self._scatters.pop().wait()
 
-    def _borrow(self, batch: _Batch, buffers: Buffers) -> list[Stretch]:
-        """Where the buffers lie in pinned memory, which the batch gives back; nothing if they do not."""
+    def _borrow(self, copy: _Copy, buffers: Buffers) -> list[StridedRun]:
+        """Where the buffers lie in pinned memory, which the copy gives back; nothing if they do not."""
         pinned = self._pinned
-        stretches = pinned.borrow(buffers) if pinned is not None else None
-        if stretches is None:
+        runs = pinned.borrow(buffers) if pinned is not None else None
+        if runs is None:
             return []
-        batch.pinned = pinned
-        return stretches
+        copy.pinned = pinned
+        return runs
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Buffers of a batch that lie evenly spaced in memory: one copy moves them all.
-
-    Args:
-        start: of the first, in the batch.
-        address: of the first.
-        step: bytes from one to the next.
-    """
-
-    start: int
-    count: int
-    address: int
-    step: int
-
-
-def stretches_of(offsets: Sequence[int], nbytes: int, base: int) -> list[Stretch]:
-    """Buffers of `nbytes` at `offsets` of memory that begins at `base`, in as few stretches as they lie in."""
-    stretches = []
-    start = 0
-    while start < len(offsets):
-        stop, step = start + 1, nbytes
-        if stop < len(offsets) and nbytes <= offsets[stop] - offsets[start] <= driver.MAX_STEP_BYTES:
-            step = offsets[stop] - offsets[start]
-        # CUDA copies from and to one registration at a time.
-        registration = offsets[start] // REGISTER_STEP_BYTES
-        while (
-            stop < len(offsets)
-            and offsets[stop] - offsets[stop - 1] == step
-            and offsets[stop] // REGISTER_STEP_BYTES == registration
-        ):
-            stop += 1
-        stretches.append(Stretch(start, stop - start, base + offsets[start], step))
-        start = stop
-    return stretches
-
-
-class PinnedMemory:
-    """Memory that is registered with CUDA by a thread of its own, from its start on, and given back after its last use.
-
-    Attributes:
-        memory: uint8, contiguous.
-    """
-
-    def __init__(self, memory: npt.NDArray[np.uint8], device: torch.device):
-        self.memory = memory
-        self._device = device
-        self._start = memory.ctypes.data
-        self._lock = threading.Lock()
-        # Guarded by the lock.
-        self._registered_bytes = 0
-        self._users = 1  # The thread, until it ends.
-        self._closing = False
-        threading.Thread(target=self._register, name="kvpool-pin", daemon=True).start()
-
-    def borrow(self, buffers: Buffers) -> list[Stretch] | None:
-        """Where buffers of one size can be copied to and from directly, until `give_back`; None if they cannot."""
-        nbytes = len(buffers[0])
-        offsets = [buffer.__array_interface__["data"][0] - self._start for buffer in buffers]
-        with self._lock:
-            if self._closing or not all(self._covers(offset, nbytes) for offset in offsets):
-                return None
-            self._users += 1
-        return stretches_of(offsets, nbytes, self._start)
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._users -= 1
-            self._unregister_if_unused()
-
-    def close(self) -> None:
-        """No more is registered or borrowed; the last user gives the memory back to the system."""
-        with self._lock:
-            self._closing = True
-            self._unregister_if_unused()
-
-    def _covers(self, first: int, nbytes: int) -> bool:
-        last = first + nbytes - 1
-        return (
-            first >= 0 and last < self._registered_bytes and first // REGISTER_STEP_BYTES == last // REGISTER_STEP_BYTES
-        )
-
-    def _register(self) -> None:
-        torch.cuda.set_device(self._device)
-        for at in range(0, self.memory.nbytes, REGISTER_STEP_BYTES):
-            if self._closing:
-                break
-            nbytes = min(REGISTER_STEP_BYTES, self.memory.nbytes - at)
-            error = torch.cuda.cudart().cudaHostRegister(self._start + at, nbytes, 0)
-            if int(error) != 0:
-                logger.warning("CUDA does not pin the pool's memory (%s): copies take one step more", error)
-                break
-            with self._lock:
-                self._registered_bytes = at + nbytes
-        else:
-            logger.info("kvpool: %d bytes of the pool's memory are pinned", self.memory.nbytes)
-        self.give_back()
-
-    def _unregister_if_unused(self) -> None:
-        if self._closing and self._users == 0:
-            for at in range(0, self._registered_bytes, REGISTER_STEP_BYTES):
-                torch.cuda.cudart().cudaHostUnregister(self._start + at)
-            self._registered_bytes = 0
-
-
-class _Shape:
+class _GroupShape:
     """How the blocks of one group lie in the engine and in a row."""
 
     def __init__(self, layout: Layout):
@@ -256,76 +155,78 @@ class _Shape:
         self.blocks = PagedBlocks(layout)
         self.num_tables = 1 + max(part.member for part in layout.parts)
 
-    def room(self, nbytes: int) -> int:
-        """Words that a batch of `nbytes` needs on the device besides itself."""
+    def scratch_words(self, nbytes: int) -> int:
+        """Words that a copy of `nbytes` needs on the device besides itself."""
         count = nbytes // self.layout.region_bytes
         chunks = count * self.layout.num_shards
         return _even(count * self.num_tables) + xxh3.Hasher.room(chunks, self.layout.chunk_bytes)
 
 
-class _Lane:
-    """One direction: a stream for the bus, one for kernels, and slots that batches pass through in turn.
+class _Direction:
+    """Gather or scatter: a stream for the bus, one for kernels, and staging buffers that copies use in rotation.
 
     Attributes:
         copies, kernels: the streams' handles.
     """
 
-    def __init__(self, device: torch.device, shapes: Sequence[_Shape], hasher: xxh3.Hasher, nbytes: int):
+    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], hasher: xxh3.Hasher, nbytes: int):
         self._device = device
         self._copies_stream, self.kernels_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.copies, self.kernels = self._copies_stream.cuda_stream, self.kernels_stream.cuda_stream
-        self._slots = itertools.cycle([_Slot(device, shapes, hasher, nbytes) for _ in range(NUM_SLOTS)])
-        self._notes: list[torch.Tensor] = []
+        self._buffers = itertools.cycle([_StagingBuffer(device, shapes, hasher, nbytes) for _ in range(NUM_BUFFERS)])
+        self._host_words: list[torch.Tensor] = []
         self._thread_id = 0
 
-    def next_slot(self) -> _Slot:
+    def next_buffer(self) -> _StagingBuffer:
         if self._thread_id != threading.get_ident():
             torch.cuda.set_device(self._device)  # Threads start on device 0, and without a context.
             self._thread_id = threading.get_ident()
-        return next(self._slots)
+        return next(self._buffers)
 
-    def take_notes(self, count: int) -> torch.Tensor:
+    def borrow_words(self, count: int) -> torch.Tensor:
         """Pinned int64 [at least count], used before if possible."""
-        notes = self._notes.pop() if self._notes else None
-        if notes is None or notes.numel() < count:
-            notes = torch.empty(1 << max(count - 1, 1).bit_length(), dtype=torch.int64, pin_memory=True)
-        return notes
+        words = self._host_words.pop() if self._host_words else None
+        if words is None or words.numel() < count:
+            words = torch.empty(1 << max(count - 1, 1).bit_length(), dtype=torch.int64, pin_memory=True)
+        return words
 
-    def give_notes_back(self, notes: torch.Tensor) -> None:
-        if len(self._notes) < MAX_NOTES:
-            self._notes.append(notes)
+    def give_words_back(self, words: torch.Tensor) -> None:
+        if len(self._host_words) < MAX_IDLE_WORDS:
+            self._host_words.append(words)
 
 
-class _Slot:
-    """Device and pinned memory for one batch.
+class _StagingBuffer:
+    """Device and pinned memory for one copy.
 
     Attributes:
-        free: when its last batch has left it.
-        turn: when its batch goes from one stream to the other.
+        free: event when the last copy no longer needs the buffer.
+        handover: event when the copy goes from one stream to the other.
     """
 
-    def __init__(self, device: torch.device, shapes: Sequence[_Shape], hasher: xxh3.Hasher, nbytes: int):
+    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], hasher: xxh3.Hasher, nbytes: int):
         self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._shapes = shapes
         self._hasher = hasher
-        self._watermark = torch.empty(max(shape.room(nbytes) for shape in shapes), dtype=torch.int64, device=device)
+        self._scratch = torch.empty(
+            max(shape.scratch_words(nbytes) for shape in shapes), dtype=torch.int64, device=device
+        )
         self._host: torch.Tensor | None = None
-        self._stages: dict[tuple[int, int], _Stage] = {}
+        self._by_size: dict[tuple[int, int], _StagedBlocks] = {}
         self.free = driver.Event()
-        self.turn = driver.Event()
+        self.handover = driver.Event()
 
-    def stage(self, group_idx: int, count: int) -> _Stage:
-        """Itself as `count` blocks of a group; what it held before is overwritten."""
-        stage = self._stages.get((group_idx, count))
-        if stage is None:
-            if len(self._stages) == MAX_STAGES:
-                self._stages.clear()
+    def staged(self, group_idx: int, count: int) -> _StagedBlocks:
+        """The buffer as `count` blocks of a group; what it held before is overwritten."""
+        staged = self._by_size.get((group_idx, count))
+        if staged is None:
+            if len(self._by_size) == MAX_STAGED_SIZES:
+                self._by_size.clear()
             shape = self._shapes[group_idx]
             nbytes = count * shape.layout.region_bytes
-            assert nbytes <= self._staged.numel(), f"a batch of {count} blocks with {nbytes} bytes is too large"
-            stage = _Stage(self._staged[:nbytes].view(count, -1), shape, self._hasher, self._watermark)
-            self._stages[group_idx, count] = stage
-        return stage
+            assert nbytes <= self._staged.numel(), f"a copy of {count} blocks with {nbytes} bytes is too large"
+            staged = _StagedBlocks(self._staged[:nbytes].view(count, -1), shape, self._hasher, self._scratch)
+            self._by_size[group_idx, count] = staged
+        return staged
 
     def host_rows(self, count: int, nbytes: int) -> torch.Tensor:
         """Pinned memory [count, nbytes]."""
@@ -334,48 +235,48 @@ class _Slot:
         return self._host[: count * nbytes].view(count, nbytes)
 
 
-class _Stage:
-    """The memory of a slot as some blocks of one group.
+class _StagedBlocks:
+    """A staging buffer as some blocks of one group.
 
     Attributes:
         rows: uint8 [count, region bytes].
-        address: of the first.
-        nbytes: of one.
+        address: of the first row.
+        nbytes: of one row.
         num_ids, num_sums: words that name the blocks, and words of their checksums.
-        ids_address, sums_address: of these.
+        ids_address, sums_address: of these words on the device.
     """
 
-    def __init__(self, rows: torch.Tensor, shape: _Shape, hasher: xxh3.Hasher, room: torch.Tensor):
+    def __init__(self, rows: torch.Tensor, shape: _GroupShape, hasher: xxh3.Hasher, scratch: torch.Tensor):
         count = len(rows)
         self.rows = rows
         self.address = rows.data_ptr()
         self.nbytes = shape.layout.region_bytes
         self.chunk_bytes = shape.layout.chunk_bytes
-        self._blocks = shape.blocks
+        self._paged = shape.blocks
         self._words = shape.blocks.words(rows)
         self.num_ids = shape.num_tables * count
-        self._ids = room[: self.num_ids].view(-1, count)
+        self._ids = scratch[: self.num_ids].view(-1, count)
         self.ids_address = self._ids.data_ptr()
         self._hashing = None
         self.num_sums = self.sums_address = 0
         if hasher.suits(self.chunk_bytes):
-            self._hashing = hasher.prepare(rows.view(-1, self.chunk_bytes), room[_even(self.num_ids) :])
+            self._hashing = hasher.prepare(rows.view(-1, self.chunk_bytes), scratch[_even(self.num_ids) :])
             self.num_sums = self._hashing.accumulators.numel()
             self.sums_address = self._hashing.accumulators.data_ptr()
 
-    def places(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, Stretch]]:
-        """Each stretch, and the address of its first row; now and then other threads have a turn."""
-        for nth, stretch in enumerate(stretches):
-            if nth % COPIES_A_TURN == COPIES_A_TURN - 1:
+    def places(self, runs: Sequence[StridedRun]) -> Iterator[tuple[int, StridedRun]]:
+        """Each run, and the address of its first row; now and then other threads may run."""
+        for nth, run in enumerate(runs):
+            if nth % COPIES_BETWEEN_YIELDS == COPIES_BETWEEN_YIELDS - 1:
                 time.sleep(0)  # The driver's calls keep Python's lock.
-            yield self.address + stretch.start * self.nbytes, stretch
+            yield self.address + run.start * self.nbytes, run
 
     def gather(self) -> None:
         """Starts copying blocks into the rows, on the current stream."""
-        self._blocks.gather(self._ids, self._words)
+        self._paged.gather(self._ids, self._words)
 
     def scatter(self) -> None:
-        self._blocks.scatter(self._ids, self._words)
+        self._paged.scatter(self._ids, self._words)
 
     def hash(self) -> None:
         """Starts hashing the rows, on the current stream."""
@@ -383,33 +284,33 @@ class _Stage:
             self._hashing.start()
 
 
-class _Batch:
+class _Copy:
     """Blocks that are being copied.
 
     Attributes:
-        done: when they have arrived.
-        pinned: what was borrowed for them.
+        done: event when the blocks have arrived.
+        pinned: memory that was borrowed for the copy.
     """
 
-    def __init__(self, lane: _Lane, stage: _Stage, block_ids: BlockIds):
-        self._lane = lane
-        self._stage = stage
-        self._notes = lane.take_notes(stage.num_ids + stage.num_sums)
-        self._address = self._notes.data_ptr()
-        self._notes.numpy()[: stage.num_ids] = np.asarray(block_ids, np.int64).reshape(-1)
+    def __init__(self, direction: _Direction, staged: _StagedBlocks, block_ids: BlockIds):
+        self._direction = direction
+        self._blocks = staged
+        self._host_words = direction.borrow_words(staged.num_ids + staged.num_sums)
+        self._address = self._host_words.data_ptr()
+        self._host_words.numpy()[: staged.num_ids] = np.asarray(block_ids, np.int64).reshape(-1)
         self._found: list[int] | None = None
         self.done = driver.Event()
         self.pinned: PinnedMemory | None = None
 
     def send_ids(self) -> None:
-        """Tells the device which blocks."""
-        driver.copy(self._lane.kernels, self._stage.ids_address, self._address, 8 * self._stage.num_ids)
+        """Starts sending the block ids to the device."""
+        driver.copy(self._direction.kernels, self._blocks.ids_address, self._address, 8 * self._blocks.num_ids)
 
     def fetch_sums(self) -> None:
-        """Has the device tell their checksums."""
-        at = self._address + 8 * self._stage.num_ids
-        if self._stage.num_sums:
-            driver.copy(self._lane.kernels, at, self._stage.sums_address, 8 * self._stage.num_sums)
+        """Starts fetching the checksums from the device."""
+        at = self._address + 8 * self._blocks.num_ids
+        if self._blocks.num_sums:
+            driver.copy(self._direction.kernels, at, self._blocks.sums_address, 8 * self._blocks.num_sums)
 
     def wait(self) -> None:
         """Returns when the blocks have arrived. Idempotent."""
@@ -419,20 +320,20 @@ class _Batch:
             pinned.give_back()
 
     def checksums(self) -> Checksums | None:
-        """What was hashed; None, and the blocks have arrived, if that is left to the caller."""
-        if not self._stage.num_sums:
+        """The checksums; None, once the blocks have arrived, if the caller must compute them."""
+        if not self._blocks.num_sums:
             self.wait()
-            self._lane.give_notes_back(self._notes)
+            self._direction.give_words_back(self._host_words)
             return None
         return self._finish
 
     def _finish(self) -> list[int]:
         self.wait()
         if self._found is None:
-            first, stop = self._stage.num_ids, self._stage.num_ids + self._stage.num_sums
-            accumulators = self._notes.numpy()[first:stop].view(np.uint64).reshape(-1, 8)
-            self._found = xxh3.finish(accumulators, self._stage.chunk_bytes)
-            self._lane.give_notes_back(self._notes)  # Once: they are another batch's from now on.
+            first, stop = self._blocks.num_ids, self._blocks.num_ids + self._blocks.num_sums
+            accumulators = self._host_words.numpy()[first:stop].view(np.uint64).reshape(-1, 8)
+            self._found = xxh3.finish(accumulators, self._blocks.chunk_bytes)
+            self._direction.give_words_back(self._host_words)  # Once: they are another copy's from now on.
         return self._found
 
 

@@ -1,9 +1,9 @@
-"""CUDA's driver, called without letting go of Python's lock (the GIL).
+"""CUDA's driver, called without releasing Python's lock (the GIL).
 
-Ranks of a tensor-parallel engine wait for their next step in a loop that lets go of the lock and takes it back about a
-million times a second. Whoever lets go of it beside them has to be woken to have it again, often in vain, and torch
-lets go of it in every call: with a call for each block a rank's load took four times as long as the bytes. So what only
-begins something on the device, which takes no time to speak of, keeps the lock here, and what waits lets go of it.
+Ranks of a tensor-parallel engine wait for their next step in a loop that releases and acquires the lock about a million
+times a second. A thread that releases the lock beside such a loop must be woken to acquire it again, often in vain, and
+torch releases the lock in every call: with a call for each block a rank's load took four times as long as the bytes. So
+calls that only start work on the device, which return at once, keep the lock here, and calls that wait release it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_STEP_BYTES = (1 << 31) - 1
 
 
 class Event:
-    """A place in a stream's work."""
+    """A CUDA event: a position in a stream's work."""
 
     def __init__(self) -> None:
         handle = ctypes.c_void_p()
@@ -31,11 +31,11 @@ class Event:
             _held().cuEventDestroy_v2(ctypes.c_void_p(handle))
 
     def record(self, stream: int) -> None:
-        """Sets it behind all that the stream has been given so far."""
+        """Sets the event behind all work that the stream has been given so far."""
         _call("cuEventRecord", ctypes.c_void_p(self.handle), ctypes.c_void_p(stream))
 
     def synchronize(self) -> None:
-        """Returns when it is reached, or was never set."""
+        """Returns when the event is reached, or was never set."""
         code = _held().cuEventQuery(ctypes.c_void_p(self.handle))
         if code == _NOT_READY:
             code = _free().cuEventSynchronize(ctypes.c_void_p(self.handle))
@@ -103,13 +103,13 @@ class _Memcpy2D(ctypes.Structure):
 
 @functools.cache
 def _held() -> ctypes.PyDLL:
-    """The driver, called with the lock."""
+    """The driver; calls keep the lock."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
 @functools.cache
 def _free() -> ctypes.CDLL:
-    """The driver, called without it."""
+    """The driver; calls release the lock."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -119,4 +119,4 @@ def _call(name: str, *arguments: object) -> None:
 
 def _check(code: int, name: str) -> None:
     if code != _SUCCESS:
-        raise RuntimeError(f"CUDA's {name} failed with code {code}")
+        raise RuntimeError(f"the CUDA driver's {name} failed with code {code} (see CUresult in cuda.h)")

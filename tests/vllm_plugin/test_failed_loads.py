@@ -1,0 +1,121 @@
+"""A load that fails ends: its request is computed, once, and nothing waits for ever.
+
+Each scenario passes, and fails where a bug that KV connectors are known for is put back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from tests.support.toy.fleet import assert_nothing_is_left
+from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
+from tests.support.vllm_objects import tokens
+from tests.vllm_plugin.bugs import HANGS, FreshFleet, assert_caught, failing, replaced
+from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.worker.copy.cpu import CpuCopier
+from vllm_plugin.worker.transfer import ReceiveThread, TransferThread
+from vllm_plugin.worker.worker import KVPoolWorker
+
+
+def test_an_exception_in_a_thread_does_not_leave_the_engine_waiting(fresh_fleet: FreshFleet) -> None:
+    prompt = tokens(100)
+    scatter = CpuCopier.scatter
+
+    def scenario(deadline_s: float) -> None:
+        fleet = fresh_fleet()
+        fleet.start().generate(prompt)
+        engine = fleet.start()
+        broken = iter([True])
+
+        def fail_once(*args: Any) -> None:
+            if next(broken, False):
+                raise RuntimeError("a copy that fails in a way nobody foresaw")
+            scatter(*args)
+
+        with patch.object(CpuCopier, "scatter", fail_once):
+            engine.add("r", prompt)
+            engine.run(deadline_s)
+        assert engine.answers["r"] == answer(prompt, 8)
+        assert engine.counted("loaded_blocks") == 0
+        assert_nothing_is_left(engine)
+
+    def run_to_the_first_error(self: TransferThread[Any]) -> None:
+        while (turn := self._turns.get()) is not None and not self._stopping:
+            job, mark = self._queued.pop(turn)
+            try:
+                succeeded = self._transfer(job, mark)
+            except RuntimeError:
+                return
+            with self._lock:
+                self._ended.append((job, succeeded))
+
+    assert_caught(scenario, replaced(TransferThread, "run", run_to_the_first_error), HANGS)
+
+
+def test_a_failed_load_of_several_groups_names_the_request(fresh_fleet: FreshFleet) -> None:
+    prompt = tokens(100)
+
+    def scenario(deadline_s: float) -> None:
+        fleet = fresh_fleet()
+        fleet.start(specs=SHAPES["gemma3"]).generate(prompt)
+        engine = fleet.start(specs=SHAPES["gemma3"])
+        with failing(ReceiveThread):
+            engine.add("r", prompt)
+            engine.run(deadline_s)
+        assert engine.counted("hit_tokens") == 96, "the scenario wants a load"
+        assert engine.answers["r"] == answer(prompt, 8)
+        assert_nothing_is_left(engine)
+
+    @contextmanager
+    def report_blocks() -> Iterator[None]:
+        results, start_loads = KVPoolWorker.transfer_results, KVPoolWorker.start_loads
+        block_ids: dict[str, set[int]] = {}
+        invalid: set[int] = set()
+
+        def note_blocks(self: KVPoolWorker, metadata: Any) -> None:
+            for job in metadata.loads:
+                block_ids[job.request_id] = {each for part in job.groups for row in part.block_ids for each in row}
+            start_loads(self, metadata)
+
+        def without_requests(self: KVPoolWorker) -> Any:
+            reported = results(self)
+            invalid.update(*(block_ids[request_id] for request_id in reported.failed_recving))
+            reported.failed_recving = set()
+            return reported
+
+        with (
+            patch.object(KVPoolWorker, "start_loads", note_blocks),
+            patch.object(KVPoolWorker, "transfer_results", without_requests),
+            patch.object(KVPoolConnector, "get_block_ids_with_load_errors", lambda self: set(invalid)),
+        ):
+            yield
+
+    assert_caught(scenario, report_blocks, "multiple KV cache groups", RuntimeError)
+
+
+def test_a_request_whose_load_failed_does_not_look_up_again(fresh_fleet: FreshFleet) -> None:
+    prompt = tokens(100)
+
+    def scenario(deadline_s: float) -> None:
+        fleet = fresh_fleet()
+        fleet.start().generate(prompt)
+        engine = fleet.start()
+        with failing(ReceiveThread):
+            engine.add("r", prompt)
+            engine.run(deadline_s)
+        assert engine.answers["r"] == answer(prompt, 8)
+        assert engine.counted("lookups") == 1
+        assert_nothing_is_left(engine)
+
+    update = KVPoolScheduler.update
+
+    def update_and_forget_failures(self: KVPoolScheduler, output: Any) -> None:
+        update(self, output)
+        self._failed.clear()
+
+    assert_caught(scenario, replaced(KVPoolScheduler, "update", update_and_forget_failures), HANGS)

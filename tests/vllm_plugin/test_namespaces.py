@@ -1,0 +1,76 @@
+"""Two engines whose KV bytes differ share no namespace.
+
+Each scenario passes, and fails where a bug that KV connectors are known for is put back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kvpool.namespace import NamespaceSpec
+from tests.support.processes import ServerProcess
+from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import tokens
+from tests.vllm_plugin.bugs import assert_caught
+from vllm_plugin.model import identity
+from vllm_plugin.model.weights import Weights
+from vllm_plugin.scheduler import scheduler
+from vllm_plugin.worker import worker
+
+
+@pytest.mark.parametrize(
+    ("field", "setting", "ours", "theirs"),
+    [
+        ("model_dtype", "model_config.dtype", "bfloat16", "float16"),
+        ("kv_cache_dtype", "cache_config.cache_dtype", "auto", "fp8_e5m2"),
+        ("revision", "commit", "aa", "bb"),
+        ("page_format", "device_config.device_type", "cpu", "cuda"),
+        ("hash_seed", "PYTHONHASHSEED", "0", "1"),
+        ("weights_digest", "weights", "aa", "bb"),
+    ],
+)
+def test_a_namespace_names_what_the_bytes_depend_on(
+    field: str,
+    setting: str,
+    ours: str,
+    theirs: str,
+    vllm_config: MakeConfig,
+    toy_engine: Callable[..., ToyEngine],
+    shared_server: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = tokens(100)
+    rounds = iter(range(2))
+
+    def scenario(deadline_s: float) -> None:
+        salt = f"bug 15 {field} {next(rounds)}"
+        for value in (ours, theirs):
+            config = vllm_config(shared_server.endpoint, extra={"salt": salt, "decline_slow_loads": False})
+            if setting in ("weights", "commit"):
+                weights = Weights("model", "", value) if setting == "weights" else Weights("model", value, "")
+                monkeypatch.setattr(identity, "describe_weights", lambda *_, weights=weights: weights)
+            elif setting.isupper():
+                monkeypatch.setenv(setting, value)
+            else:
+                part, name = setting.split(".")
+                setattr(getattr(config, part), name, value)
+            engine = toy_engine(config)
+            engine.generate(prompt)
+            assert engine.cached_tokens["prompt-0"] == 0, f"{setting} = {theirs} reads blocks of {ours}"
+
+    @contextmanager
+    def dropped() -> Iterator[None]:
+        def without(*args: Any) -> NamespaceSpec:
+            return replace(identity.namespace_spec(*args), **{field: "x"})  # type: ignore[arg-type]
+
+        with patch.object(scheduler, "namespace_spec", without), patch.object(worker, "namespace_spec", without):
+            yield
+
+    assert_caught(scenario, dropped, f"reads blocks of {ours}")

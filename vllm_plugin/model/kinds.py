@@ -1,0 +1,277 @@
+"""The kinds of KV-cache groups that can be shared: one class for each, and `KINDS`, which lists them.
+
+A kind knows four things of its layers: the rule (which blocks a hit needs), retention (which blocks are worth storing),
+the cut (how a layer's page is divided over tensor-parallel ranks), and the format (what the bytes are). To serve
+another kind of layer, write its class here and add it to `KINDS`.
+
+A boundary is a number of tokens: a hit at boundary L means that the engine computes from token L on.
+
+Source: vLLM, v1/core/single_type_kv_cache_manager.py, `find_longest_cache_hit` and `get_num_skipped_tokens`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Ints = npt.NDArray[np.int64]
+Num = TypeVar("Num", int, Ints)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a layer's page is divided over the ranks.
+
+    Args:
+        heads: KV heads of the whole model; 0: each rank's page is opaque and its own.
+        head_bytes: bytes of one head's page; of the whole page if it is opaque.
+    """
+
+    heads: int
+    head_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(ABC):
+    """A kind of KV-cache group, with the sizes of one group.
+
+    Args:
+        block_tokens: tokens in a block.
+        name: vLLM's name for the kind, for `GroupSpec` and KV events.
+        proves: a hit needs one block more, whose tokens are computed again: a draft model (EAGLE, MTP) writes the last
+            slot of a block from the token after it.
+        reach_tokens: tokens before its own that a token may depend on: a window, or a chunk; 0 for other kinds.
+        is_replicated: every tensor-parallel rank holds the same bytes.
+        window_tokens: size of the sliding window, for `GroupSpec` and KV events; 0 for other kinds.
+    """
+
+    block_tokens: int
+    name: str = ""
+    reach_tokens: int = 0
+    proves: bool = False
+    is_replicated: bool = False
+    window_tokens: int = 0
+
+    needs_prefix: ClassVar[bool] = False
+    """A hit needs every block before its boundary."""
+    is_positional: ClassVar[bool] = True
+    """Block i of the request's block table holds tokens [i * block_tokens, (i + 1) * block_tokens)."""
+
+    @classmethod
+    @abstractmethod
+    def serves(cls, spec: Any) -> bool:
+        """Whether layers with this vLLM `KVCacheSpec` are of the kind."""
+
+    @classmethod
+    def why_not_shared(cls, spec: Any) -> str | None:
+        """Why layers of the kind cannot be shared with these settings; None if they can."""
+        if getattr(spec, "non_causal", False):
+            return "looks ahead (non-causal attention): its KV depends on more than the prefix; serve it without kvpool"
+        return None
+
+    @classmethod
+    def of(cls, spec: Any) -> Kind:
+        """The kind with the sizes of one layer's spec."""
+        return cls(**_common(spec))
+
+    # Rule
+
+    @abstractmethod
+    def first(self, boundary: Num) -> Num:
+        """Index of the first block that a hit at `boundary` needs; elementwise for an array of boundaries."""
+
+    def end(self, boundary: Num) -> Num:
+        """Index after the last block that a hit at `boundary` needs; elementwise for an array of boundaries."""
+        return boundary // self.block_tokens + self.proves
+
+    def most_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
+        """The most tokens of a request whose blocks are allocated at once.
+
+        Args:
+            num_tokens: of the request.
+            step_tokens: the most that one step computes.
+        """
+        return min(num_tokens, self.reach_tokens + step_tokens + self.block_tokens)
+
+    # Retention
+
+    def worth_storing(self, start: int, stop: int, boundaries: Iterable[int], decoded: int) -> list[int]:
+        """Those of blocks [start, stop) that are worth storing, in order.
+
+        Args:
+            boundaries: where a later request may resume.
+            decoded: index of the first block with decoded tokens: the next turn of a conversation ends anywhere there.
+        """
+        wanted = set(range(max(start, decoded), stop))
+        for boundary in boundaries:
+            wanted.update(range(max(start, self.first(boundary)), min(stop, self.end(boundary))))
+        return sorted(wanted)
+
+    # Cut and format
+
+    @classmethod
+    def cut(cls, spec: Any, vllm_config: VllmConfig) -> Cut:
+        """How the page of one layer of a rank is divided over the ranks.
+
+        Raises:
+            ConfigError: nothing tells which ranks hold the same head.
+        """
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        head_bytes = spec.num_states * spec.state_content_size_bytes
+        if is_replicated(spec):
+            return Cut(1, spec.num_heads * head_bytes)
+        if spec.num_head_slots is not None:
+            # The attention backend packs pages in its own way; equal counts would not make its slots heads.
+            return Cut(0, spec.num_heads * head_bytes)
+        total_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+        if spec.num_kv_heads == max(1, total_kv_heads // tp_size):
+            return Cut(total_kv_heads, head_bytes)
+        if spec.num_kv_heads > 1 or tp_size == 1:
+            return Cut(spec.num_kv_heads * tp_size, head_bytes)
+        raise ConfigError(
+            f"KVPoolConnector cannot tell which of the {tp_size} tensor-parallel ranks hold the same KV head of a "
+            f"layer with {spec.num_kv_heads} head a rank; use a smaller tensor_parallel_size"
+        )
+
+    @classmethod
+    def format(cls, spec: Any, cut: Cut) -> str:
+        """What one layer's bytes are, in words that are equal for equal bytes."""
+        cache_dtype = getattr(spec, "cache_dtype_str", None) or ""
+        chunk = f" in chunks of {spec.attention_chunk_size}" if getattr(spec, "attention_chunk_size", None) else ""
+        return (
+            f"{cut.heads}x{spec.head_size}+{spec.head_size_v}:{spec.dtype} {spec.kv_quant_mode.name} {cache_dtype} "
+            f"{cut.head_bytes}B/{spec.tokens_per_state} {spec.num_head_slots} {spec.state_content_bytes}{chunk}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttention(Kind):
+    """Attention to all tokens before, MLA among it: a hit needs every block, and every block is worth storing."""
+
+    needs_prefix: ClassVar[bool] = True
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+        return type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+
+    def first(self, boundary: Num) -> Num:
+        return boundary * 0
+
+    def most_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
+        return num_tokens
+
+    def worth_storing(self, start: int, stop: int, boundaries: Iterable[int], decoded: int) -> list[int]:
+        return list(range(start, stop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow(Kind):
+    """Attention to the last tokens: a hit needs the blocks of the window before its boundary."""
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        from vllm.v1.kv_cache_interface import SlidingWindowMLASpec, SlidingWindowSpec
+
+        return type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec)
+
+    @classmethod
+    def of(cls, spec: Any) -> Kind:
+        reach_tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
+        return cls(**_common(spec), reach_tokens=reach_tokens, window_tokens=spec.sliding_window)
+
+    def first(self, boundary: Num) -> Num:
+        return (boundary - self.reach_tokens) * (boundary > self.reach_tokens) // self.block_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocal(Kind):
+    """Attention inside chunks of tokens: a hit needs the blocks from the start of its boundary's chunk on."""
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+        return type(spec) is ChunkedLocalAttentionSpec
+
+    @classmethod
+    def of(cls, spec: Any) -> Kind:
+        return cls(**_common(spec), reach_tokens=spec.attention_chunk_size)
+
+    def first(self, boundary: Num) -> Num:
+        return boundary // self.reach_tokens * self.reach_tokens // self.block_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaState(Kind):
+    """A recurrent state: a hit needs the one state that was saved exactly at its boundary.
+
+    vLLM hands over states at boundaries of its choice; the request's block table does not tell them. Draft models have
+    no states, so that a state never needs a block more to prove it.
+    """
+
+    is_positional: ClassVar[bool] = False
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return isinstance(spec, MambaSpec)
+
+    @classmethod
+    def why_not_shared(cls, spec: Any) -> str | None:
+        if spec.mamba_cache_mode == "align":
+            return None
+        return (
+            f"keeps states with mamba_cache_mode = {spec.mamba_cache_mode!r}; start vLLM with --enable-prefix-caching "
+            "--mamba-cache-mode align"
+        )
+
+    def first(self, boundary: Num) -> Num:
+        return boundary // self.block_tokens - 1
+
+    @classmethod
+    def cut(cls, spec: Any, vllm_config: VllmConfig) -> Cut:
+        # A state is cut in ways of its own; ranks of another tensor-parallel size cannot put it together.
+        return Cut(1 if spec.tp_replicated else 0, spec.state_content_size_bytes)
+
+    @classmethod
+    def format(cls, spec: Any, cut: Cut) -> str:
+        states = ",".join(
+            f"{'x'.join(map(str, shape))}:{dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        return f"{spec.mamba_type} {states}"
+
+
+KINDS: tuple[type[Kind], ...] = (FullAttention, SlidingWindow, ChunkedLocal, MambaState)
+
+
+def kind_of(spec: Any) -> type[Kind] | None:
+    """The kind that serves layers with this vLLM `KVCacheSpec`; None if there is none."""
+    return next((kind for kind in KINDS if kind.serves(spec)), None)
+
+
+def is_replicated(spec: Any) -> bool:
+    """Whether every tensor-parallel rank holds the same bytes of a layer."""
+    return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
+
+
+def _common(spec: Any) -> dict[str, Any]:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    return {
+        "block_tokens": spec.block_size,
+        "name": str(get_kv_cache_spec_kind(spec).value),
+        "is_replicated": is_replicated(spec),
+    }

@@ -1,0 +1,130 @@
+"""The namespaces of an engine's pipeline stages, and a session for each: a block is in the pool if every stage has it.
+
+The scheduler's thread alone calls it. With one stage the scheduler knows the namespace from its own configuration; with
+several it learns each stage's from the workers' handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from vllm.logger import init_logger
+
+from kvpool.namespace import NamespaceSpec
+from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.metadata import Handshake
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.session import Session
+
+logger = init_logger("vllm.kvpool.stages")
+
+
+class Stages:
+    """One engine's.
+
+    Args:
+        num_stages: pipeline stages of the engine.
+        recorder: gets `namespaces_disagree`.
+
+    Attributes:
+        sessions, specs: one a stage; empty until the stages' namespaces are known.
+        weights_epoch: of the namespaces that the engine is in.
+        disagree: ranks name namespaces that are not the scheduler's: nothing is loaded or stored any more.
+    """
+
+    def __init__(self, num_stages: int, config: ConnectorConfig, recorder: Recorder):
+        self.sessions: list[Session] = []
+        self.specs: list[NamespaceSpec] = []
+        self.weights_epoch = config.weights_epoch
+        self.disagree = False
+        self._num_stages = num_stages
+        self._config = config
+        self._recorder = recorder
+        self._fingerprints: list[bytes] = []
+        self._boot_token = 0
+
+    @property
+    def are_known(self) -> bool:
+        return bool(self.sessions)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether the pool may be called for every stage."""
+        return bool(self.sessions) and all(session.namespace is not None for session in self.sessions)
+
+    def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
+        """Opens the namespaces that the workers report, by stage and rank, where the scheduler cannot derive them."""
+        specs = {ranks: each.spec for ranks, each in metadata.items() if isinstance(each, Handshake)}
+        if not specs:
+            if metadata and self._num_stages > 1:
+                logger.error(
+                    "kvpool is off for this engine: the handshake of another connector has replaced that of "
+                    "KVPoolConnector; run at most one connector with a handshake under a MultiConnector"
+                )
+            return
+        stages: list[NamespaceSpec] = []
+        for stage in range(self._num_stages):
+            of_stage = {spec.fingerprint(): spec for (at, _), spec in specs.items() if at == stage}
+            if len(of_stage) != 1:
+                self._turn_off(
+                    f"the ranks of pipeline stage {stage} name {len(of_stage)} different namespaces "
+                    f"({', '.join(name.hex()[:12] for name in of_stage)})"
+                )
+                return
+            stages += of_stage.values()
+        # Of several kvpools under a MultiConnector, each is told what the first one's workers say.
+        own = self._config
+        self.open(
+            [replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self.weights_epoch) for spec in stages]
+        )
+
+    def open(self, specs: Sequence[NamespaceSpec]) -> None:
+        """Opens a session for each stage, in the background."""
+        self.close()
+        names = ["scheduler"] if len(specs) == 1 else [f"scheduler, stage {stage}" for stage in range(len(specs))]
+        self.specs = list(specs)
+        self._fingerprints = [spec.fingerprint() for spec in specs]  # As ranks report them, whatever is reset later.
+        self.sessions = [
+            Session(self._config.client_config(), spec, name, self._recorder, explains=True)
+            for spec, name in zip(specs, names, strict=True)
+        ]
+
+    def compare(self, namespaces: Iterable[tuple[int, bytes]]) -> None:
+        """Compares the fingerprints that ranks report of their stage's namespace with the scheduler's."""
+        for stage, fingerprint in namespaces:
+            if self._fingerprints and self._fingerprints[stage] != fingerprint:
+                self._turn_off(
+                    f"a rank of pipeline stage {stage} names namespace {fingerprint.hex()[:12]}, the scheduler "
+                    f"{self._fingerprints[stage].hex()[:12]}"
+                )
+
+    def move(self, weights_epoch: str) -> None:
+        """Moves every stage to the namespace of another weights epoch."""
+        self.weights_epoch = weights_epoch
+        self.specs = [replace(spec, weights_epoch=weights_epoch) for spec in self.specs]
+        for session, spec in zip(self.sessions, self.specs, strict=True):
+            session.move(spec)
+
+    def has_restarted(self) -> bool:
+        """Whether the pool has started, or started again, since the last call."""
+        namespace = self.sessions[0].namespace if self.sessions else None
+        if namespace is None or namespace.boot_token == self._boot_token:
+            return False
+        self._boot_token = namespace.boot_token
+        return True
+
+    def close(self) -> None:
+        """Ends the connections; the pool's leases expire by themselves. Idempotent."""
+        for session in self.sessions:
+            session.close()
+
+    def _turn_off(self, how: str) -> None:
+        """Nothing is shared from now on: what one side stores is not what the other looks up."""
+        self.disagree = True
+        self._recorder.set("namespaces_disagree", 1)
+        logger.error(
+            "kvpool is off for this engine: %s. Give every rank the same model files, environment and kvpool release, "
+            "and two kvpools under a MultiConnector the same num_shards; `kvpool namespaces --diff` shows what differs",
+            how,
+        )
