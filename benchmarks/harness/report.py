@@ -63,10 +63,10 @@ of the Mooncake trace, through the server's own pool, in memory and without byte
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of
 one shape each (`benchmarks.harness.workloads`), where the default policy must not lose hits that `lru` has. Published
 policies (libCacheSim, default parameters) see the same blocks one by one, and a block hits only if all before it in
-its prompt do. Where 1 block in 50 or in 20 fits, MQ has a few more hits on the Mooncake trace than `density`: it
-remembers four evicted blocks for each that fits, `density` half of one. At larger capacities, and on made-up
-conversations, documents and loops, no published policy has more hits than `density`. Without the trace (`--trace
-PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
+its prompt do. Where 1 block in 50 or in 20 fits, MQ has more hits on the Mooncake trace than `density`: it
+remembers four evicted blocks for each that fits, `density` half of one. At larger capacities `density` has most. On
+made-up traces the best published policy, another one from trace to trace, is ahead of `density` about as often as
+behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
     "tiers": """What lies under the arena. The file tier beside its disk (a virtual machine's, whose own cache flatters
 writes); a restart with a million blocks; a prompt of 64 MiB that a server which has just started brings up; and what a
 tier costs those who put, also one that stands still (Mooncake's, with a stopped master).""",
