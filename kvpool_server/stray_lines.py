@@ -1,8 +1,8 @@
 """A filter that turns lines on the server's standard error into JSON, unless they are JSON already.
 
 gRPC, Mooncake, the C library and child processes write there without Python's loggers. The filter is a process of its
-own: it also reports the last lines of a server that aborts, and no thread that holds Python's lock waits for it. It
-runs as a script without site-packages, to start fast and stay small.
+own: it also reports the last lines of a server that aborts, and no thread that holds Python's lock waits for it. It is
+run as a script without site-packages, to start fast and stay small.
 """
 
 from __future__ import annotations
