@@ -22,42 +22,44 @@ PLOTS = DOCUMENT.parent / "plots"
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` runs all that need no GPU, in a quarter of an hour, and `make bench-gpu` those that do, with whatever
-python3, vLLM and kvpool are installed. Each is one module that prints a table, beside the result before, and writes
-`benchmarks/results/<name>.json` with machine, versions, commit and command: the command above a table repeats it. Sides
-are measured in alternation in one run. A figure of several rounds is their median. A ratio is the median of the rounds'
-ratios, and not the ratio of two medians: load that comes and goes hits both sides of a round alike. "Spread" is the
-noise: 95 % of all resamplings of the rounds give a figure between its two ends.
+`make bench` runs all benchmarks that need no GPU, in a quarter of an hour, and `make bench-gpu` the others, with the
+python3, vLLM and kvpool that are installed. `python -m benchmarks.cases.NAME` runs one: it prints a table beside the
+previous result, and writes `benchmarks/results/NAME.json` with machine, versions, commit and command.
 
-"Reach" is the target that was set before measuring. "Met" says "yes" or "no" where all of the spread lies on one side
-of the reach, and "within noise" where the reach lies inside the spread. A verdict in brackets belongs to a result that
-was written before spreads were recorded: it judges the figure alone. Absolute times on shared machines drift, by half
-and more from day to day: look at the ratios, and at the load, of which a benchmark's own processes are a part.
+- Both sides of a comparison are measured in alternation in one run. A figure of several rounds is their median. A ratio
+  is the median of the rounds' ratios, because changing load hits both sides of a round alike.
+- "Spread" is the noise: 95 % of all resamplings of the rounds give a figure between its two ends.
+- "Reach" is the target that was set before measuring. "Met" is "yes" or "no" if all of the spread lies on one side of
+  the reach, and "within noise" if the reach lies inside the spread. A verdict in brackets judges the figure alone: its
+  result was written before spreads were recorded.
+- Absolute times on shared machines drift, by half and more from day to day. Compare ratios, and look at the load, of
+  which a benchmark's own processes are a part.
 
 `python -m benchmarks.harness.report` writes this page, its plots, and the figures of other pages that name a result.
 """
 
 QUESTIONS = {
-    "vllm": "What a pool does to a real engine (vLLM on the CPU), beside none, a dead one, and MooncakeStoreConnector.",
+    "vllm": """What a pool does for a real engine (vLLM on the CPU), beside no pool, a dead pool, and
+MooncakeStoreConnector.""",
     "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
-stream. What shm misses beside memcpy + xxh3 is the latency of the two or three calls around a batch. A bare TCP socket
-is itself not twice Mooncake here, and a put of stream has to be summed before it is sent: on two cores, which sender
-and receiver keep busy, that adds to its time.""",
+stream. shm is slower than memcpy + xxh3 by the latency of the two or three calls around a batch. The target of twice
+Mooncake is out of reach here: a bare TCP socket does not reach it either. A put over the network is also hashed before
+it is sent, which adds to its time on two cores that sender and receiver keep busy.""",
     "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
-3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, which is why threads of their own compute the
-checksums where cores are many (`kvpool.sums`).""",
+3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, so where cores are many other threads compute the
+checksums (`kvpool.sums`).""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
-keys that vLLM's connector makes. kvpool alone decides the reach; beside Mooncake both share two cores. Ping is slower
-than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one call that stays open.""",
+keys that vLLM's connector makes. The reach is judged by kvpool alone, because beside Mooncake both share two cores.
+Ping is slower than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one open call.""",
     "step_time": """What the connector costs the scheduler's thread in each step, and the whole step on that thread
-without the forward pass, beside no connector: 256 requests at once, prompts of up to 130,000 tokens. "CPU" is the time
-in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on the same cores.
-The worker is a process of its own here, as with several GPUs.""",
+without the forward pass, beside an engine without connector: 256 requests at once, prompts of up to 130,000 tokens.
+"CPU" is the time in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on
+the same cores. The worker is a process of its own here, as with several GPUs.""",
     "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
 puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
-client's share of the calls over the mean share. No call may run into its deadline, which is a client's default of a
-second: 64 clients that each ask again at once keep every core busy, and then wait 64 turns for each answer. A client
-whose turn takes longer than that (more of them, fewer cores) wants a higher `timeout_ms`.""",
+client's share of the calls over the mean share. No call may exceed its deadline, a client's default of a second: 64
+clients that call again at once keep every core busy, and each call waits for 64 others. With more clients or fewer
+cores, raise `timeout_ms`.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of
@@ -67,16 +69,16 @@ its prompt do. Where 1 block in 50 or in 20 fits, MQ has more hits on the Moonca
 remembers four evicted blocks for each that fits, `density` half of one. At larger capacities `density` has most. On
 made-up traces the best published policy, another one from trace to trace, is ahead of `density` about as often as
 behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
-    "tiers": """What lies under the arena. The file tier beside its disk (a virtual machine's, whose own cache flatters
-writes); a restart with a million blocks; a prompt of 64 MiB that a server which has just started brings up; and what a
-tier costs those who put, also one that stands still (Mooncake's, with a stopped master).""",
+    "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
+million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
+tier that does not answer (Mooncake's, with a stopped master).""",
     "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
 cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
-compared with what it must be; at the end nothing may be held or lost.""",
+compared with the expected byte; at the end no slot, lease or ticket may be held or lost.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
-no netem; `benchmarks.harness.link`). What it can carry at most is the link without delay and loss.""",
-    "server": """What a server costs, beside its arena: CPU time of all its processes (the clients' is not in it), and
+no netem; `benchmarks.harness.link`). The upper limit is the same link without delay and loss.""",
+    "server": """What a server costs, beside its arena: CPU time of all its processes, without the clients', and
 memory as PSS, without shared memory. Through shm the server moves no bytes, so it pays for the calls alone.""",
     "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take
 `python -m benchmarks.cases.memory --entries 10000000` and `python -m benchmarks.cases.lookup --entries 10000000`: a few
@@ -86,14 +88,14 @@ minutes, and no part of `make bench`.""",
 virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
-connector over TCP. Warm: what one process stored, another loads, checksums on.""",
+connector over TCP. Warm: another process loads what one process stored, checksums on.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
-flight, 64 tokens each; neither can keep more than two documents. Pairs take turns; Mooncake's is asked a quarter of the
-questions, and the one without a pool a tenth. In this run Mooncake's had not answered them when it was ended, after
-three minutes.""",
+flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
+gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
+questions after three minutes, when the benchmark ended it.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
-A rank's rate is of its whole load, from asking where the blocks lie to the last checksum. What is not bytes takes as
-long for many ranks as for one, and their shares are smaller.""",
+A rank's rate is over its whole load, from the call for the blocks' regions to the last checksum. The parts of a load
+that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
 }
 

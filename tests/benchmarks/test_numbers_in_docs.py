@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "costs at most 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
         "2 MiB for each GiB": ELSEWHERE,
         "no answer for 10 s": "kvpool_server.tiers.health: ANSWER_S",
-        "left alone for 1 s": "kvpool_server.tiers.health: AWAY_S[0]",
+        "no calls for 1 s": "kvpool_server.tiers.health: AWAY_S[0]",
         "up to 30 s": "kvpool_server.tiers.health: AWAY_S[1]",
         "does not do it within 10 s": "kvpool_server.tiers.health: ANSWER_S",
         "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",
