@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +119,10 @@ def _become(
     sys.argv = command
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except Exception:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(0)
 
 
