@@ -39,6 +39,9 @@ from kvpool.types import (
 )
 from kvpool.v1 import pool_pb2 as pb
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest gRPC message that client and server accept."""
+
 _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,

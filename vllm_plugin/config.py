@@ -23,7 +23,7 @@ class ConnectorConfig:
 
     Args:
         endpoint: HOST:PORT of the kvpool-server.
-        transport: "auto", "shm", "mooncake" or "stream"; see `ClientConfig`.
+        transport: "auto", "shm", "tcp", "grpc", "mooncake" or "stream"; see `ClientConfig`.
         lookup_timeout_ms: a lookup that takes longer is a miss, and a load that stands still for so long is given up.
         promotion_wait_ms: how long a request waits for blocks on their way up from a tier of the pool, at most: never
             longer than computing them would take. 0: it takes what is ready. Raise it for slow tiers and slow models.

@@ -21,7 +21,7 @@ def main() -> None:
         ClientConfig(endpoint=endpoint, transport="shm", timeout_ms=10_000, ticket_ttl_ms=int(ticket_ttl_ms))
     )
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES), salt=salt))
-    grant = client.put_start(namespace, [run_of("a", "b")], ShardRange(0, 1))
+    grant = client.rpc.put_start(namespace, [run_of("a", "b")], ShardRange(0, 1))
 
     def half(first: int, buffers: Buffers) -> None:
         buffers[0][: CHUNK_BYTES // 2] = 0xEE

@@ -129,7 +129,7 @@ def fill(core: Core, hashes: Sequence[bytes], group: int = 0, stage: int = 0) ->
 
 
 def num_leases(core: Core) -> int:
-    return core.side._sessions[0].client.stats().num_leases
+    return core.side._sessions[0].client.admin.stats().num_leases
 
 
 def wait_for_leases(core: Core, count: int) -> None:

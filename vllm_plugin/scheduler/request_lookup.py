@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpool.client import PendingLookup
+from kvpool.rpc import PendingLookup
 from kvpool.types import BlockRun
 from vllm_plugin.model.hit_rules import Found
 from vllm_plugin.scheduler.availability import Availability
