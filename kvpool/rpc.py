@@ -214,7 +214,7 @@ class PoolRpc:
 
     def locate_in_parts(
         self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
-    ) -> Generator[Located]:
+    ) -> Generator[Located, None, None]:
         """As `locate` for each part, in order. All parts are requested at once; close the iterator after use."""
         if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
             yield self.locate(namespace, lease_id, parts[0], shards)

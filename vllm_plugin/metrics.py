@@ -31,6 +31,10 @@ COUNTERS = {
     "saved_seconds": "Estimated compute time of loaded hits, less what their loads took, where that is positive.",
     "lost_seconds": "The same where it is negative: loads that were slower than computing, probes among them.",
     "breaker_opened": "Times the scheduler or a rank stopped using the pool because its calls failed.",
+    "connected_shm": "Times the scheduler or a rank connected to the pool with transport shm.",
+    "connected_tcp": "Times the scheduler or a rank connected to the pool with transport tcp.",
+    "connected_grpc": "Times the scheduler or a rank connected to the pool with transport grpc, the slow one.",
+    "connected_mooncake": "Times the scheduler or a rank connected to the pool with transport mooncake.",
 }
 GAUGES = {
     "namespaces_disagree": "1 where ranks and scheduler name different namespaces: the engine shares nothing.",

@@ -183,6 +183,7 @@ class Session:
             self._breaker.probe_ended(True)
             self._namespace = namespace
             self._recorder.set("breaker_open", 0)
+            self._recorder.add(f"connected_{namespace.transport.name}")
             self._wanted.clear()
             tell = self._tell
         tell(namespace)

@@ -329,7 +329,7 @@ class SimClient(EngineClient):
 class SimTransport:
     """Bytes travel a region at a time, each when its turn comes."""
 
-    name = "simulated"
+    name = "shm"
     one_sided = False
     in_place = False
     memory = None

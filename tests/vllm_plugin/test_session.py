@@ -263,7 +263,7 @@ def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_ser
     session = open_session(server.endpoint, recorder=recorder)
     wait_until_open(session)
     first = recorder.take()
-    assert first is not None and first.data == {"breaker_open": 0}
+    assert first is not None and first.data == {"breaker_open": 0, "connected_shm": 1}
     assert recorder.take() is None
     server.kill()
     session.report(UnavailableError("gone"), "store")

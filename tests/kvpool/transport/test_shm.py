@@ -36,7 +36,7 @@ def _never(first: int, buffers: Buffers) -> None:
 
 @pytest.mark.parametrize("offset", [(1 << 16) - 9, 1 << 16, 1 << 60])
 def test_a_region_beyond_the_segment_is_refused_before_any_byte_moves(segment: Segment, offset: int) -> None:
-    with pytest.raises(TransferError, match=rf"ends at {offset + 10}, beyond the segment's 65536 bytes"):
+    with pytest.raises(TransferError, match=rf"ends at {offset + 10}, beyond the arena's 65536 bytes"):
         ShmTransport(segment).write(Transfer(1, (0, offset), 10, 1.0, 1 << 20), _never)
 
 
