@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,28 +237,26 @@ def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
 
 
 def test_nothing_is_left_of_a_closed_transport(port: Port, direct: bool) -> None:
-    def left() -> tuple[set[str], int]:
-        sockets = [link for link in map(_target, os.listdir("/proc/self/fd")) if link.startswith("socket:")]
-        return {thread.name for thread in threading.enumerate() if thread.name == THREAD_NAME}, len(sockets)
+    def left() -> tuple[int, int]:
+        threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+        return threads, _connections_to(port.info.port)
 
-    wait_for(lambda: not left()[0], "channels of other tests to end")
-    time.sleep(0.1)
-    before = left()
+    wait_for(lambda: left() == (0, 0), "channels of other tests to end")
     transport = port.connect(direct)
     offsets = list(range(0, 8 * MIB, MIB))
     transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, port.permit(Kind.READ, 1, offsets, MIB)), _ignore)
-    assert left() != before
+    threads, connections = left()
+    assert connections and bool(threads) is not direct
     transport.close()
-    wait_for(lambda: left() == before, "its threads and sockets to be gone")
+    wait_for(lambda: left() == (0, 0), "its threads and sockets to be gone")
     with pytest.raises(TransferError, match="is closed"):
         transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), _never)
 
 
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
+def _connections_to(port: int) -> int:
+    """Established connections of this machine to a port, see proc_net(5)."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
 def test_closing_ends_calls_under_way(port: Port, direct: bool) -> None:
