@@ -63,20 +63,20 @@ def status_of(error: errors.KVPoolError) -> grpc.StatusCode:
 
 
 def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
-    """The kvpool error for a failed call."""
+    """The kvpool error of a failed call; `endpoint` is the server's name in its message."""
     code, details = rpc_error.code(), rpc_error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         details = details.rpartition("Failed to connect to remote host: ")[2]
         if "HTTP/2" in details:
-            details = "no gRPC answers there; --listen has it, --http-listen and --data-listen have not"
+            details = "the port does not speak gRPC; give the one of --listen, not of --http-listen or --data-listen"
         return errors.UnavailableError(
-            f"cannot reach kvpool-server at {endpoint} ({details}); is it running, and is the endpoint right?"
+            f"cannot reach kvpool-server at {endpoint} ({details}); check that the server runs and that the endpoint is right"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.PoolTimeoutError(f"kvpool-server at {endpoint} did not answer in time ({details})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return errors.InvalidRequestError(
-            f"a message to kvpool-server at {endpoint} is too large ({details}); send less"
+            f"a message to kvpool-server at {endpoint} is too large ({details}); send fewer blocks in one call"
         )
     return _ERROR_OF.get(code, errors.TransferError)(details or f"{code.name} from kvpool-server at {endpoint}")
 

@@ -181,9 +181,9 @@ class Session:
             if self._closed.is_set() or spec is not self._spec:
                 return  # Moved on meanwhile: another probe is due.
             self._breaker.probe_ended(True)
-            self._namespace = namespace
             self._recorder.set("breaker_open", 0)
             self._recorder.add(f"connected_{namespace.transport.name}")
+            self._namespace = namespace
             self._wanted.clear()
             tell = self._tell
         tell(namespace)

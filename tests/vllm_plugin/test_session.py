@@ -275,7 +275,7 @@ def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_ser
     pool_server("--listen", server.endpoint)
     wait_until_open(session)
     last = recorder.take()
-    assert last is not None and last.data == {"breaker_open": 0}
+    assert last is not None and last.data == {"breaker_open": 0, "connected_shm": 1}
 
 
 def test_who_wants_to_know_is_told_of_every_opening(open_session: Open, pool_server: StartServer) -> None:
