@@ -70,8 +70,8 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
         if "HTTP/2" in details:
             details = "the port does not speak gRPC; give the one of --listen, not of --http-listen or --data-listen"
         return errors.UnavailableError(
-            f"cannot reach kvpool-server at {endpoint} ({details}); check that the server runs and that the endpoint is "
-            "right"
+            f"cannot reach kvpool-server at {endpoint} ({details}); check that the server runs, and that the "
+            "endpoint is right"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.PoolTimeoutError(f"kvpool-server at {endpoint} did not answer in time ({details})")

@@ -265,7 +265,7 @@ def test_a_server_that_is_not_there_is_one_sentence(command: list[str]) -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"kvpool: cannot reach kvpool-server at {NOBODY}")
-    assert "check that the server runs and that the endpoint is right" in done.stderr
+    assert "check that the server runs, and that the endpoint is right" in done.stderr
 
 
 def test_a_bad_endpoint_is_one_sentence() -> None:
