@@ -49,7 +49,7 @@ def main(
             first = _answers("first engine: computes, stores", model, endpoint, texts, logs / "engine-1.log")
             second = _answers("second engine: loads", model, endpoint, texts, logs / "engine-2.log")
             with Client(ClientConfig(endpoint)) as client:
-                stats = client.stats()
+                stats = client.admin.stats()
     except EngineError as error:
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from None

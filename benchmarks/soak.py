@@ -192,7 +192,7 @@ class Clients:
             client.put_blocks(namespace, rest, [content(prefix, depth) for depth in range(hits, count)])
             self._count("puts")
         if picks.random() < 0.002:
-            client.remove(namespace, [BlockRun(0, [name_of(prefix, picks.randrange(DEPTH))])])
+            client.admin.remove(namespace, [BlockRun(0, [name_of(prefix, picks.randrange(DEPTH))])])
             self._count("removals")
 
     def _read(self, client: Client, namespace: Namespace, prefix: int, run: BlockRun) -> int:
@@ -276,16 +276,16 @@ def check(endpoint: str) -> tuple[int, int]:
     with Client(ClientConfig(endpoint, timeout_ms=20_000)) as client:
 
         def held() -> int:
-            stats = client.stats()
+            stats = client.admin.stats()
             return stats.num_leases + stats.num_tickets + stats.num_quarantined + stats.num_incomplete
 
         with contextlib.suppress(RuntimeError):
             until_true(lambda: held() == 0, "held", 30)
         still_held = held()
-        client.clear()
+        client.admin.clear()
         with contextlib.suppress(RuntimeError):
-            until_true(lambda: client.stats().free_bytes == client.stats().arena_bytes, "lost", 30)
-        stats = client.stats()
+            until_true(lambda: client.admin.stats().free_bytes == client.admin.stats().arena_bytes, "lost", 30)
+        stats = client.admin.stats()
         return still_held, stats.arena_bytes - stats.free_bytes
 
 
@@ -321,7 +321,7 @@ def main(
             tiers = Counter[str]()
             for endpoint in world.endpoints:
                 with Client(ClientConfig(endpoint, timeout_ms=20_000)) as client:
-                    for tier in client.stats().tiers:
+                    for tier in client.admin.stats().tiers:
                         tiers.update(tier.counters)
             checked = [check(endpoint) for endpoint in world.endpoints]
         finally:

@@ -9,11 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool.client import Client, Namespace, PendingLookup, PutResult
+    from kvpool.client import Client, PutResult
     from kvpool.config import ClientConfig
     from kvpool.errors import KVPoolError
     from kvpool.hashing import block_hashes, checksum
     from kvpool.namespace import GroupSpec, NamespaceSpec
+    from kvpool.rpc import Namespace, PendingLookup
     from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
     from kvpool.version import __version__
 
@@ -37,11 +38,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "client": ("Client", "Namespace", "PendingLookup", "PutResult"),
+    "client": ("Client", "PutResult"),
     "config": ("ClientConfig",),
     "errors": ("KVPoolError",),
     "hashing": ("block_hashes", "checksum"),
     "namespace": ("GroupSpec", "NamespaceSpec"),
+    "rpc": ("Namespace", "PendingLookup"),
     "types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
     "version": ("__version__",),
 }

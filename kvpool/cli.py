@@ -48,9 +48,9 @@ def ping(
 ) -> None:
     """Check that the server answers, and which transport a client gets."""
     with _client(endpoint, transport) as client:
-        version, uptime_s = client.ping()
+        version, uptime_s = client.admin.ping()
         typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
-        choice = client.try_transport()
+        choice = client.admin.try_transport()
         typer.echo(f"bytes would travel by {choice.route}: {choice.why}")
         choice.transport.close()
 
@@ -59,7 +59,7 @@ def ping(
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
     """Show what the pool holds and has done, under the names of its metrics."""
     with _client(endpoint) as client:
-        snapshot = client.stats()
+        snapshot = client.admin.stats()
     tiers = [_metrics(tier) for tier in snapshot.tiers]
     pool = {**_metrics(snapshot), "tiers": tiers}
     if as_json:
@@ -105,8 +105,8 @@ def namespaces(
         _print_differences(endpoint, diff, as_json)
         return
     with _client(endpoint) as client:
-        found = client.namespaces()
-        bounds = client.quotas()
+        found = client.admin.namespaces()
+        bounds = client.admin.quotas()
     if as_json:
         typer.echo(json.dumps([_row(info, bounds) for info in found], indent=2))
         return
@@ -148,7 +148,7 @@ def _covers(quota: Quota, info: NamespaceInfo) -> bool:
 
 def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) -> None:
     with _client(endpoint) as client:
-        known = {info.fingerprint: info for info in client.namespaces(holdings=False)}
+        known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
         a, b = (_one_of(list(known), prefix) for prefix in prefixes)
     rows = [_values(difference) for difference in differences(known[a].spec, known[b].spec)]
     if as_json:
@@ -190,7 +190,7 @@ def quota(
     """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
     wanted = [parse_quota(text) for text in quotas or ()]
     with _client(endpoint) as client:
-        found = client.set_quotas(wanted) if wanted else client.quotas()
+        found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(quota) for quota in found], indent=2))
         return
@@ -217,7 +217,7 @@ def clear(
         fingerprint = b"" if namespace is None else _resolve(client, namespace)
         whose = "all namespaces" if namespace is None else f"namespace {fingerprint.hex()[:12]}"
         typer.echo(
-            f"dropped {client.clear(fingerprint, timeout_ms=CLEAR_TIMEOUT_MS):,} blocks of {whose} at {endpoint}"
+            f"dropped {client.admin.clear(fingerprint, timeout_ms=CLEAR_TIMEOUT_MS):,} blocks of {whose} at {endpoint}"
         )
 
 
@@ -258,7 +258,7 @@ def events(
 def _resolve(client: Client, prefix: str) -> bytes:
     if not prefix:
         raise InvalidRequestError("--namespace is empty; give a fingerprint, or --all for every namespace")
-    fingerprints = [info.fingerprint for info in client.namespaces(holdings=False)]
+    fingerprints = [info.fingerprint for info in client.admin.namespaces(holdings=False)]
     if len(prefix) == 2 * HASH_BYTES and not prefix.strip(string.hexdigits):
         return bytes.fromhex(prefix)  # After a restart only a tier may know the namespace.
     return _one_of(fingerprints, prefix)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
 
-TRANSPORTS = ("auto", "shm", "mooncake", "stream")
+TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mooncake", "stream")
+"""What `ClientConfig.transport` accepts; `kvpool.transport.choice` says which transports each value tries."""
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 MAX_CONNECTIONS = 16
 
@@ -28,14 +29,15 @@ class ClientConfig:
 
     Args:
         endpoint: HOST:PORT of the server.
-        transport: how bytes travel: "shm" (same host), "mooncake" (Transfer Engine), "stream" (TCP), or "auto": shm
-            where both sides really see the same memory, else mooncake where both have RDMA, else stream.
-        timeout_ms: deadline of every control call. Raise it for a server far away.
-        data_timeout_ms: deadline of one batch of bytes.
-        stream_connections: over how many connections `stream` spreads a transfer, where the server has a data port.
-        stall_timeout_ms: a read over the network that brings nothing for so long is given up.
-        lease_ttl_ms: how long blocks found by a lookup stay readable. Longer than the slowest load.
-        ticket_ttl_ms: how long a put may take. Longer than the slowest write of one batch.
+        transport: how bytes travel: "shm" (same host), "tcp" (the server's data port), "grpc" (slow), "mooncake"
+            (Transfer Engine), or "auto": the first that works of shm, mooncake over RDMA, tcp, grpc. "stream" is "auto"
+            without shm.
+        timeout_ms: deadline of every control call. Raise it for a distant server.
+        data_timeout_ms: deadline of the bytes of one put or get.
+        stream_connections: number of connections over which `tcp` spreads a transfer, on a machine with many cores.
+        stall_timeout_ms: a read over the network that receives nothing for so long fails.
+        lease_ttl_ms: how long blocks found by a lookup stay readable. Must exceed the slowest load.
+        ticket_ttl_ms: how long a put may take. Must exceed the slowest write of one put.
     """
 
     endpoint: str = DEFAULT_ENDPOINT

@@ -1,8 +1,8 @@
-"""The data port's wire format, and the permits that it asks for. Shared by the client and the server's data workers.
+"""The data port's wire format, and the permits that it requires. Shared by the client and the server's data workers.
 
-A worker maps the arena and knows nothing of the pool. What a client may touch is written in its permit: a keyed hash
-over the ticket or lease, its deadline, and every region of it, made by the server when it granted them.
-docs/protocol.md tells the conversation. Imports no gRPC: a worker is to start fast.
+A data worker maps the arena and does not know the pool's state. A permit says which regions a client may access: a
+keyed hash over the ticket or lease, its deadline, and every region, made by the server when it granted them.
+docs/protocol.md describes the protocol. This module does not import gRPC, so that a data worker starts fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpool.errors import InvalidRequestError
 MAGIC = b"kvpool1\n"
 NONCE_BYTES = 16
 NO_ROOM = bytes(NONCE_BYTES)
-"""A greeting's nonce where there are too many connections."""
+"""The greeting's nonce if the data port accepts no more connections."""
 
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAC_BYTES = 16
@@ -32,10 +32,10 @@ PERMIT_BYTES = 8 + MAC_BYTES
 MAX_REGIONS = 65_536
 MAX_MESSAGE_BYTES = 1_024
 PIECE_BYTES = 1 << 20
-"""Most bytes between two looks at the deadline."""
+"""Most bytes sent or received between two checks of the deadline."""
 
 MAX_BUFFERS = 512
-"""Of one call to the kernel, which takes 1,024."""
+"""Most buffers of one system call; Linux accepts 1,024."""
 
 _HEADER = struct.Struct("<BxxxIIQQ24s")
 _REPLY = struct.Struct("<BxxxIQ")
@@ -47,18 +47,18 @@ Offsets = npt.NDArray[np.uint64]
 
 
 class Kind(enum.IntEnum):
-    """What a header is about."""
+    """What a header announces."""
 
     WRITE = 1
     """A permit to write: `stop` offsets follow. Not answered."""
     READ = 2
     """A permit to read: `stop` offsets follow. Not answered."""
     MOVE = 3
-    """Regions [first, stop) of the permit: their bytes follow, or are asked for. Answered."""
+    """Regions [first, stop) of the permit: their bytes follow (write) or are requested (read). Answered."""
 
 
 class Status(enum.IntEnum):
-    """What a worker answers to a MOVE. After anything but OK it hangs up."""
+    """A worker's answer to a MOVE. After any other than OK the worker closes the connection."""
 
     OK = 0
     INVALID = 1
@@ -69,7 +69,7 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """See `Kind` for what `first` and `stop` mean; the other fields are of permits only.
+    """A request's header. `Kind` says what `first` and `stop` mean; the other fields belong to permits only.
 
     Args:
         holding_id: of the ticket or lease.
@@ -89,12 +89,12 @@ class Header:
 
     @classmethod
     def decode(cls, packed: bytes) -> Header:
-        """Raises InvalidRequestError for what no client of this version sends."""
+        """Raises InvalidRequestError for a header that no client of this release sends."""
         kind, first, stop, holding_id, region_bytes, permit = _HEADER.unpack(packed)
         if kind not in Kind.__members__.values():
-            raise InvalidRequestError(f"a header of kind {kind}; is this a client of another release?")
+            raise InvalidRequestError(f"unknown header kind {kind}; install the same release of kvpool on both sides")
         if not first < stop <= MAX_REGIONS or (kind != Kind.MOVE and first):
-            raise InvalidRequestError(f"regions [{first}, {stop}); give 1 to {MAX_REGIONS} of them")
+            raise InvalidRequestError(f"invalid regions [{first}, {stop}); give 1 to {MAX_REGIONS} of them")
         return cls(Kind(kind), first, stop, holding_id, region_bytes, permit)
 
 
@@ -103,8 +103,8 @@ class Reply:
     """A worker's answer.
 
     Args:
-        nbytes: of the payload that was taken, or that follows.
-        message: what was wrong.
+        nbytes: of the payload that was written, or that follows.
+        message: the error.
     """
 
     status: Status
@@ -120,12 +120,14 @@ class Reply:
         """Status, bytes of the message that follows, bytes of the payload. Raises InvalidRequestError."""
         status, message_bytes, nbytes = _REPLY.unpack(packed)
         if status not in Status.__members__.values() or message_bytes > MAX_MESSAGE_BYTES:
-            raise InvalidRequestError(f"a reply of status {status}; is this a server of another release?")
+            raise InvalidRequestError(
+                f"unknown reply status {status}; install the same release of kvpool on both sides"
+            )
         return Status(status), message_bytes, nbytes
 
 
 def pack_offsets(offsets: Sequence[int]) -> Offsets:
-    """As they travel: little-endian, 64 bits each."""
+    """Offsets in the form in which they are sent: little-endian, 64 bits each."""
     return np.asarray(offsets, "<u8")
 
 
@@ -140,12 +142,12 @@ class Signer:
         self._key = key
 
     def permit(self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets) -> bytes:
-        """The right to touch these regions until `deadline_ns` of the server's CLOCK_MONOTONIC."""
+        """A permit for these regions until `deadline_ns` of the server's CLOCK_MONOTONIC."""
         mac = self._mac(kind, holding_id, deadline_ns, region_bytes, offsets)
         return _DEADLINE.pack(deadline_ns) + mac
 
     def deadline_ns(self, header: Header, offsets: Offsets) -> int | None:
-        """Until when a permit is good; None for one that this signer did not make."""
+        """The deadline of a header's permit; None if this signer did not make the permit for these regions."""
         (deadline_ns,) = _DEADLINE.unpack_from(header.permit)
         expected = self._mac(header.kind, header.holding_id, deadline_ns, header.region_bytes, offsets)
         return int(deadline_ns) if hmac.compare_digest(expected, header.permit[_DEADLINE.size :]) else None
@@ -158,7 +160,7 @@ class Signer:
 
 
 def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cuts buffers into lists of at most `PIECE_BYTES` and `MAX_BUFFERS`; neighbours in the sequence stay so."""
+    """Cuts buffers into lists of at most `PIECE_BYTES` and `MAX_BUFFERS`, in order."""
     piece: list[memoryview] = []
     room = PIECE_BYTES
     for view in views:
@@ -176,10 +178,10 @@ def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Raises EOFError where the other side has hung up, OSError where the connection has ended."""
-    taken = bytearray(nbytes)
-    receive(connection, [memoryview(taken)] if nbytes else [])
-    return bytes(taken)
+    """The next `nbytes`. Raises EOFError if the peer has closed the connection, OSError if it has failed."""
+    received = bytearray(nbytes)
+    receive(connection, [memoryview(received)] if nbytes else [])
+    return bytes(received)
 
 
 def receive(connection: socket.socket, buffers: list[memoryview]) -> None:
@@ -189,14 +191,14 @@ def receive(connection: socket.socket, buffers: list[memoryview]) -> None:
 
 
 def receive_some(connection: socket.socket, buffers: list[memoryview]) -> list[memoryview]:
-    """Fills buffers in order, or what it can of them before the socket's time is over; what is left of them."""
+    """Fills buffers in order until the socket's timeout; returns what is left to fill."""
     if len(buffers) == 1:
-        taken = connection.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+        received = connection.recv_into(buffers[0], 0, socket.MSG_WAITALL)
     else:
-        taken = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
-    if not taken:
-        raise EOFError("the other side has hung up")
-    return _rest(buffers, taken)
+        received = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+    if not received:
+        raise EOFError("the peer has closed the connection")
+    return _rest(buffers, received)
 
 
 def send(connection: socket.socket, buffers: list[memoryview]) -> None:
@@ -206,22 +208,23 @@ def send(connection: socket.socket, buffers: list[memoryview]) -> None:
 
 
 def send_some(connection: socket.socket, buffers: list[memoryview]) -> list[memoryview]:
-    """Sends buffers, or what it can of them before the socket's time is over; what is left of them."""
-    taken = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)
-    return _rest(buffers, taken)
+    """Sends buffers in order until the socket's timeout; returns what is left to send."""
+    sent = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)
+    return _rest(buffers, sent)
 
 
-def _rest(buffers: list[memoryview], taken: int) -> list[memoryview]:
+def _rest(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The buffers without their first `nbytes`."""
     for nth, buffer in enumerate(buffers):
-        if taken < len(buffer):
-            return [buffer[taken:], *buffers[nth + 1 :]]
-        taken -= len(buffer)
+        if nbytes < len(buffer):
+            return [buffer[nbytes:], *buffers[nth + 1 :]]
+        nbytes -= len(buffer)
     return []
 
 
 def time_out(connection: socket.socket, seconds: float) -> None:
-    """Bounds each later wait of a blocking socket, in the kernel: without a call to `poll` before each of its own."""
-    microseconds = max(1_000, int(seconds * 1e6))  # 0 would be for ever.
+    """Bounds each later wait of a blocking socket in the kernel, which saves a `poll` before each system call."""
+    microseconds = max(1_000, int(seconds * 1e6))  # 0 would mean no timeout.
     limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -5,7 +5,7 @@ A miss is a value, never an error. Messages name the thing, the value and the fi
 
 
 class KVPoolError(Exception):
-    """Base of every error kvpool raises on purpose."""
+    """Base of every error that kvpool raises."""
 
 
 class ConfigError(KVPoolError):

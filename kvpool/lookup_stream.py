@@ -1,7 +1,7 @@
-"""Lookups over one long-lived call, instead of setting up a call for each.
+"""Lookups over one long-lived gRPC call, which saves the set-up of a call for each.
 
-A stream opens with the first lookup and lives until the server or the client goes; the next lookup opens another. The
-server answers in order, so that the oldest question is always the one that is answered.
+The first lookup opens a stream, which lives until the server or the client ends it; the next lookup then opens another.
+The server answers in the order of the requests.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 MAX_UNSENT = 1024
-"""Lookups that wait for a server to take them; with more it has stopped, and they would only be kept in memory."""
+"""Most requests that wait to be sent. A server behind by more has stopped; further lookups fail at once."""
 
-Make = Callable[[], pb.LookupRequest]
-"""Makes a request, on a thread of the stream. It must not raise."""
+MakeRequest = Callable[[], pb.LookupRequest]
+"""Makes a request, on gRPC's thread. Must not raise."""
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class StreamedError(grpc.RpcError):
-    """How a lookup failed, as a call of its own would have."""
+    """The error of a lookup, as of a call of its own."""
 
     def __init__(self, code: grpc.StatusCode, details: str):
         super().__init__(details)
@@ -45,56 +46,57 @@ class StreamedError(grpc.RpcError):
 
 
 class StreamedLookup:
-    """A lookup under way: as much of `grpc.Future` as is needed."""
+    """A lookup that was sent: the parts of `grpc.Future` that clients use."""
 
     def __init__(self, timeout_s: float):
         self._ends_at = time.monotonic() + timeout_s
         self._lock = threading.Lock()
-        self._is_settled = False
-        self._settled = threading.Lock()  # Held until it is settled: cheaper to wait for than an Event.
-        self._settled.acquire()
+        self._has_ended = False
+        self._ended = threading.Lock()  # Held until the lookup has ended: cheaper to wait for than an Event.
+        self._ended.acquire()
         self._reply: pb.LookupResponse | None = None
         self._error: grpc.RpcError | None = None
         self._callbacks: list[Callable[[Any], None]] = []
 
     def done(self) -> bool:
-        return self._is_settled or time.monotonic() >= self._ends_at
+        return self._has_ended or time.monotonic() >= self._ends_at
 
     def result(self, timeout: float | None = None) -> pb.LookupResponse:
         """The answer.
 
         Raises:
-            grpc.FutureTimeoutError: it is not there within `timeout` seconds.
-            grpc.RpcError: it failed, or its deadline has passed. (An answer that is there is given even so.)
+            grpc.FutureTimeoutError: the answer has not arrived within `timeout` seconds.
+            grpc.RpcError: the lookup failed, or its deadline has passed without an answer.
         """
         remaining = max(0.0, self._ends_at - time.monotonic())
-        if not self._settled.acquire(timeout=remaining if timeout is None else max(0.0, min(timeout, remaining))):
+        if not self._ended.acquire(timeout=remaining if timeout is None else max(0.0, min(timeout, remaining))):
             if time.monotonic() < self._ends_at:
                 raise grpc.FutureTimeoutError
             raise StreamedError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        self._settled.release()  # For others who ask.
+        self._ended.release()  # For other threads that wait.
         if self._error is not None:
             raise self._error
         assert self._reply is not None
         return self._reply
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls back once the server has answered, however late, or never will; from whichever thread that is.
+        """Calls back once the server has answered, even after the deadline, or once the stream has ended.
 
-        What it raises is logged. It must not wait for another lookup: the thread may be the one that hears the answers.
+        The callback runs on the thread that finds out, which may be the one that reads the answers: it must not wait
+        for another lookup. What it raises is logged.
         """
         with self._lock:
-            if not self._is_settled:
+            if not self._has_ended:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
-    def settle(self, reply: pb.LookupResponse | None, error: grpc.RpcError | None) -> None:
-        """Sets what it came to."""
+    def end(self, reply: pb.LookupResponse | None, error: grpc.RpcError | None) -> None:
+        """Sets the answer or the error, and runs the callbacks. Called once."""
         with self._lock:
             self._reply, self._error = reply, error
-            self._is_settled = True
-            self._settled.release()
+            self._has_ended = True
+            self._ended.release()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -104,7 +106,7 @@ class StreamedLookup:
 
 
 class LookupStream:
-    """One client's. Thread-safe.
+    """The lookups of one client. Thread-safe.
 
     Args:
         method: the stub's `LookupStream`.
@@ -115,22 +117,28 @@ class LookupStream:
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
 
-    def __call__(self, make: Make, timeout: float) -> pb.LookupResponse:
-        """One lookup, waited for. Raises as `StreamedLookup.result`."""
+    def __call__(self, make: MakeRequest, timeout: float) -> pb.LookupResponse:
+        """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
         return self.future(make, timeout).result()
 
-    def future(self, make: Make, timeout: float) -> StreamedLookup:
+    def future(self, make: MakeRequest, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout)
         with self._lock:
             if self._stream is None or not self._stream.send(make, lookup):
                 self._stream = _Stream(self._method)
                 if not self._stream.send(make, lookup):
-                    lookup.settle(None, self._stream.error)  # The server is known not to be there.
+                    lookup.end(None, self._stream.error)  # The server cannot be reached.
         return lookup
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the stream that the last lookup used is still open."""
+        stream = self._stream
+        return stream is not None and not stream.has_ended
+
     def close(self) -> None:
-        """Ends the stream; lookups under way fail. The next lookup opens another. Idempotent."""
+        """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
         with self._lock:
             stream, self._stream = self._stream, None
         if stream is not None:
@@ -138,31 +146,32 @@ class LookupStream:
 
 
 class _Stream:
-    """One call. gRPC's thread takes the requests, makes messages of them and sends them; a thread of its own reads the
-    replies. So who asks only puts a request into a queue: messages of thousands of blocks take milliseconds to make and
-    to send.
+    """One call. A caller only queues its request: gRPC's thread makes and sends the messages, which takes milliseconds
+    for thousands of blocks, and a thread of the stream reads the replies.
 
     Attributes:
-        error: how it ended, once it has.
+        has_ended: whether it sends no more requests.
+        error: why the stream ended, once it has.
     """
 
     def __init__(self, method: Any):
         self._lock = threading.Lock()
         self._waiting: deque[StreamedLookup] = deque()
-        self._unsent: SimpleQueue[Make | None] = SimpleQueue()
-        self._ended = False
-        self.error = StreamedError(grpc.StatusCode.UNAVAILABLE, "the server ended the stream of lookups")
+        self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
+        self.has_ended = False
+        self.error = StreamedError(grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups")
         self._call = method(make() for make in iter(self._unsent.get, None))
         self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
         self._thread.start()
 
-    def send(self, make: Make, lookup: StreamedLookup) -> bool:
-        """False if the stream has ended."""
-        with self._lock:  # What is sent and what is waited for, in the same order.
-            if self._ended:
+    def send(self, make: MakeRequest, lookup: StreamedLookup) -> bool:
+        """Queues a request; False if the stream has ended."""
+        with self._lock:  # Requests and lookups must have the same order.
+            if self.has_ended:
                 return False
             if self._unsent.qsize() >= MAX_UNSENT:
-                lookup.settle(None, StreamedError(grpc.StatusCode.UNAVAILABLE, "the server takes no more lookups"))
+                too_many = f"{MAX_UNSENT} lookups wait to be sent: kvpool-server has stopped reading"
+                lookup.end(None, StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
                 return True
             self._waiting.append(lookup)
             self._unsent.put(make)
@@ -171,30 +180,30 @@ class _Stream:
     def close(self) -> None:
         self._call.cancel()
         if threading.current_thread() is not self._thread:
-            # A thread that ends with the interpreter instead may hold gRPC's locks, for which the exit waits for ever.
+            # A thread that is killed at the interpreter's end may hold gRPC's locks, and the exit would wait for them.
             self._thread.join(CLOSE_S)
 
     def _read(self) -> None:
         try:
             for reply in self._call:
-                self._settle_next(reply)
+                self._end_next(reply)
         except grpc.RpcError as error:
             self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
-        except IndexError:  # Whatever answers what nobody asked is no kvpool-server.
+        except IndexError:  # A reply without a request: the peer is no kvpool-server.
             self._call.cancel()
         finally:
             with self._lock:
-                self._ended = True
+                self.has_ended = True
             self._unsent.put(None)  # gRPC's thread ends.
-            waiting, self._waiting = self._waiting, deque()  # Nobody adds to what has ended.
+            waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
             for lookup in waiting:
-                lookup.settle(None, self.error)
+                lookup.end(None, self.error)
 
-    def _settle_next(self, reply: pb.LookupReply) -> None:
+    def _end_next(self, reply: pb.LookupReply) -> None:
         with self._lock:
             lookup = self._waiting.popleft()
         if reply.HasField("found"):
-            lookup.settle(reply.found, None)
+            lookup.end(reply.found, None)
         else:
             code = _CODES.get(reply.error.code, grpc.StatusCode.UNKNOWN)
-            lookup.settle(None, StreamedError(code, reply.error.message))
+            lookup.end(None, StreamedError(code, reply.error.message))

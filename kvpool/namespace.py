@@ -32,7 +32,7 @@ class GroupSpec:
     Args:
         kind: "full_attention", "sliding_window", "mamba", ...
         block_tokens: tokens in a block.
-        num_kv_heads: of the whole model, not of one rank; 0: not cut by heads, each rank's part is its own.
+        num_kv_heads: of the whole model, not of one rank; 0: not sharded by heads, each rank has blocks of its own.
         head_size_k, head_size_v: elements, of the first layer; 0 for states.
         num_shards: chunks in a block, 1 to `MAX_SHARDS`.
         chunk_bytes: bytes of one chunk.
@@ -103,7 +103,7 @@ class NamespaceSpec:
         return hashlib.sha256(text.encode()).digest()
 
     def check(self) -> None:
-        """Raises InvalidRequestError, naming the field, if the spec cannot name a namespace."""
+        """Raises InvalidRequestError, which names the field, if the spec is invalid."""
         if not self.model:
             raise InvalidRequestError("namespace spec: model is empty; give the model's name or path")
         if self.format_version != FORMAT_VERSION:
@@ -135,7 +135,7 @@ class Difference:
 
     @property
     def is_private(self) -> bool:
-        """True for values that are the business of their own tenant alone: say that they differ, not how."""
+        """Whether the values belong to their tenants alone: report that they differ, not how."""
         return self.field in ("tenant", "salt")
 
     def __str__(self) -> str:

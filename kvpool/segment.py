@@ -1,10 +1,10 @@
 """The shared-memory object that holds the arena, and how another process proves that it sees the same one.
 
-The file is in a RAM-backed directory (/dev/shm). Its last page carries a nonce: a client that reads there what the
-server told it over gRPC shares the server's memory, whatever container or host name either of them has.
+The file is in a RAM-backed directory (/dev/shm). Its last page holds a nonce: a client that reads the same nonce there
+as the server sent over gRPC shares the server's memory, whatever container or host name either of them has.
 
-The creator keeps an exclusive flock on the file. A file whose lock can be had belongs to a dead server and is
-removed by the next one (`sweep`), so a killed server leaks nothing for long.
+The creator keeps an exclusive flock on the file. A file without a lock belongs to a dead server; the next server
+removes it (`sweep`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PREFIX = "kvpool-"
 TRAILER_BYTES = mmap.PAGESIZE
 NONCE_BYTES = 16
 MAP_STEP_BYTES = 4 << 20
-"""Small: the thread that maps ahead gives way to all others, and within a step it holds the mapping's lock."""
+"""Small, because the low-priority thread that maps ahead holds the mapping's lock during a step."""
 IDLE_NICE = 19
 MAP_AHEAD = "kvpool-map-ahead"
 MAP_POLL_S = 0.1
 MAP_AHEAD_S = 600.0
 MEMORY_FILE_SYSTEM = "tmpfs"
-"""Not ramfs, which does not say how much it has room for, nor hugetlbfs, whose files cannot be written to."""
+"""Neither ramfs, which does not report its free space, nor hugetlbfs, which does not support write(2)."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -46,7 +46,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Segment:
-    """A mapped segment. `bytes` is the arena as a writable numpy array, without the trailer; `whole` is with it.
+    """A mapped segment. `bytes` is the arena, uint8 [nbytes], writable; `whole` is the arena with the trailer page.
 
     Threads may read and write disjoint parts of `bytes` freely; `close` only after they have ended.
     """
@@ -68,13 +68,13 @@ class Segment:
 
     @classmethod
     def create(cls, directory: str, nbytes: int) -> Segment:
-        """Makes a segment of `nbytes` (not yet backed by memory: see `populate`).
+        """Makes a segment of `nbytes`, not yet backed by memory (see `populate`).
 
         Raises:
             ConfigError: the directory cannot hold it.
         """
         path = os.path.join(directory, f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
-        unlocked = os.path.join(directory, f".{os.path.basename(path)}")  # A name that no sweep looks at.
+        unlocked = os.path.join(directory, f".{os.path.basename(path)}")  # A name that `sweep` skips.
         try:
             _require_memory(directory)
             space = os.statvfs(directory)
@@ -105,7 +105,7 @@ class Segment:
         """Maps another process's segment.
 
         Raises:
-            TransferError: it is not here, or not the one that was meant.
+            TransferError: the segment is not on this host, or belongs to another server.
         """
         try:
             fd = os.open(info.path, os.O_RDWR | os.O_CLOEXEC)
@@ -130,10 +130,10 @@ class Segment:
         return SegmentInfo(self.path, self.nbytes, self.nonce, self.nbytes)
 
     def populate(self, start: int, nbytes: int) -> None:
-        """Backs a part with memory now, so that no later write faults or dies of a full file system.
+        """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
 
         Raises:
-            MemoryError: the system has no more to give.
+            MemoryError: the system has no free memory.
         """
         error = self._advise(start, nbytes, _MADV_POPULATE_WRITE)
         if error == 0:
@@ -144,16 +144,16 @@ class Segment:
             raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
 
     def map_ahead(self) -> None:
-        """Maps, in the background, what the owner has backed with memory: a first touch costs as much as ten copies.
+        """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.
 
-        Never touches a page before its owner has: whoever does pays for it, and in a container that is a limit.
+        Never touches a page before its owner: the container that touches a page first is charged for its memory.
         """
         threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
 
     def _map_ahead(self, view: Bytes) -> None:
-        # `view` keeps the mapping until this thread has seen that the segment is closed.
+        # `view` keeps the mapping alive until this thread notices that the segment is closed.
         with contextlib.suppress(OSError):
-            # 64 engines that start at once would keep the cores from the server, and from each other, for seconds.
+            # At normal priority, 64 engines that start together would occupy the cores for seconds.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICE)
         deadline = time.monotonic() + MAP_AHEAD_S
         for start in range(0, len(view), MAP_STEP_BYTES):
@@ -183,7 +183,7 @@ class Segment:
         try:
             self._map.close()
         except BufferError:
-            pass  # A view is still held; the mapping goes with it.
+            pass  # A view still exists; the mapping ends with it.
         if self._owner:
             Path(self.path).unlink(missing_ok=True)
         os.close(self._fd)
@@ -191,7 +191,7 @@ class Segment:
 
 
 def _require_memory(directory: str) -> None:
-    """Raises ConfigError where a directory's files lie on a disk, OSError where it cannot be read."""
+    """Raises ConfigError if a directory is not on a tmpfs, OSError if it cannot be read."""
     real = os.path.realpath(directory, strict=True)
     kind, mount_point = mount_of(real, Path("/proc/self/mountinfo").read_text())
     if kind != MEMORY_FILE_SYSTEM:
@@ -203,7 +203,7 @@ def _require_memory(directory: str) -> None:
 
 
 def mount_of(path: str, mountinfo: str) -> tuple[str, str]:
-    """Type and mount point of the file system that an absolute path without links is on.
+    """Type and mount point of the file system of an absolute path without links.
 
     Args:
         mountinfo: as in /proc/self/mountinfo, see proc(5).
@@ -213,13 +213,13 @@ def mount_of(path: str, mountinfo: str) -> tuple[str, str]:
         mount, _, source = line.partition(" - ")
         mount_point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount.split()[4])
         is_below = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
-        if is_below and len(mount_point) >= len(found[1]):  # The last of those on one mount point hides the others.
+        if is_below and len(mount_point) >= len(found[1]):  # A later mount on the same point hides the earlier.
             found = (source.split()[0], mount_point)
     return found
 
 
 def could_hold(directory: str, nbytes: int) -> bool:
-    """Whether a segment would fit if nothing else were in the directory."""
+    """Whether a segment would fit into the directory if it were empty."""
     try:
         _require_memory(directory)
         space = os.statvfs(directory)
@@ -229,13 +229,13 @@ def could_hold(directory: str, nbytes: int) -> bool:
 
 
 def sweep(directory: str) -> list[str]:
-    """Removes the segments of servers that died without removing them; returns their paths."""
+    """Removes the segments of dead servers; returns their paths."""
     removed = []
     for path in Path(directory).glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # Someone else's, or gone.
+            continue  # Of another user, or gone.
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)

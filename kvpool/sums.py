@@ -1,6 +1,6 @@
-"""Checksums of buffers. Where cores are many, threads compute them beside what the caller does.
+"""Checksums of buffers. With many cores, threads compute them while the caller goes on copying.
 
-One core copies and sums 4 GB/s on a host of a GPU; a network brings more.
+One core copies and sums 4 GB/s on a GPU's host; a network delivers more.
 """
 
 from __future__ import annotations
@@ -16,50 +16,54 @@ from kvpool.hashing import checksum
 from kvpool.transport.base import Buffers
 
 Checksums = Callable[[], Sequence[int]]
-"""Gives the checksum of each chunk of some buffers, in order, once their bytes have all been moved."""
+"""Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
 
 CORES_A_THREAD = 4
 MAX_THREADS = 4
-WORTH_BYTES = 256 << 10
-"""What is worth waking a thread for."""
+MIN_THREADED_BYTES = 256 << 10
+"""Buffers of fewer bytes are summed by the caller: waking a thread would cost more."""
 
 
 class Summer:
-    """Computes checksums.
+    """Computes checksums. Thread-safe. A fork of the process gets threads of its own.
 
     Args:
-        num_threads: beside the caller's; 0: the caller does all.
+        num_threads: threads beside the caller's; 0: the caller computes all checksums. None: by the number of cores.
     """
 
-    def __init__(self, num_threads: int):
-        self._num_threads = num_threads
+    def __init__(self, num_threads: int | None = None):
+        self._num_threads = threads_of(len(os.sched_getaffinity(0))) if num_threads is None else num_threads
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
+        self._process_id = os.getpid()
 
     def begin(self, buffers: Buffers, chunk_bytes: int) -> Checksums:
-        """Sums every `chunk_bytes` of some buffers.
+        """Starts to sum every `chunk_bytes` of some buffers.
 
         Args:
-            buffers: uint8, contiguous, of whole chunks; they keep their bytes until the sums have been asked for.
+            buffers: uint8, contiguous, of whole chunks. They must keep their bytes until the checksums were returned.
         """
         chunks = [buffer[at : at + chunk_bytes] for buffer in buffers for at in range(0, len(buffer), chunk_bytes)]
-        if self._num_threads and len(chunks) * chunk_bytes >= WORTH_BYTES:
-            return self._later(chunks)
+        if self._num_threads and len(chunks) * chunk_bytes >= MIN_THREADED_BYTES:
+            return self._submit(chunks)
         return _known([checksum(chunk) for chunk in chunks])
 
-    def _later(self, chunks: Buffers) -> Checksums:
+    def close(self) -> None:
+        """Ends the threads after what they have begun. Idempotent; `begin` then leaves the work to its caller."""
+        self._num_threads = 0
+        if self._threads is not None and self._process_id == os.getpid():
+            self._threads.shutdown(wait=False)
+
+    def _submit(self, chunks: Buffers) -> Checksums:
+        if self._process_id != os.getpid():  # A fork, which has neither the threads nor the lock's holder.
+            self._lock, self._threads, self._process_id = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._num_threads, "kvpool-sums")
             try:
                 return self._threads.submit(_sum_all, chunks).result
-            except RuntimeError:  # The interpreter ends, and takes no more work.
+            except RuntimeError:  # The interpreter ends, and accepts no more work.
                 return _known(_sum_all(chunks))
-
-    def forget_threads(self) -> None:
-        """After a fork, which has none of them."""
-        self._lock = threading.Lock()
-        self._threads = None
 
 
 def _known(sums: list[int]) -> Checksums:
@@ -67,14 +71,10 @@ def _known(sums: list[int]) -> Checksums:
 
 
 def _sum_all(chunks: Buffers) -> list[int]:
-    # Not `checksum`, which holds on to Python's lock.
+    # Unlike `checksum`, releases the GIL.
     return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]
 
 
 def threads_of(num_cores: int) -> int:
     """How many threads sum in a process that may use so many cores."""
     return min(MAX_THREADS, num_cores // CORES_A_THREAD)
-
-
-SUMMER = Summer(threads_of(len(os.sched_getaffinity(0))))
-os.register_at_fork(after_in_child=SUMMER.forget_threads)

@@ -16,11 +16,11 @@ from kvpool.errors import InvalidRequestError
 HASH_BYTES = 32
 """Length of a block hash and of a namespace fingerprint (SHA-256)."""
 MIN_PREFIX = 8
-"""So many hexadecimal digits of a fingerprint at least: a quota must not bound another namespace by chance."""
+"""Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 
 
 class PutStatus(enum.IntEnum):
-    """What `put_start` says of one block."""
+    """Answer of `put_start` for one block: to be written, present already, or being written by another client."""
 
     GRANTED = 0
     PRESENT = 1
@@ -47,7 +47,7 @@ class BlockRun:
 
 
 def in_two(runs: Sequence[BlockRun], count: int) -> list[list[BlockRun]]:
-    """Runs as they are, or, if they have more blocks than `count`, the first `count` blocks and the others."""
+    """The runs in two parts, the first of `count` blocks; in one part if they have no more blocks than that."""
     if sum(map(len, runs)) <= count:
         return [list(runs)]
     head: list[BlockRun] = []
@@ -116,7 +116,7 @@ class RunHits:
     Args:
         num_leading: complete blocks before the first that is not.
         complete: bitmap over the run; 0 where the lookup was `prefix_only`.
-        num_pending: blocks on their way up from a tier; with `prefix_only` those right behind the leading ones.
+        num_pending: blocks that a tier is promoting; with `prefix_only`, those that follow the leading ones.
     """
 
     num_leading: int
@@ -130,9 +130,8 @@ class Lookup:
 
     Args:
         hits: one a run.
-        lease_id: of the lease on them; 0: none.
-        retry_after_ms: where blocks are on their way up from a tier: when to look up again, or else take what is there.
-            0: nothing is on its way.
+        lease_id: of the lease on the complete blocks; 0: none.
+        retry_after_ms: if a tier is promoting blocks: when to look up again. 0: no tier is.
     """
 
     hits: tuple[RunHits, ...]
@@ -149,7 +148,7 @@ class PutGrant:
         ticket_id: 0 if nothing was granted.
         statuses: one a block, in the order of the request.
         offsets: arena offset of each granted block's region, in the same order.
-        permit: to write them through the data port; empty if the server has none.
+        permit: to write them through the data port; empty if the server has no data port.
     """
 
     ticket_id: int
@@ -161,7 +160,7 @@ class PutGrant:
 
 @dataclass(frozen=True, slots=True)
 class PutReceipt:
-    """Answer of `put_end`: blocks whose shards are present now, and blocks that became readable."""
+    """Answer of `put_end`: number of blocks whose shards are present now, and of blocks that became readable."""
 
     num_committed: int
     num_complete: int
@@ -176,7 +175,7 @@ class Located:
         present: one a block, in the order of the request.
         offsets: arena offset of each present block's region.
         checksums: xxh3-64 of each chunk: present blocks x shards, block-major.
-        permit: to read them through the data port; empty if the server has none.
+        permit: to read them through the data port; empty if the server has no data port.
     """
 
     lease_remaining_ms: int
@@ -187,7 +186,7 @@ class Located:
 
 
 def join_located(parts: Sequence[Located]) -> Located:
-    """What was located in parts, as one; each part has a permit of its own."""
+    """The parts as one, without their permits: each part has a permit of its own."""
     return Located(
         min(part.lease_remaining_ms for part in parts),
         tuple(itertools.chain.from_iterable(part.present for part in parts)),
@@ -198,12 +197,12 @@ def join_located(parts: Sequence[Located]) -> Located:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a region on its way through a stream.
+    """Part of a region, as one message of the gRPC transport.
 
     Args:
-        token: the ticket that a write is under; of a read, the server's boot token.
+        token: of a write, the ticket; of a read, the server's boot token.
         offset: in the arena.
-        payload: contiguous bytes, not empty. A view: good until its owner writes there again.
+        payload: contiguous bytes, not empty. A view, valid until its owner writes there again.
     """
 
     token: int
@@ -213,7 +212,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """Where the arena's shared memory is, and how a client proves that it sees the same memory."""
+    """Where the arena's shared memory is, and the nonce that a client must find there."""
 
     path: str
     nbytes: int
@@ -223,10 +222,10 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeInfo:
-    """The server's Transfer Engine, and how a client proves that it reaches the server's memory.
+    """The server's Transfer Engine, and the nonce that a client must read through it.
 
     Args:
-        session: HOST:PORT, what peers call the engine.
+        session: HOST:PORT, the engine's name for its peers.
         protocol: "tcp" or "rdma".
         base_address: of the arena: a region lies at base_address + offset.
         nbytes: of the arena.
@@ -243,11 +242,11 @@ class MooncakeInfo:
 
 @dataclass(frozen=True, slots=True)
 class DataPortInfo:
-    """The server's data port, and how a client proves that it reaches this server's.
+    """The server's data port, and the nonce that a client must be greeted with.
 
     Args:
-        host: empty: where the client found gRPC.
-        nonce: what the port greets with; another one with every boot.
+        host: empty: the host of the gRPC endpoint.
+        nonce: differs with every boot.
     """
 
     host: str
@@ -257,13 +256,13 @@ class DataPortInfo:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The ways that bytes can travel to and from a server.
+    """The transports that a server offers.
 
     Args:
-        piece_bytes: largest payload of one message of a stream.
+        piece_bytes: largest payload of one message of the gRPC transport.
         segment: None if the server offers no shared memory.
         mooncake: None if it has no Transfer Engine.
-        data_port: None if it has none.
+        data_port: None if the server has none.
     """
 
     piece_bytes: int
@@ -288,8 +287,8 @@ class Quota:
 
     Args:
         subject: "tenant:NAME", or "namespace:" and a fingerprint in lower-case hexadecimal, or its first characters.
-        limit_bytes: of their slots; 0, when setting: there is to be no bound.
-        used_bytes: of their slots now; not looked at when setting.
+        limit_bytes: of their slots; 0 in `set_quotas` deletes the quota.
+        used_bytes: of their slots now; ignored by `set_quotas`.
     """
 
     subject: str
@@ -297,7 +296,7 @@ class Quota:
     used_bytes: int = 0
 
     def covers(self, tenant: str, fingerprint: bytes) -> bool:
-        """Whether a namespace's entries count."""
+        """Whether a namespace's entries count towards this quota."""
         kind, _, name = self.subject.partition(":")
         return name == tenant if kind == "tenant" else fingerprint.hex().startswith(name)
 
@@ -321,9 +320,9 @@ class TierStats:
     """A snapshot of one tier. Sizes in bytes, as far as the server knows; counters since the server's start.
 
     Args:
-        name: as it was given to the server, without its options.
-        up: False: it has failed, and is left alone for a while.
-        size_bytes: what it may hold; 0: not for this server to say.
+        name: the tier's specification without its options.
+        up: False: the tier has failed, and gets no calls for a while.
+        size_bytes: its capacity; 0: unknown to this server.
     """
 
     name: str
@@ -336,7 +335,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order they are asked."""
+    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups."""
 
     arena_bytes: int = 0
     free_bytes: int = 0

@@ -32,6 +32,10 @@ COUNTERS = {
     "saved_seconds": "Estimated compute time of loaded hits minus their load time, where that is positive.",
     "lost_seconds": "Estimated load time of loaded hits minus their compute time, where that is positive.",
     "breaker_openings": "Times that the scheduler or a rank stopped using the pool because its calls failed.",
+    "connected_shm": "Times that the scheduler or a rank connected to the pool with transport shm.",
+    "connected_tcp": "Times that the scheduler or a rank connected to the pool with transport tcp.",
+    "connected_grpc": "Times that the scheduler or a rank connected to the pool with transport grpc, the slow one.",
+    "connected_mooncake": "Times that the scheduler or a rank connected to the pool with transport mooncake.",
 }
 GAUGES = {
     "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
 
-from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig
+from kvpool.engine_client import EngineClient
 from kvpool.errors import KVPoolError
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import Difference, NamespaceSpec, differences
+from kvpool.rpc import Namespace
 from vllm_plugin.breaker import Breaker, State
 from vllm_plugin.metrics import Recorder
 
@@ -59,7 +60,7 @@ class Session:
         *,
         explains: bool = False,
     ):
-        self.client = Client(config)
+        self.client = EngineClient(config)
         self._spec = spec
         self._name = name
         self._recorder = recorder or Recorder()
@@ -181,8 +182,9 @@ class Session:
             if self._closed.is_set() or spec is not self._spec:
                 return  # Moved on meanwhile: another probe is due.
             self._breaker.probe_ended(True)
-            self._namespace = namespace
             self._recorder.set("breaker_open", 0)
+            self._recorder.add(f"connected_{namespace.transport.name}")
+            self._namespace = namespace
             self._wanted.clear()
             tell = self._tell
         tell(namespace)
@@ -211,7 +213,7 @@ class Session:
         if not self._explains or num_opened == self._num_opened or now - self._explained_at < EXPLAIN_EVERY_S:
             return
         try:
-            infos = self.client.namespaces(holdings=False)
+            infos = self.client.admin.namespaces(holdings=False)
         except KVPoolError:
             return
         self._num_opened, self._explained_at = num_opened, now

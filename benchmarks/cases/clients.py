@@ -82,7 +82,7 @@ class Caller:
         found = self._client.lookup(self._namespace, [run])
         self._client.get(self._namespace, found.lease_id, [run], _drain)
         self._client.release([found.lease_id])
-        self._client.remove(self._namespace, [run])
+        self._client.admin.remove(self._namespace, [run])
 
     def close(self) -> None:
         self._client.close()

@@ -30,7 +30,7 @@ from benchmarks.harness.measuring import (
 )
 from benchmarks.peers.mooncake_store import Store, mooncake_store
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.client import Checksums
+from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 
 REACH_MS = {64: 0.35, 512: 0.6, 8192: 3.0, 65_536: 20.0}
@@ -78,11 +78,11 @@ class Pool:
 
     def num_entries(self) -> int:
         """In the whole pool."""
-        return self._client.stats().num_entries
+        return self._client.admin.stats().num_entries
 
     def ping(self) -> float:
         """Seconds of a call that does nothing."""
-        return timed(self._client.ping)
+        return timed(self._client.admin.ping)
 
     def close(self) -> None:
         self._client.close()

@@ -286,7 +286,7 @@ def measure_puts(directory: Path, rounds: int) -> list[Row]:
 
         measures: dict[str, Callable[[], float]] = {name: (lambda name=name: put(name)) for name in clients}
         taken = alternate(measures, rounds, what="puts", shuffled=True)
-        stats = {name: client.stats() for name, client in clients.items()}
+        stats = {name: client.admin.stats() for name, client in clients.items()}
     rows = [Row(f"put of 16 MiB, {name}", ms(each), "ms") for name, each in taken.items()]
     for name, bound in (("file tier", 0.0), ("a tier that stands still", 1.1)):
         ratio, what = time_ratio(taken[name], taken["no tier"]), f"put, {name} over none"
@@ -317,7 +317,7 @@ def measure_warm(directory: Path, rounds: int) -> list[Row]:
     run = BlockRun(0, [name_of("prompt", nth) for nth in range(PROMPT_BLOCKS)])
     with kvpool_server("512MiB", *flags) as endpoint, Client(ClientConfig(endpoint)) as client:
         client.put_blocks(client.open_namespace(spec(PROMPT_BLOCK_BYTES)), run, payloads)
-        until_true(lambda: client.stats().tiers[0].num_entries == PROMPT_BLOCKS, "the tier is too slow")
+        until_true(lambda: client.admin.stats().tiers[0].num_entries == PROMPT_BLOCKS, "the tier is too slow")
     up, get = [], []
     with progress("warm", rounds) as advance:
         for _ in range(rounds):

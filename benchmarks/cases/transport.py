@@ -107,8 +107,8 @@ def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, 
         return timed(lambda: store.put(keys, froms, STREAM_CHUNK_BYTES))
 
     traffics = {
-        "stream": Traffic(endpoint, "stream", source, sink, num_shards=1),
-        "stream over gRPC": Traffic(grpc_endpoint, "stream", source, sink, num_shards=1),
+        "stream": Traffic(endpoint, "tcp", source, sink, num_shards=1),
+        "stream over gRPC": Traffic(grpc_endpoint, "grpc", source, sink, num_shards=1),
         "mooncake transport, TCP": Traffic(endpoint, "mooncake", source, sink, num_shards=1),
     }
     with bare_socket(STREAM_CHUNK_BYTES) as plain, bare_stream(STREAM_CHUNK_BYTES) as bare:

@@ -1,6 +1,6 @@
 """How fast do blocks travel between two machines, with 1 ms of delay and 0.1 % of loss on the way? And are they whole?
 
-Server and client are in two network namespaces (`benchmarks.harness.link`), the client uses the `stream` transport, and
+Server and client are in two network namespaces (`benchmarks.harness.link`), the client uses the `tcp` transport, and
 every byte of every get is compared. Beside it, one bare TCP connection over the same link; both over a link without
 delay and loss, which is what its carrier can do at most; and both with TCP Reno, which halves its rate at every loss,
 where the machine's own congestion control may not.
@@ -73,7 +73,7 @@ def wait_for_server(endpoint: str) -> None:
     def answers() -> bool:
         with Client(ClientConfig(endpoint)) as client:
             try:
-                stats = client.stats()
+                stats = client.admin.stats()
             except KVPoolError:
                 return False
         return stats.prefaulted_bytes == stats.arena_bytes
@@ -116,7 +116,7 @@ def client(host: str, mib: int, rounds: int) -> dict[str, list[float]]:
     endpoint = f"{host}:{CONTROL_PORT}"
     wait_for_server(endpoint)
     source, sink = (each.reshape(-1, BLOCK_BYTES) for each in pair(mib << 20))
-    traffic, bare = Traffic(endpoint, "stream", source, sink, 1), BareSocket(BARE_PORT, host)
+    traffic, bare = Traffic(endpoint, "tcp", source, sink, 1), BareSocket(BARE_PORT, host)
     traffic.check()
 
     def get() -> float:

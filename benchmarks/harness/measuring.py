@@ -292,7 +292,7 @@ def server_process(memory: str, *flags: str) -> Iterator[tuple[str, int]]:
 
         def prefaulted() -> bool:
             try:
-                stats = client.stats()
+                stats = client.admin.stats()
             except KVPoolError:
                 return False
             return stats.prefaulted_bytes == stats.arena_bytes

@@ -21,7 +21,7 @@ class Traffic:
     Args:
         source, sink: uint8 [num_blocks, block_bytes], warm.
         num_shards: chunks in a block.
-        transport: "shm", "stream" or "mooncake".
+        transport: as in `ClientConfig`.
     """
 
     def __init__(self, endpoint: str, transport: str, source: Bytes, sink: Bytes, num_shards: int):
@@ -36,7 +36,7 @@ class Traffic:
 
     def put(self) -> float:
         """Seconds of one put into an empty pool."""
-        self._client.remove(self._namespace, [self._run])
+        self._client.admin.remove(self._namespace, [self._run])
         return timed(lambda: self._client.put_blocks(self._namespace, self._run, list(self._source)))
 
     def get(self) -> float:
@@ -63,7 +63,7 @@ class Traffic:
 
     def close(self) -> None:
         """Leaves the pool as empty as it was."""
-        self._client.remove(self._namespace, [self._run])
+        self._client.admin.remove(self._namespace, [self._run])
         self._client.close()
 
     def _drain(self, indices: Sequence[int], buffers: Buffers) -> None:

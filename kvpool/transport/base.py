@@ -1,39 +1,76 @@
 """What a transport is: how bytes get from a caller's buffers to regions of the arena, and back.
 
-A transport calls back with buffers to fill or to drain, a batch of regions at a time, so that shared memory needs no
-copy of its own and a stream can send one batch while the next is being filled.
+A transport calls back with buffers to fill or to drain, one batch of regions at a time. So shared memory needs no copy
+beyond the caller's, and the network carries one batch while the caller fills or drains another.
 
-Invariants every transport keeps (tests/contracts asserts them):
+Invariants of every transport (tests/contracts asserts them):
 - `fill` and `drain` see every region once, in order, with buffers of exactly `region_bytes`.
-- An exception in a callback ends the transfer and reaches the caller unchanged. In `fill`, it does so once nothing of
-  the write is under way any more; where that cannot be had, what was in the way is raised from it.
-- Nothing waits longer than `timeout_s`.
+- An exception in a callback ends the transfer and reaches the caller unchanged. After an exception in `fill`, the
+  transport first waits until no byte of the write is in flight. If that wait fails, the transport raises its own error
+  from the callback's.
+- A call returns or raises within its `timeout_s`, apart from the time spent in callbacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.errors import TransferError
+
 Buffers = Sequence[npt.NDArray[np.uint8]]
+Clock = Callable[[], float]
 
 BATCH_BYTES = 2 << 20
-"""Bytes handed to a callback at once, unless it asks for more: about what stays in a core's cache between the copy and
-the checksum."""
+"""Default size of a batch: about what stays in a core's cache between the copy and the checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The regions that one write or read moves, and its bounds.
+
+    Args:
+        holding_id: id of the ticket (write) or of the lease (read) that the regions belong to.
+        offsets: arena offset of each region, in bytes.
+        region_bytes: size of every region.
+        timeout_s: time for the whole transfer.
+        batch_bytes: most bytes passed to one callback; a batch has at least one region.
+        permit: the server's proof for the data port that these regions were granted; empty if there is none.
+    """
+
+    holding_id: int
+    offsets: Sequence[int]
+    region_bytes: int
+    timeout_s: float
+    batch_bytes: int = BATCH_BYTES
+    permit: bytes = b""
+
+    def batches(self) -> list[tuple[int, int]]:
+        """The regions as batches [start, stop), in order."""
+        step = max(1, self.batch_bytes // max(1, self.region_bytes))
+        count = len(self.offsets)
+        return [(start, min(start + step, count)) for start in range(0, count, step)]
+
+    def check_bounds(self, arena_bytes: int) -> None:
+        """Raises TransferError unless every region ends within the arena."""
+        end = max(self.offsets, default=-self.region_bytes) + self.region_bytes
+        if end > arena_bytes:
+            raise TransferError(f"a region ends at {end}, beyond the arena's {arena_bytes} bytes")
 
 
 class Fill(Protocol):
     """The callback of a write."""
 
     def __call__(self, first: int, buffers: Buffers, /) -> Buffers | None:
-        """Writes regions [first, first + len(buffers)) into `buffers`, each uint8 of `region_bytes`.
+        """Writes regions [first, first + len(buffers)) into `buffers`, each uint8 [region_bytes].
 
         Returns:
-            None; or, if the transport is `in_place`, where the bytes lie instead: as many arrays, contiguous, which
-            stay as they are until the write has ended.
+            None. If the transport is `in_place`, the callback may instead return contiguous arrays of the same shapes
+            to send from; they must keep their bytes until the write has ended.
         """
 
 
@@ -41,11 +78,11 @@ class Drain(Protocol):
     """The callback of a read."""
 
     def __call__(self, first: int, buffers: Buffers, /) -> Callable[[], object] | None:
-        """Takes regions [first, first + len(buffers)) from `buffers`, which are not to be written.
+        """Reads regions [first, first + len(buffers)) from `buffers`, each uint8 [region_bytes], without writing there.
 
         Returns:
-            None, and the buffers are not looked at any more; or what waits until that is so: the transport calls it
-            before it uses them for other bytes.
+            None if the callback no longer needs the buffers. Otherwise a function that waits until the buffers are no
+            longer needed: the transport calls it before it reuses them.
         """
 
 
@@ -53,55 +90,27 @@ class Transport(Protocol):
     """How chunk bytes travel. Thread-safe."""
 
     name: str
+    """As in `ClientConfig.transport`."""
+
     one_sided: bool
-    """Whether bytes of a write that itself failed, or was given up, may still arrive: its ticket has to expire then."""
+    """Whether bytes of a failed or abandoned write may still arrive: its ticket then has to expire."""
 
     in_place: bool
-    """Whether it sends bytes from where a `fill` says that they lie."""
+    """Whether the transport sends from the arrays that `fill` returns."""
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:
-        """The memory that all buffers given to callbacks lie in, where that is the pool's own; else None."""
+        """The pool's memory, if all buffers passed to callbacks lie in it; else None."""
 
-    def write(
-        self,
-        ticket_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        fill: Fill,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
-        """Brings bytes into the regions of a ticket.
-
-        Args:
-            permit: as the server gave it with these regions; for transports that have to show it.
+    def write(self, transfer: Transfer, fill: Fill) -> None:
+        """Writes the regions of a ticket.
 
         Raises:
             TransferError, PoolTimeoutError, UnavailableError, LeaseExpiredError.
         """
 
-    def read(
-        self,
-        lease_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        drain: Drain,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
-        """Brings the bytes of leased regions to the caller. Raises as `write` does."""
+    def read(self, transfer: Transfer, drain: Drain) -> None:
+        """Reads leased regions. Raises as `write` does."""
 
     def close(self) -> None:
         """Ends the transport. Idempotent."""
-
-
-def batches(num_regions: int, region_bytes: int, batch_bytes: int) -> list[tuple[int, int]]:
-    """Cuts regions into batches [start, stop) of at most `batch_bytes`, at least one region each."""
-    step = max(1, batch_bytes // max(1, region_bytes))
-    return [(start, min(start + step, num_regions)) for start in range(0, num_regions, step)]
-
-
-Clock = Callable[[], float]

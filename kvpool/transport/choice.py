@@ -1,8 +1,14 @@
-"""Which transport a client takes of those that a server offers, and why."""
+"""Which of the transports that a server offers a client uses, and why.
+
+A new transport needs a function here that attaches to it, a line in `CANDIDATES`, and its name in
+`kvpool.config.TRANSPORTS`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -11,96 +17,76 @@ from kvpool.errors import KVPoolError, TransferError
 from kvpool.mooncake import Engine, address_towards
 from kvpool.segment import Segment
 from kvpool.transport.base import Transport
-from kvpool.transport.data import DataTransport, prove
+from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.shm import ShmTransport
-from kvpool.transport.stream import StreamTransport
-from kvpool.types import MooncakeInfo, Offer, SegmentInfo
+from kvpool.transport.tcp import TcpTransport, prove
+from kvpool.types import Offer
 
 PROVE_S = 3.0
-"""How long a data port may take to greet, at least: whoever gives up on it streams through gRPC until the next boot."""
+"""Least time for a data port to send its greeting: a client that gives up uses gRPC until the server's next boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A transport, and why it is this one.
+    """A transport, and why the client uses it.
 
     Args:
-        route: how bytes travel, in words.
-        is_fallback: whether they go through gRPC, because the faster way over the data port cannot be had.
+        route: the transport's name and its peer, for logs.
+        why: the setting, or why the faster transports cannot be used.
+        is_fallback: True if bytes travel through gRPC although a faster transport was to be used.
     """
 
     transport: Transport
-    why: str
     route: str
+    why: str = ""
     is_fallback: bool = False
 
 
+Choose = Callable[[ClientConfig, Offer, grpc.Channel], Choice]
+
+
 def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
-    """Attaches to a server's bytes: as `config.transport` says, or in the best way that works.
+    """Attaches to a server's arena by the first of the setting's candidates that works.
 
     Raises:
-        TransferError, UnavailableError, PoolTimeoutError, ConfigError: the transport that was asked for does not work.
+        TransferError, UnavailableError, PoolTimeoutError, ConfigError: the last candidate does not work.
     """
-    if config.transport == "shm":
-        return Choice(_shm(config, offer.segment), "transport=shm", "shm")
-    if config.transport == "mooncake":
-        return _through_mooncake(config, offer.mooncake, "transport=mooncake")
-    if config.transport == "stream":
-        return _stream(config, offer, channel, "transport=stream")
-    reasons = []
-    try:
-        return Choice(_shm(config, offer.segment), "client and server share memory", "shm")
-    except TransferError as error:
-        reasons.append(f"no shm: {error}")
-    if offer.mooncake is not None and offer.mooncake.protocol == "rdma":
+    *others, (_, attach_last) = CANDIDATES[config.transport].items()
+    reasons: list[str] = []
+    trouble = ""
+    for name, attach in others:
         try:
-            return _through_mooncake(config, offer.mooncake, f"both sides have RDMA; {reasons[0]}")
-        except KVPoolError as error:
-            reasons.append(f"no mooncake: {error}")
-    else:
-        reasons.append("no mooncake: the server offers no RDMA")
-    return _stream(config, offer, channel, "; ".join(reasons))
-
-
-def _stream(config: ClientConfig, offer: Offer, channel: grpc.Channel, why: str) -> Choice:
-    """Over the data port, if that can be reached; else through gRPC, which is there in any case."""
-    stall_s = config.stall_timeout_ms / 1000
-    if offer.data_port is None:
-        trouble = "the server has no data port; see --data-listen"
-    else:
-        host = _host(config)
-        try:
-            prove(offer.data_port, host, max(stall_s, PROVE_S))
+            choice = attach(config, offer, channel)
         except KVPoolError as error:
             trouble = str(error)
+            reasons.append(f"no {name}: {error}")
         else:
-            transport = DataTransport(offer.data_port, host, config.stream_connections, stall_s, stall_s)
-            return Choice(transport, why, f"stream over {transport.route}")
-    through_grpc = StreamTransport(channel, config.endpoint, offer.piece_bytes, stall_s)
-    return Choice(through_grpc, why, f"stream over gRPC (slow: {trouble})", is_fallback=True)
+            return replace(choice, why="; ".join([*reasons, *filter(None, [choice.why])]))
+    choice = attach_last(config, offer, channel)
+    if not others:
+        return replace(choice, why=f"transport={config.transport}")
+    return replace(choice, route=f"{choice.route} (slow: {trouble})", why="; ".join(reasons), is_fallback=True)
 
 
-def _host(config: ClientConfig) -> str:
-    return config.endpoint.rpartition(":")[0].strip("[]")
+def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
+    if offer.segment is None:
+        raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; use transport=tcp")
+    return Choice(ShmTransport(Segment.attach(offer.segment)), "shm", "client and server share memory")
 
 
-def _shm(config: ClientConfig, segment: SegmentInfo | None) -> ShmTransport:
-    if segment is None:
-        raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; use transport=stream")
-    return ShmTransport(Segment.attach(segment))
+def _mooncake_over_rdma(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
+    if offer.mooncake is None or offer.mooncake.protocol != "rdma":
+        raise TransferError("the server offers no RDMA")
+    return replace(_mooncake(config, offer, channel), why="both sides have RDMA")
 
 
-def _through_mooncake(config: ClientConfig, info: MooncakeInfo | None, why: str) -> Choice:
-    transport = _mooncake(config, info)
-    return Choice(transport, why, f"mooncake over {info.protocol}" if info is not None else transport.name)
-
-
-def _mooncake(config: ClientConfig, info: MooncakeInfo | None) -> MooncakeTransport:
+def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
+    info = offer.mooncake
     if info is None:
         raise TransferError(
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
-            "or use transport=stream"
+            "or use transport=tcp"
         )
     transport = MooncakeTransport(
         info, lambda: Engine.start(address_towards(_host(config)), info.protocol), config.stall_timeout_ms / 1000
@@ -110,4 +96,76 @@ def _mooncake(config: ClientConfig, info: MooncakeInfo | None) -> MooncakeTransp
     except BaseException:
         transport.close()
         raise
-    return transport
+    return Choice(transport, f"mooncake over {info.protocol}")
+
+
+def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
+    if offer.data_port is None:
+        raise TransferError("the server has no data port; see --data-listen")
+    host, stall_s = _host(config), config.stall_timeout_ms / 1000
+    prove(offer.data_port, host, max(stall_s, PROVE_S))
+    transport = TcpTransport(offer.data_port, host, config.stream_connections, stall_s, stall_s)
+    return Choice(transport, f"tcp over {transport.route}")
+
+
+def _grpc(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
+    transport = GrpcTransport(channel, config.endpoint, offer.piece_bytes, config.stall_timeout_ms / 1000)
+    return Choice(transport, "grpc")
+
+
+def _host(config: ClientConfig) -> str:
+    return config.endpoint.rpartition(":")[0].strip("[]")
+
+
+_WITHOUT_SHM: dict[str, Choose] = {"mooncake": _mooncake_over_rdma, "tcp": _tcp, "grpc": _grpc}
+CANDIDATES: dict[str, dict[str, Choose]] = {
+    "auto": {"shm": _shm, **_WITHOUT_SHM},
+    "stream": _WITHOUT_SHM,
+    "shm": {"shm": _shm},
+    "tcp": {"tcp": _tcp},
+    "grpc": {"grpc": _grpc},
+    "mooncake": {"mooncake": _mooncake},
+}
+"""For each value of `ClientConfig.transport`: what to try, in order. The first that attaches is used."""
+
+
+class Attachment:
+    """The transport of one boot of the server, which all namespaces of a client share. Thread-safe.
+
+    Args:
+        choose: attaches to what a server offers.
+    """
+
+    def __init__(self, choose: Callable[[Offer], Choice]):
+        self._choose = choose
+        self._lock = threading.Lock()
+        self._choice: Choice | None = None
+        self._boot_token = 0
+
+    @property
+    def choice(self) -> Choice | None:
+        """The transport in use, and why; None while detached."""
+        return self._choice
+
+    def attach(self, offer: Offer, boot_token: int) -> Transport:
+        """The transport to this boot of the server; one to an earlier boot is closed first.
+
+        Raises:
+            KVPoolError: as `choose`.
+        """
+        with self._lock:
+            if self._choice is None or self._boot_token != boot_token:
+                self._close()
+                self._choice = self._choose(offer)
+                self._boot_token = boot_token
+            return self._choice.transport
+
+    def detach(self) -> None:
+        """Closes the transport, and with it unmaps the server's memory. Idempotent."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._choice is not None:
+            self._choice.transport.close()
+            self._choice = None

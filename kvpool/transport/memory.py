@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import KVPoolError, PoolTimeoutError, TransferError
-from kvpool.transport.base import Clock, Drain, Fill, batches
+from kvpool.transport.base import Clock, Drain, Fill, Transfer
 
 
 @dataclass(slots=True)
 class Faults:
-    """What goes wrong, each consumed by the transfer it hits.
+    """Faults to inject; each is used up by the transfer that it hits.
 
     Args:
-        errors: raised by the next transfers, in order; None lets one pass.
-        corrupt_reads: how many of the next reads deliver one flipped byte.
-        truncate_reads: how many of the next reads end before the last region.
+        errors: raised by the next transfers, in order; for a None, that transfer succeeds.
+        corrupt_reads: number of next reads that deliver one flipped byte.
+        truncate_reads: number of next reads that end before the last region.
     """
 
     errors: list[KVPoolError | None] = field(default_factory=list)
@@ -41,53 +40,38 @@ class MemoryTransport:
         self._clock = clock
         self.faults = faults if faults is not None else Faults()
 
-    def write(
-        self,
-        ticket_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        fill: Fill,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
+    def write(self, transfer: Transfer, fill: Fill) -> None:
         self._raise_next()
-        deadline = self._clock() + timeout_s
-        for start, stop in batches(len(offsets), region_bytes, batch_bytes):
-            self._check_deadline(deadline, timeout_s)
-            fill(start, [self._arena[offset : offset + region_bytes] for offset in offsets[start:stop]])
+        deadline = self._clock() + transfer.timeout_s
+        for start, stop in transfer.batches():
+            self._check_deadline(deadline, transfer)
+            fill(start, self._regions(transfer, start, stop))
 
-    def read(
-        self,
-        lease_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        drain: Drain,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
+    def read(self, transfer: Transfer, drain: Drain) -> None:
         self._raise_next()
-        deadline = self._clock() + timeout_s
+        deadline = self._clock() + transfer.timeout_s
         corrupt, truncate = self.faults.corrupt_reads > 0, self.faults.truncate_reads > 0
         self.faults.corrupt_reads -= corrupt
         self.faults.truncate_reads -= truncate
-        for start, stop in batches(len(offsets), region_bytes, batch_bytes):
-            self._check_deadline(deadline, timeout_s)
-            if truncate and stop == len(offsets):
-                raise TransferError(f"injected: the transfer ended before region {offsets[-1]}")
-            buffers = [self._arena[offset : offset + region_bytes].copy() for offset in offsets[start:stop]]
+        for start, stop in transfer.batches():
+            self._check_deadline(deadline, transfer)
+            if truncate and stop == len(transfer.offsets):
+                raise TransferError(f"injected: the transfer ended before region {transfer.offsets[-1]}")
+            buffers = [region.copy() for region in self._regions(transfer, start, stop)]
             if corrupt and start == 0:
                 buffers[0][0] ^= 0xFF
             drain(start, buffers)
+
+    def _regions(self, transfer: Transfer, start: int, stop: int) -> list[npt.NDArray[np.uint8]]:
+        return [self._arena[offset : offset + transfer.region_bytes] for offset in transfer.offsets[start:stop]]
 
     def _raise_next(self) -> None:
         if self.faults.errors and (error := self.faults.errors.pop(0)) is not None:
             raise error
 
-    def _check_deadline(self, deadline: float, timeout_s: float) -> None:
+    def _check_deadline(self, deadline: float, transfer: Transfer) -> None:
         if self._clock() > deadline:
-            raise PoolTimeoutError(f"in-process transfer took more than {timeout_s:.3f} s")
+            raise PoolTimeoutError(f"an in-process transfer took more than {transfer.timeout_s:.3f} s")
 
     def close(self) -> None:
         """Nothing to end."""

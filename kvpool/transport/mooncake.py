@@ -1,54 +1,58 @@
 """The `mooncake` transport: one-sided reads and writes of the arena by Mooncake's Transfer Engine, over RDMA or TCP.
 
-The server takes no part in a transfer, so it cannot check that a lease or a ticket is live; what guards the bytes is
-what guards them in shared memory. The caller's clock: a lease or ticket is asked for just before, no batch leaves or is
-handed over after `timeout_s`, and the client throws away what it got once the lease is over. The server's quarantine:
-slots of an expired ticket wait for `grace_ms`. Checksums, behind both.
+The server takes no part in a transfer, so it cannot check that a lease or a ticket is live. Three rules guard the
+bytes, as in shared memory. The client asks for a lease or ticket just before a transfer, starts and hands over no batch
+after `timeout_s`, and discards what it has read if the lease has ended meanwhile. The server keeps the slots of an
+expired ticket in quarantine for `grace_ms`. Behind both are the checksums.
 
-A transfer that was given up may still be writing, and one that failed may still have bytes in a socket. So a ticket
-whose write did not end well is never given back (`one_sided`): it expires, and its slots wait.
-
-Two batches of a call are under way at once, where lanes allow: one travels while the other is filled or drained.
+A transfer that was given up may still be writing, and one that failed may still have bytes in a socket. So the ticket
+of a failed write is never revoked (`one_sided`): it expires, and its slots wait in quarantine.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvpool.errors import KVPoolError, TransferError, UnavailableError
 from kvpool.mooncake import Bytes, Engine, State
-from kvpool.transport.base import BATCH_BYTES, Clock, Drain, Fill
-from kvpool.transport.lanes import MAX_LANES, Batch, Lanes, Transfer
-from kvpool.transport.trip import Trip
+from kvpool.transport.base import BATCH_BYTES, Clock, Drain, Fill, Transfer
+from kvpool.transport.pipeline import MAX_CHANNELS, TransferBatch
+from kvpool.transport.threaded_pipeline import ThreadedPipeline
 from kvpool.types import MooncakeInfo
 
 DEPTH = 2
+"""Batches of one call in flight: one travels while the caller fills or drains the other."""
 WINDOW = 64
-"""Transfers that a lane has under way at once; an engine queues about 2,000 for a peer, and fails more."""
+"""Engine transfers that a channel has in flight; an engine queues about 2,000 for a peer, and fails the others."""
+MAX_SPAN_BYTES = 1 << 20
+"""Largest engine transfer: larger ones would show no progress for too long."""
 
-LEG_BYTES = 1 << 20
-
+# How long a channel sleeps between two looks at its engine transfers: not at first, then a share of its wait so far.
+_SPIN_S = 50e-6
 _POLL_SHARE = 1 / 8
 _POLL_S = (20e-6, 20e-3)
-_SPIN_S = 50e-6
 
 
 class MooncakeTransport:
-    """Regions of an arena that a peer's engine has registered.
+    """Regions of an arena that the server's Transfer Engine has registered.
 
     Args:
-        info: the peer.
-        start: makes this side's engine; again, should too many transfers have been given up.
-        stall_timeout_s: a read that brings nothing for so long is given up.
+        info: the server's engine; also an attribute.
+        start: makes the client's engine. Called again after too many transfers were given up.
+        stall_timeout_s: a read that receives nothing for so long fails.
+
+    Attributes:
+        pipeline: the one in use; replaced together with the engine.
 
     Raises:
-        ConfigError: the engine does not start.
+        ConfigError: the client's engine does not start.
     """
 
     name = "mooncake"
@@ -63,77 +67,57 @@ class MooncakeTransport:
         stall_timeout_s: float,
         clock: Clock = time.monotonic,
     ):
-        self._info = info
+        self.info = info
         self._start = start
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._renewing = threading.Lock()
-        self._lanes = self._open()
+        self.pipeline = self._open()
 
     def __repr__(self) -> str:
-        return f"MooncakeTransport({self._info.session}, {self._info.protocol})"
+        return f"MooncakeTransport({self.info.session}, {self.info.protocol})"
 
-    def _open(self) -> Lanes:
-        engine, info = self._start(), self._info
-        lanes = Lanes(lambda closed: _EngineCarrier(engine, info, closed), f"the Transfer Engine at {info.session}")
-        # Also at the interpreter's end, which a thread inside the engine would not survive.
-        self._end = weakref.finalize(self, lanes.close)
-        return lanes
+    def _open(self) -> ThreadedPipeline:
+        engine, info = self._start(), self.info
+        pipeline = ThreadedPipeline(
+            lambda closed: _EngineChannel(engine, info, closed),
+            f"the Transfer Engine at {info.session}",
+            DEPTH,
+            self._stall_timeout_s,
+            self._clock,
+        )
+        # Also at the interpreter's end: a thread inside the engine would crash it.
+        self._end = weakref.finalize(self, pipeline.close)
+        return pipeline
 
     def prove(self, timeout_s: float) -> None:
         """Reads the server's nonce through the engine.
 
         Raises:
-            TransferError, PoolTimeoutError, UnavailableError: this engine does not reach the server's memory.
+            TransferError, PoolTimeoutError, UnavailableError: the engine does not reach the server's memory.
         """
         read: list[bytes] = []
-        transfer = Transfer(False, 0, [self._info.nonce_offset], len(self._info.nonce))
-        with self._trip([], 0, timeout_s, float("inf")) as trip:
-            trip.read(transfer, lambda _, rows: read.append(rows[0].tobytes()), transfer.region_bytes)
-        if read != [self._info.nonce]:
-            raise TransferError(f"the Transfer Engine at {self._info.session} is another server's")
+        transfer = Transfer(0, [self.info.nonce_offset], len(self.info.nonce), timeout_s)
+        self.pipeline.read(transfer, lambda _, rows: read.append(rows[0].tobytes()), stall_timeout_s=math.inf)
+        if read != [self.info.nonce]:
+            raise TransferError(f"the Transfer Engine at {self.info.session} belongs to another server")
 
-    def write(
-        self,
-        ticket_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        fill: Fill,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
-        with self._trip(offsets, region_bytes, timeout_s, float("inf")) as trip:
-            trip.write(Transfer(True, ticket_id, offsets, region_bytes), fill, batch_bytes)
+    def write(self, transfer: Transfer, fill: Fill) -> None:
+        transfer.check_bounds(self.info.nbytes)
+        self._renewed().write(transfer, fill)
 
-    def read(
-        self,
-        lease_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        drain: Drain,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
-        with self._trip(offsets, region_bytes, timeout_s, self._stall_timeout_s) as trip:
-            trip.read(Transfer(False, lease_id, offsets, region_bytes), drain, batch_bytes)
+    def read(self, transfer: Transfer, drain: Drain) -> None:
+        transfer.check_bounds(self.info.nbytes)
+        self._renewed().read(transfer, drain)
 
-    def _trip(self, offsets: Sequence[int], region_bytes: int, timeout_s: float, stall_timeout_s: float) -> Trip:
-        if offsets and max(offsets) + region_bytes > self._info.nbytes:
-            raise TransferError(
-                f"a region ends at {max(offsets) + region_bytes}, beyond the arena's {self._info.nbytes} bytes"
-            )
-        return Trip(self._in_service(), DEPTH, self._clock, timeout_s, stall_timeout_s)
-
-    def _in_service(self) -> Lanes:
-        """The lanes; new ones where a peer that stood still has taken half of them for good."""
+    def _renewed(self) -> ThreadedPipeline:
+        """The pipeline; a new one with a new engine if more than half of the channels are lost to a silent peer."""
         with self._renewing:
-            if self._lanes.num_lost > MAX_LANES // 2:
+            if self.pipeline.channels.num_lost > MAX_CHANNELS // 2:
                 end_lost = self._end
-                self._lanes = self._open()
+                self.pipeline = self._open()
                 end_lost()
-            return self._lanes
+            return self.pipeline
 
     def close(self) -> None:
         with self._renewing:
@@ -141,16 +125,16 @@ class MooncakeTransport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leg:
-    """One transfer of the engine's: addresses here and at the peer."""
+class _Span:
+    """One engine transfer: neighbouring regions, from or to address `here`, at the peer's address `there`."""
 
     here: int
     there: int
     nbytes: int
 
 
-class _EngineCarrier:
-    """Carries by one-sided transfers, which nothing can stop."""
+class _EngineChannel:
+    """Moves batches by one-sided engine transfers, which nothing can stop."""
 
     def __init__(self, engine: Engine, info: MooncakeInfo, closed: threading.Event):
         self._engine = engine
@@ -164,59 +148,61 @@ class _EngineCarrier:
         self._engine.register(grown)
         return grown
 
-    def begin(self, batch: Batch, here: Bytes) -> None:
-        """The engine queues no more than a window; all is done in `finish`."""
+    def begin(self, batch: TransferBatch, buffer: Bytes) -> None:
+        """Nothing: an engine queues no more than a window, so `finish` submits everything."""
 
-    def finish(self, batch: Batch, here: Bytes) -> None:
-        engine, legs = self._engine, self._legs(batch, here)
-        submit = engine.submit_write if batch.transfer.is_write else engine.submit_read
+    def finish(self, batch: TransferBatch, buffer: Bytes) -> None:
+        engine, spans = self._engine, self._spans(batch, buffer)
+        submit = engine.submit_write if batch.is_write else engine.submit_read
         failure: KVPoolError | None = None
-        under_way: list[int] = []
+        in_flight: list[int] = []
         at = 0
         since = time.monotonic()
-        while under_way or (at < len(legs) and failure is None):
+        while in_flight or (at < len(spans) and failure is None):
             if self._closed.is_set():
-                raise UnavailableError(f"the way to the Transfer Engine at {self._info.session} was closed")
-            for leg in legs[at : at + WINDOW - len(under_way)] if failure is None else ():
+                raise UnavailableError(
+                    f"the transport to the Transfer Engine at {self._info.session} was closed; open the namespace again"
+                )
+            for span in spans[at : at + WINDOW - len(in_flight)] if failure is None else ():
                 at += 1
-                if not (transfer_id := submit(self._info.session, leg.here, leg.there, leg.nbytes)):
+                if not (transfer_id := submit(self._info.session, span.here, span.there, span.nbytes)):
                     failure = UnavailableError(
-                        f"cannot reach the Transfer Engine of kvpool-server at {self._info.session}; is the server "
-                        "running, and are the engine's ports open?"
+                        f"cannot reach the Transfer Engine of kvpool-server at {self._info.session}; check that the "
+                        "server runs and that the engine's ports are open"
                     )
                     break
-                under_way.append(transfer_id)
-            states = [engine.state(transfer_id) for transfer_id in under_way]
+                in_flight.append(transfer_id)
+            states = [engine.state(transfer_id) for transfer_id in in_flight]
             if State.FAILED in states and failure is None:
-                verb = "write to" if batch.transfer.is_write else "read from"
+                verb = "write to" if batch.is_write else "read from"
                 failure = TransferError(f"a {verb} the arena by the Transfer Engine at {self._info.session} failed")
-            waiting = [each for each, state in zip(under_way, states, strict=True) if state is State.UNDER_WAY]
-            if len(waiting) < len(under_way):
-                under_way, since = waiting, time.monotonic()
+            waiting = [each for each, state in zip(in_flight, states, strict=True) if state is State.UNDER_WAY]
+            if len(waiting) < len(in_flight):
+                in_flight, since = waiting, time.monotonic()
                 batch.progressed()
             elif (waited := time.monotonic() - since) > _SPIN_S:
                 time.sleep(min(max(waited * _POLL_SHARE, _POLL_S[0]), _POLL_S[1]))
         if failure is not None:
             raise failure
 
-    def _legs(self, batch: Batch, here: Bytes) -> list[_Leg]:
-        """PeerDirectories travel together, in parts that show progress often enough."""
-        legs: list[_Leg] = []
-        address, base, region_bytes = here.ctypes.data, self._info.base_address, batch.transfer.region_bytes
+    def _spans(self, batch: TransferBatch, buffer: Bytes) -> list[_Span]:
+        """The batch's regions, neighbours joined up to `MAX_SPAN_BYTES`."""
+        spans: list[_Span] = []
+        address, base, region_bytes = buffer.ctypes.data, self._info.base_address, batch.transfer.region_bytes
         for nth, offset in enumerate(batch.offsets):
-            last = legs[-1] if legs else None
+            last = spans[-1] if spans else None
             if (
                 last is not None
                 and last.there + last.nbytes == base + offset
-                and last.nbytes + region_bytes <= LEG_BYTES
+                and last.nbytes + region_bytes <= MAX_SPAN_BYTES
             ):
-                legs[-1] = _Leg(last.here, last.there, last.nbytes + region_bytes)
+                spans[-1] = _Span(last.here, last.there, last.nbytes + region_bytes)
             else:
-                legs.append(_Leg(address + nth * region_bytes, base + offset, region_bytes))
-        return legs
+                spans.append(_Span(address + nth * region_bytes, base + offset, region_bytes))
+        return spans
 
-    def give_up(self, batch: Batch) -> None:
-        """It goes on, and the lane waits for it."""
+    def give_up(self, batch: TransferBatch) -> None:
+        """Nothing: the transfer goes on, and the channel waits for its end."""
 
     def close(self) -> None:
-        """The engine ends with its last reference."""
+        """Nothing: the engine ends with its last reference."""

@@ -85,7 +85,7 @@ def test_the_reference_connector(scenario: str, vllm_config: MakeConfig) -> None
     assert run(scenario, reference(), vllm_config) == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @EVERY_SCENARIO
 def test_kvpool(
     scenario: str, transport: str, vllm_config: MakeConfig, conformance_server: ServerProcess, shm_dir: str

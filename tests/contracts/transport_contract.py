@@ -14,7 +14,7 @@ import pytest
 from kvpool.client import Client, Namespace
 from kvpool.errors import PoolTimeoutError
 from kvpool.hashing import checksum
-from kvpool.transport.base import Buffers, Transport
+from kvpool.transport.base import Buffers, Transfer, Transport
 from kvpool.types import PutStatus, ShardRange
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -58,20 +58,20 @@ class ServerRegions:
         """Leaves the server as it was, for the next test."""
         self._client.release(self._leases)
         for ticket_id in self._tickets:
-            self._client.put_revoke(ticket_id)
+            self._client.rpc.put_revoke(ticket_id)
         for namespace in self._namespaces:
-            self._client.clear(namespace.fingerprint)
+            self._client.admin.clear(namespace.fingerprint)
 
     def __call__(self, num_regions: int, region_bytes: int) -> Regions:
         namespace = self.open(region_bytes)
         run = run_of(*range(num_regions))
-        grant = self._client.put_start(namespace, [run], ShardRange(0, 1))
+        grant = self._client.rpc.put_start(namespace, [run], ShardRange(0, 1))
         assert set(grant.statuses) == {PutStatus.GRANTED}
         self._tickets.append(grant.ticket_id)
 
         def seal() -> int:
             sums = [checksum(payload(idx, region_bytes)) for idx in range(num_regions)]
-            self._client.put_end(grant.ticket_id, sums)
+            self._client.rpc.put_end(grant.ticket_id, sums)
             self._leases.append(self._client.lookup(namespace, [run]).lease_id)
             return self._leases[-1]
 
@@ -90,7 +90,7 @@ class TransportContract:
             for idx, buffer in enumerate(buffers, first):
                 buffer[:] = payload(idx, region_bytes)
 
-        rig.transport.write(regions.ticket_id, regions.offsets, region_bytes, fill, batch_bytes, DEADLINE_S)
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes), fill)
 
     @pytest.fixture
     def stored(self, rig: Rig) -> tuple[Regions, int]:
@@ -117,9 +117,10 @@ class TransportContract:
             for idx, buffer in enumerate(buffers, first):
                 buffer[:] = payload(idx, REGION_BYTES)
 
-        rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, batch_bytes, DEADLINE_S)
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes), fill)
         rig.transport.read(
-            regions.seal(), regions.offsets, REGION_BYTES, lambda *seen: note(drained, *seen), batch_bytes, DEADLINE_S
+            Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes),
+            lambda *seen: note(drained, *seen),
         )
         step = max(1, batch_bytes // REGION_BYTES)
         assert filled == drained == [(at, min(step, num_regions - at)) for at in range(0, num_regions, step)]
@@ -133,7 +134,7 @@ class TransportContract:
         def drain(first: int, buffers: Buffers) -> None:
             read.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
 
-        rig.transport.read(regions.seal(), regions.offsets, region_bytes, drain, 2 * region_bytes, DEADLINE_S)
+        rig.transport.read(Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S, 2 * region_bytes), drain)
         assert read == {idx: payload(idx, region_bytes).tobytes() for idx in range(3)}
 
     @pytest.mark.parametrize("waits", [{0, 1, 2, 3, 4, 5, 6}, {1, 2, 5}])
@@ -154,7 +155,7 @@ class TransportContract:
 
             return wait
 
-        rig.transport.read(lease_id, regions.offsets, REGION_BYTES, drain, 1, DEADLINE_S)
+        rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), drain)
         for idx, buffer in kept.items():  # Those that are never used again.
             assert buffer.tobytes() == payload(idx, REGION_BYTES).tobytes()
 
@@ -168,7 +169,7 @@ class TransportContract:
             read.extend(buffer.tobytes() for buffer in buffers)
 
         offsets = [regions.offsets[idx] for idx in order]
-        rig.transport.read(lease_id, offsets, REGION_BYTES, drain, 2 * REGION_BYTES, DEADLINE_S)
+        rig.transport.read(Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
         assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
     @pytest.mark.parametrize("fails_at", [0, 4])
@@ -187,7 +188,9 @@ class TransportContract:
                 buffer[:] = 0
 
         with pytest.raises(UnheardError) as caught:
-            rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, 2 * REGION_BYTES, DEADLINE_S)
+            rig.transport.write(
+                Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), fill
+            )
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
 
@@ -205,7 +208,7 @@ class TransportContract:
                 raise failure
 
         with pytest.raises(UnheardError) as caught:
-            rig.transport.read(lease_id, regions.offsets, REGION_BYTES, drain, 2 * REGION_BYTES, DEADLINE_S)
+            rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
 
@@ -218,7 +221,7 @@ class TransportContract:
             rig.pass_time(0.3)
 
         with pytest.raises(PoolTimeoutError):
-            rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, 1, timeout_s=0.1)
+            rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.1, 1), fill)
 
     def test_a_read_past_its_deadline_times_out(self, rig: Rig) -> None:
         region_bytes, num_regions = 1 << 20, 8
@@ -226,7 +229,7 @@ class TransportContract:
         self._write(rig, regions, region_bytes)
         lease_id = regions.seal()
         with pytest.raises(PoolTimeoutError):
-            rig.transport.read(lease_id, regions.offsets, region_bytes, lambda *_: rig.pass_time(0.3), 1, timeout_s=0.2)
+            rig.transport.read(Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1), lambda *_: rig.pass_time(0.3))
 
     def test_no_regions_are_no_work(self, rig: Rig) -> None:
         regions = rig.regions(1, REGION_BYTES)
@@ -234,9 +237,9 @@ class TransportContract:
         def never(first: int, buffers: Buffers) -> None:
             raise AssertionError("called for nothing")
 
-        rig.transport.write(regions.ticket_id, (), REGION_BYTES, never, 1, DEADLINE_S)
+        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), never)
         self._write(rig, regions)
-        rig.transport.read(regions.seal(), (), REGION_BYTES, never, 1, DEADLINE_S)
+        rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), never)
 
     def test_threads_share_a_transport(self, rig: Rig) -> None:
         failures: list[BaseException] = []
@@ -249,7 +252,7 @@ class TransportContract:
 
             try:
                 self._write(rig, regions, batch_bytes=1)
-                rig.transport.read(regions.seal(), regions.offsets, REGION_BYTES, drain, 1, DEADLINE_S)
+                rig.transport.read(Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1), drain)
             except BaseException as error:
                 failures.append(error)
 

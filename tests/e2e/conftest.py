@@ -79,7 +79,7 @@ def hit_tokens(num_tokens: int) -> int:
 
 def pool_stats(server: ServerProcess) -> PoolStats:
     with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
-        return client.stats()
+        return client.admin.stats()
 
 
 def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 60.0) -> None:

@@ -119,7 +119,7 @@ def test_what_is_stored_and_what_is_found_missing(
         assert len(windows) == 5 and whole[0]["group_idx"] not in windows
 
     with Client(ClientConfig(process.endpoint, timeout_ms=60_000)) as client:
-        client.clear()
+        client.admin.clear()
     announced = set(names(events.heard, "BlockStored"))
     events.heard.clear()
     engine.generate([text])  # Looks up, finds nothing, and stores all of it again.

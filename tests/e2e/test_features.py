@@ -146,7 +146,9 @@ def test_each_type_of_kv_has_blocks_of_its_own(
             drain(engine)
             logs[name] = engine.log()
     with Client(ClientConfig(e2e_server.endpoint, timeout_ms=60_000)) as client:
-        mine = [info.spec for info in client.namespaces() if info.fingerprint.hex()[:12] in "".join(logs.values())]
+        mine = [
+            info.spec for info in client.admin.namespaces() if info.fingerprint.hex()[:12] in "".join(logs.values())
+        ]
     # Why they do not share is in the log of the one that came later.
     why = r"another namespace of llama, of which nothing can be read in \w+, because .*"
     if types == "fp8":

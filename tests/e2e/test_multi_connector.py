@@ -52,7 +52,7 @@ def loaded_blocks(server: ServerProcess) -> int:
 
 def clear(server: ServerProcess) -> None:
     with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
-        assert client.clear() > 0
+        assert client.admin.clear() > 0
 
 
 @pytest.fixture

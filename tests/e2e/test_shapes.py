@@ -54,7 +54,7 @@ def test_what_one_engine_computed_another_loads(
         EngineSpec(
             model, kvpool_transfer_config(server.endpoint, transport=each, **PATIENT), arguments, in_process=True
         )
-        for each in ("shm", "stream")
+        for each in ("shm", "tcp")
     ]
     prompts = [prompt(length, f"{shape} {length}") for length in LENGTHS]
     full = [(length - 1) // alignment * alignment for length in LENGTHS]

@@ -21,7 +21,7 @@ def others(start_engines: StartEngines, e2e_server: ServerProcess) -> list[Engin
     """One that loads over shared memory, and one over gRPC that does not store what it decodes."""
     return start_engines(
         kvpool_transfer_config(e2e_server.endpoint, transport="shm", **PATIENT),
-        kvpool_transfer_config(e2e_server.endpoint, transport="stream", store_decoded=False, **PATIENT),
+        kvpool_transfer_config(e2e_server.endpoint, transport="tcp", store_decoded=False, **PATIENT),
     )
 
 
@@ -31,7 +31,7 @@ def shm_reader(others: list[Engine]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def stream_reader(others: list[Engine]) -> Engine:
+def tcp_reader(others: list[Engine]) -> Engine:
     return others[1]
 
 
@@ -52,7 +52,7 @@ def test_a_cold_engine_answers_as_one_without_kvpool(runs: dict[str, list[Answer
     assert_same(runs["cold"], runs["plain"])
 
 
-@pytest.mark.parametrize("reader", ["shm_reader", "stream_reader"])
+@pytest.mark.parametrize("reader", ["shm_reader", "tcp_reader"])
 def test_another_engine_loads_what_was_stored_bit_for_bit(
     reader: str, runs: dict[str, list[Answer]], request: pytest.FixtureRequest
 ) -> None:
@@ -66,9 +66,9 @@ def test_another_engine_loads_what_was_stored_bit_for_bit(
     drain(engine)
 
 
-def test_the_readers_use_the_transport_they_were_told_to(shm_reader: Engine, stream_reader: Engine) -> None:
+def test_the_readers_use_the_transport_they_were_told_to(shm_reader: Engine, tcp_reader: Engine) -> None:
     assert "transport shm" in shm_reader.log()
-    assert "transport shm" not in stream_reader.log() and "transport stream" in stream_reader.log()
+    assert "transport shm" not in tcp_reader.log() and "transport tcp" in tcp_reader.log()
 
 
 def test_prompts_submitted_together_all_load(
@@ -107,11 +107,11 @@ def test_the_block_of_the_last_sampled_token_is_not_stored(engine: Engine, shm_r
 
 
 def test_decoded_blocks_are_not_stored_where_that_is_switched_off(
-    stream_reader: Engine, shm_reader: Engine, plain_engine: Engine
+    tcp_reader: Engine, shm_reader: Engine, plain_engine: Engine
 ) -> None:
     first = prompt(100, "prompts only")
-    reply = stream_reader.generate([first], max_tokens=100)[0].tokens
-    drain(stream_reader)
+    reply = tcp_reader.generate([first], max_tokens=100)[0].tokens
+    drain(tcp_reader)
     second = first + reply + prompt(20, "second turn")
     answer = shm_reader.generate([second])[0]
     assert answer.cached_tokens == 96

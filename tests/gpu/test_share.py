@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.write(tmp_path_factory.mktemp("model") / "tiny", tiny_llama.Shape(head_dim=64))
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_load_is_what_the_engine_would_have_had(pool_server, model: Path, tmp_path: Path, transport: str):
     server = pool_server("--memory", "1GiB")
     prompts = _prompts(6, 3000, seed=1)

@@ -62,7 +62,7 @@ def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def stored(server: ServerProcess, connect: Callable[..., Client]) -> tuple[Namespace, Namespace]:
     """Two namespaces of two blocks each, and nothing else on the server."""
     client = connect(server)
-    client.clear()
+    client.admin.clear()
 
     def store(spec: NamespaceSpec) -> Namespace:
         namespace = client.open_namespace(spec)
@@ -91,10 +91,10 @@ def test_ping(cli: Cli) -> None:
 
 
 def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
-    told = cli("ping", "--transport", "stream").splitlines()[1]
-    assert re.fullmatch(r"bytes would travel by stream over the data port \S+: transport=stream", told)
+    told = cli("ping", "--transport", "tcp").splitlines()[1]
+    assert re.fullmatch(r"bytes would travel by tcp over the data port \S+: transport=tcp", told)
     done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
-    assert done.returncode == 1 and "'pigeon' is not one of auto, shm, mooncake, stream" in done.stderr
+    assert done.returncode == 1 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, stream" in done.stderr
 
 
 def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> None:
@@ -265,7 +265,7 @@ def test_a_server_that_is_not_there_is_one_sentence(command: list[str]) -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"kvpool: cannot reach kvpool-server at {NOBODY}")
-    assert "is it running, and is the endpoint right?" in done.stderr
+    assert "check that the server runs, and that the endpoint is right" in done.stderr
 
 
 def test_a_bad_endpoint_is_one_sentence() -> None:

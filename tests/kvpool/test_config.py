@@ -5,6 +5,7 @@ import pytest
 
 from kvpool.config import TRANSPORTS, ClientConfig, check_endpoint
 from kvpool.errors import ConfigError
+from kvpool.transport.choice import CANDIDATES
 
 TIMES = [field.name for field in dataclasses.fields(ClientConfig) if field.name.endswith("_ms")]
 
@@ -21,13 +22,17 @@ def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
     assert repr(endpoint) in str(caught.value)
 
 
+def test_every_transport_setting_has_candidates() -> None:
+    assert {*CANDIDATES} == {*TRANSPORTS}
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_transports(transport: str) -> None:
     assert ClientConfig(transport=transport).transport == transport
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="transport 'pigeon' is not one of auto, shm, mooncake, stream"):
+    with pytest.raises(ConfigError, match="transport 'pigeon' is not one of auto, shm, tcp, grpc, mooncake, stream"):
         ClientConfig(transport="pigeon")
 
 

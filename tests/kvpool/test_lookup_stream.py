@@ -139,7 +139,7 @@ def test_a_lookup_ends_at_its_deadline_and_a_late_answer_is_nobody_elses(served:
 
 def test_an_answer_that_nobody_asked_for_ends_the_stream(served: Served) -> None:
     served.ask(SAY_MORE)
-    wait_for(lambda: served.lookups._stream is not None and served.lookups._stream._ended, "the stream's end")
+    wait_for(lambda: not served.lookups.is_open, "the stream's end")
     assert served.ask(100) == 100
     assert served.whim.num_streams == 2
 

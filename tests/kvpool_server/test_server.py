@@ -71,7 +71,7 @@ def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: 
     server = pool_server("--drain-ms", "10000")
     client = connect(server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
-    grant = client.put_start(namespace, [run_of("a")], ShardRange(0, 1))
+    grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
     go_on = threading.Event()
 
     def pieces() -> Iterator[pb.WriteRequest]:
@@ -81,7 +81,7 @@ def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: 
 
     with grpc.insecure_channel(server.endpoint) as channel:
         call = PoolStub(channel).Write.future(pieces(), timeout=20)
-        wait_for(lambda: client.stats().num_tickets == 1, "the ticket")
+        wait_for(lambda: client.admin.stats().num_tickets == 1, "the ticket")
         server.terminate()
         wait_for(lambda: _http(f"{server.http_url}/healthz")[0] == 503, "/healthz says that the server drains")
         assert _http(f"{server.http_url}/healthz") == (503, "draining\n")
@@ -95,7 +95,7 @@ def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--drain-ms", "100")
     client = connect(server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
-    grant = client.put_start(namespace, [run_of("a")], ShardRange(0, 1))
+    grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
     go_on = threading.Event()
 
     def pieces() -> Iterator[pb.WriteRequest]:
@@ -184,7 +184,7 @@ def test_http_can_be_switched_off(pool_server: StartServer) -> None:
 @pytest.mark.parametrize("data_listen", ["", "127.0.0.1:0"])
 def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, data_listen: str) -> None:
     server = pool_server("--data-listen", data_listen)
-    client = connect(server, transport="stream")
+    client = connect(server, transport="tcp")
     before = _metrics(server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     run = run_of("a", "b")
@@ -200,7 +200,7 @@ def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, 
     assert grown("kvpool_entries") == 2 and grown("kvpool_leases") == 1 and grown("kvpool_free_bytes") == -2_000
     assert grown("kvpool_put_completed_blocks_total") == 2
     assert grown("kvpool_lookup_blocks_total") == 3 and grown("kvpool_lookup_hits_total") == 2
-    assert client.stats().counters.keys() <= COUNTERS.keys(), "a counter that no metric exports"
+    assert client.admin.stats().counters.keys() <= COUNTERS.keys(), "a counter that no metric exports"
     transport = "tcp" if data_listen else "grpc"
     lines = [
         f'kvpool_transferred_bytes_total{{direction="{direction}",transport="{transport}"}} 2000.0'

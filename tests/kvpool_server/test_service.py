@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from kvpool import wire
-from kvpool.client import Client, InPlace, Namespace, PendingLookup, VisitBlocks
+from kvpool.block_io import DrainBlocks, InPlace
+from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
@@ -38,6 +39,7 @@ from kvpool.errors import (
 from kvpool.hashing import checksum
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
+from kvpool.rpc import Namespace, PendingLookup
 from kvpool.segment import Segment
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
@@ -135,11 +137,11 @@ def test_payloads_may_be_bytes_or_arrays(client: Client, namespace: Namespace) -
         assert _load(client, namespace, run_of(nth)) == [array.tobytes()]
 
 
-def test_both_transports_see_the_same_blocks(shm_client: Client, stream_client: Client, spec: NamespaceSpec) -> None:
-    by_shm, by_stream = shm_client.open_namespace(spec), stream_client.open_namespace(spec)
-    assert (by_shm.transport.name, by_stream.transport.name) == ("shm", "stream")
-    assert _load(stream_client, by_stream, _store(shm_client, by_shm, "a")) == [payload("a", CHUNK).tobytes()]
-    assert _load(shm_client, by_shm, _store(stream_client, by_stream, "b")) == [payload("b", CHUNK).tobytes()]
+def test_both_transports_see_the_same_blocks(shm_client: Client, tcp_client: Client, spec: NamespaceSpec) -> None:
+    by_shm, by_tcp = shm_client.open_namespace(spec), tcp_client.open_namespace(spec)
+    assert (by_shm.transport.name, by_tcp.transport.name) == ("shm", "tcp")
+    assert _load(tcp_client, by_tcp, _store(shm_client, by_shm, "a")) == [payload("a", CHUNK).tobytes()]
+    assert _load(shm_client, by_shm, _store(tcp_client, by_tcp, "b")) == [payload("b", CHUNK).tobytes()]
 
 
 def test_auto_takes_shared_memory_where_both_sides_see_it(
@@ -304,7 +306,7 @@ def test_a_failing_fill_gives_the_space_back_and_reaches_the_caller(client: Clie
 
     with pytest.raises(ZeroDivisionError, match="no bytes today"):
         client.put(namespace, [run_of("a")], fill)
-    wait_for(lambda: client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the space")
+    wait_for(lambda: client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the space")
 
 
 def test_bytes_may_be_on_their_way_until_their_checksums_are_asked_for(
@@ -328,7 +330,7 @@ def test_bytes_may_be_on_their_way_until_their_checksums_are_asked_for(
 
     asked: list[int] = []
 
-    def drain_with(sums: dict[int, int]) -> VisitBlocks:
+    def drain_with(sums: dict[int, int]) -> DrainBlocks:
         def drain(indices: Sequence[int], buffers: Buffers) -> Checksums:
             asked.extend(indices)
             return lambda: [sums[idx] for idx in indices]
@@ -364,7 +366,7 @@ def test_no_byte_is_on_its_way_when_a_failed_put_gives_its_regions_back(
     with pytest.raises(ZeroDivisionError, match="no more bytes"):
         client.put(namespace, [run_of("d", "e", "f")], fill, batch_bytes=CHUNK)
     assert waited == [0, 1]
-    wait_for(lambda: client.put_start(namespace, [run_of("d")], WHOLE).statuses == (GRANTED,), "the space")
+    wait_for(lambda: client.rpc.put_start(namespace, [run_of("d")], WHOLE).statuses == (GRANTED,), "the space")
 
 
 def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServer, connect: Connect) -> None:
@@ -374,7 +376,7 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
     run = _store(client, namespace, "a")
     for _ in range(50):
         client.release_quietly(client.lookup(namespace, [run]).lease_id)
-    wait_for(lambda: client.stats().num_leases == 0, "the end of every lease")
+    wait_for(lambda: client.admin.stats().num_leases == 0, "the end of every lease")
 
     def fill(indices: Sequence[int], buffers: Buffers) -> None:
         raise ZeroDivisionError
@@ -382,8 +384,12 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
     for name in range(50):
         with pytest.raises(ZeroDivisionError):
             client.put(namespace, [run_of(name)], fill)
-    wait_for(lambda: client.stats().num_tickets == 0, "the end of every ticket")
-    assert client.stats().counters.get("expired_tickets", 0) == 0 == client.stats().counters.get("expired_leases", 0)
+    wait_for(lambda: client.admin.stats().num_tickets == 0, "the end of every ticket")
+    assert (
+        client.admin.stats().counters.get("expired_tickets", 0)
+        == 0
+        == client.admin.stats().counters.get("expired_leases", 0)
+    )
 
 
 def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Connect) -> None:
@@ -396,12 +402,12 @@ def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Co
     with grpc.insecure_channel(server.endpoint) as channel:
         lookup = PoolStub(channel).Lookup  # type: ignore[no-untyped-call]
         assert not lookup(pb.LookupRequest(release=[leases[0], leases[0], 0, (1 << 64) - 1]), timeout=10).hits
-        assert client.stats().num_leases == 3
+        assert client.admin.stats().num_leases == 3
         found = lookup(
             pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=1_000),
             timeout=10,
         )
-        assert found.lease_id and client.stats().num_leases == 2
+        assert found.lease_id and client.admin.stats().num_leases == 2
         for bad in (pb.LookupRequest(), pb.LookupRequest(release=[1] * 100_000)):
             with pytest.raises(grpc.RpcError) as refused:
                 lookup(bad, timeout=10)
@@ -520,14 +526,14 @@ def test_no_runs_are_no_request(stub: PoolStub, namespace: Namespace) -> None:
 def test_shards_that_are_not_there_are_refused(client: Client, namespace: Namespace) -> None:
     for shards in (ShardRange(1, 1), ShardRange(0, 2), ShardRange(0, 0), ShardRange(2**32 - 1, 2**32 - 1)):
         with pytest.raises(InvalidRequestError, match=r"are not within the group's 1 shards"):
-            client.put_start(namespace, [run_of("a")], shards)
+            client.rpc.put_start(namespace, [run_of("a")], shards)
 
 
 def test_a_server_that_computes_fingerprints_in_another_way_is_refused(
     client: Client, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda self: bytes(32))
-    with pytest.raises(TransferError, match="different fingerprints; they are of different releases"):
+    with pytest.raises(TransferError, match=r"compute different fingerprints .* install the same release of kvpool"):
         client.open_namespace(spec)
 
 
@@ -577,7 +583,7 @@ def test_bytes_that_are_no_message_fail_their_call_and_nothing_else(
 
 def test_a_write_of_nothing_writes_nothing(stub: PoolStub, client: Client, namespace: Namespace) -> None:
     assert stub.Write(iter([]), timeout=10).nbytes == 0
-    grant = client.put_start(namespace, [run_of("a")], WHOLE)
+    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
     empty = pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0])
     assert stub.Write(iter([empty]), timeout=10).nbytes == 0
 
@@ -591,27 +597,27 @@ def test_a_read_of_nothing_reads_nothing(stub: PoolStub) -> None:
 
 def test_put_end_and_revoke_want_a_ticket(client: Client) -> None:
     with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
-        client.put_end(123, [1])
-    assert client.put_revoke(123) is False
+        client.rpc.put_end(123, [1])
+    assert client.rpc.put_revoke(123) is False
 
 
 def test_a_ticket_ends_once(client: Client, namespace: Namespace) -> None:
-    grant = client.put_start(namespace, [run_of("a")], WHOLE)
+    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
     with pytest.raises(InvalidRequestError, match="2 checksums; the ticket covers 1 blocks x 1 shards"):
-        client.put_end(grant.ticket_id, [1, 2])
-    client.put_end(grant.ticket_id, [1])
+        client.rpc.put_end(grant.ticket_id, [1, 2])
+    client.rpc.put_end(grant.ticket_id, [1])
     with pytest.raises(LeaseExpiredError):
-        client.put_end(grant.ticket_id, [1])
-    assert client.put_revoke(grant.ticket_id) is False
+        client.rpc.put_end(grant.ticket_id, [1])
+    assert client.rpc.put_revoke(grant.ticket_id) is False
 
 
 def test_a_ticket_is_revoked_once_and_its_block_can_be_put_again(client: Client, namespace: Namespace) -> None:
-    grant = client.put_start(namespace, [run_of("a")], WHOLE)
-    assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (BUSY,)
-    assert client.put_revoke(grant.ticket_id) is True
-    assert client.put_revoke(grant.ticket_id) is False
+    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
+    assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (BUSY,)
+    assert client.rpc.put_revoke(grant.ticket_id) is True
+    assert client.rpc.put_revoke(grant.ticket_id) is False
     with pytest.raises(LeaseExpiredError):
-        client.put_end(grant.ticket_id, [1])
+        client.rpc.put_end(grant.ticket_id, [1])
     _store(client, namespace, "a")
 
 
@@ -620,17 +626,17 @@ def test_put_end_after_its_ticket_expired_makes_nothing_readable(
 ) -> None:
     client = connect(shared_server, ticket_ttl_ms=1)
     namespace = client.open_namespace(spec)
-    grant = client.put_start(namespace, [run_of("a")], WHOLE)
-    wait_for(lambda: client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the ticket's end")
+    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
+    wait_for(lambda: client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the ticket's end")
     with pytest.raises(LeaseExpiredError, match=f"ticket {grant.ticket_id:#x} is not live"):
-        client.put_end(grant.ticket_id, [1])
+        client.rpc.put_end(grant.ticket_id, [1])
     assert _leading(client, namespace, run_of("a")) == 0
 
 
 def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
     shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
 ) -> None:
-    for transport in ("shm", "stream"):
+    for transport in ("shm", "tcp"):
         client = connect(shared_server, transport=transport, ticket_ttl_ms=100)
         namespace = client.open_namespace(spec)
 
@@ -643,7 +649,7 @@ def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
             namespace: Namespace = namespace,
             run: BlockRun = run,
         ) -> None:
-            wait_for(lambda: client.put_start(namespace, [run], WHOLE).statuses == (GRANTED,), "the ticket's end")
+            wait_for(lambda: client.rpc.put_start(namespace, [run], WHOLE).statuses == (GRANTED,), "the ticket's end")
 
         with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
             client.put(namespace, [run], slow)
@@ -655,7 +661,7 @@ def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: 
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     lease_id = client.lookup(namespace, [run]).lease_id
-    wait_for(lambda: _has_expired(lambda: client.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+    wait_for(lambda: _has_expired(lambda: client.rpc.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
     with pytest.raises(LeaseExpiredError, match=f"lease {lease_id:#x} is not live.*look up again"):
         client.get_blocks(namespace, lease_id, run)
     with pytest.raises(LeaseExpiredError):
@@ -674,7 +680,7 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(
 
     def drain(indices: Sequence[int], buffers: Buffers) -> None:
         drained.extend(indices)
-        wait_for(lambda: _has_expired(lambda: client.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+        wait_for(lambda: _has_expired(lambda: client.rpc.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
 
     with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
         client.get(namespace, lease_id, [run], drain)
@@ -689,7 +695,9 @@ def test_release_ends_leases_once(client: Client, namespace: Namespace) -> None:
 
 
 def test_a_get_of_several_groups_is_refused_before_it_is_sent(client: Client, namespace: Namespace) -> None:
-    with pytest.raises(InvalidRequestError, match=r"blocks of one group; these are of \[0, 1\]"):
+    with pytest.raises(
+        InvalidRequestError, match=r"the runs are of groups \[0, 1\]; a put or get moves blocks of one group"
+    ):
         client.get(namespace, 1, [run_of("a"), run_of("a", group_idx=1)], lambda *_: None)
 
 
@@ -704,7 +712,7 @@ def test_payloads_of_a_wrong_size_or_number_are_refused_before_they_are_sent(
         client.put_blocks(namespace, run_of("a", "b"), [bytes(CHUNK)])
     with pytest.raises(InvalidRequestError, match=f"payload 0 has {CHUNK} bytes of uint16"):
         client.put_blocks(namespace, run_of("a"), [np.zeros(CHUNK // 2, np.uint16)])
-    assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "a ticket was left"
+    assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "a ticket was left"
 
 
 @pytest.mark.parametrize(
@@ -722,9 +730,9 @@ def test_payloads_of_a_wrong_size_or_number_are_refused_before_they_are_sent(
 def test_blocks_in_place_that_are_no_such_blocks_are_refused_and_harm_nobody(
     client: Client, namespace: Namespace, blocks: list[Any]
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="in place"):
+    with pytest.raises(InvalidRequestError, match=r"a block to send|fill callback returned"):
         client.put(namespace, [run_of("a", "b")], lambda *_: InPlace(blocks))
-    for nth in range(20):  # More than there are ways to a data port.
+    for nth in range(20):  # More than there are channels to a data port.
         with pytest.raises(InvalidRequestError):
             client.put(namespace, [run_of(nth, -nth - 1)], lambda *_: InPlace(blocks))
     run = _store(client, namespace, "c", "d")
@@ -747,7 +755,7 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
     assert writer.stdout is not None
     try:
         assert int(writer.stdout.readline()) != 0
-        assert client.put_start(namespace, [run], WHOLE).statuses == (BUSY, BUSY)
+        assert client.rpc.put_start(namespace, [run], WHOLE).statuses == (BUSY, BUSY)
     finally:
         writer.kill()
         writer.wait(10)
@@ -757,13 +765,13 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
     _store(client, namespace, "c", chunk_bytes=VANISHING_CHUNK_BYTES)
     assert _leading(client, namespace, run) == 0
     # As soon as its ticket has expired the next writer gets fresh slots, with the old ones still in quarantine.
-    wait_for(lambda: client.stats().num_tickets == 0, "the end of the ticket")
+    wait_for(lambda: client.admin.stats().num_tickets == 0, "the end of the ticket")
     again = client.put_blocks(namespace, run, [payload(name, VANISHING_CHUNK_BYTES) for name in "ab"])
     assert again.receipt.num_complete == 2
     assert _load(client, namespace, run) == [payload(name, VANISHING_CHUNK_BYTES).tobytes() for name in "ab"]
     # After the grace the space is back.
-    wait_for(lambda: client.stats().num_quarantined == 0, "the end of the grace")
-    stats = client.stats()
+    wait_for(lambda: client.admin.stats().num_quarantined == 0, "the end of the grace")
+    stats = client.admin.stats()
     assert stats.free_bytes == stats.arena_bytes - 3 * VANISHING_CHUNK_BYTES
     assert stats.counters["expired_tickets"] == 1
 
@@ -774,7 +782,7 @@ def _flip_a_byte(client: Client, stub: PoolStub, namespace: Namespace, run: Bloc
     info = decode_opened(reply).offer.segment
     assert info is not None
     lease_id = client.lookup(namespace, [run]).lease_id
-    offset = client.locate(namespace, lease_id, [run], WHOLE).offsets[0]
+    offset = client.rpc.locate(namespace, lease_id, [run], WHOLE).offsets[0]
     client.release([lease_id])
     segment = Segment.attach(info)
     segment.bytes[offset + CHUNK // 2] ^= 0x01
@@ -787,13 +795,13 @@ def test_a_corrupted_block_is_an_error_once_and_then_a_miss(
     run = _store(client, namespace, "a", "b", "c")
     bad = run_of("b")
     _flip_a_byte(client, stub, namespace, bad)
-    dropped = client.stats().counters.get("corrupt_blocks", 0)
+    dropped = client.admin.stats().counters.get("corrupt_blocks", 0)
     lease_id = client.lookup(namespace, [run]).lease_id
     with pytest.raises(
         ChecksumError, match=f"1 blocks differ from their checksums, the first is {block_hash('b').hex()}"
     ):
         client.get_blocks(namespace, lease_id, run)
-    assert client.stats().counters["corrupt_blocks"] == dropped + 1
+    assert client.admin.stats().counters["corrupt_blocks"] == dropped + 1
     client.release([lease_id])
     assert client.lookup(namespace, [run], prefix_only=False, lease=False).hits[0].complete == 0b101
     _store(client, namespace, "b")
@@ -805,18 +813,18 @@ def test_a_corrupted_block_is_a_miss_for_inline_gets_and_is_dropped(
 ) -> None:
     run = _store(client, namespace, "a")
     _flip_a_byte(client, stub, namespace, run)
-    dropped = client.stats().counters.get("corrupt_blocks", 0)
-    assert client.get_chunks([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None]
-    assert client.stats().counters["corrupt_blocks"] == dropped + 1
+    dropped = client.admin.stats().counters.get("corrupt_blocks", 0)
+    assert client.chunks.get([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None]
+    assert client.admin.stats().counters["corrupt_blocks"] == dropped + 1
     assert _leading(client, namespace, run) == 0
 
 
 def test_verify_drops_what_has_changed(client: Client, stub: PoolStub, namespace: Namespace) -> None:
     run = _store(client, namespace, "a", "b")
-    assert client.verify(namespace, [run]) == (2, 0)
+    assert client.admin.verify(namespace, [run]) == (2, 0)
     _flip_a_byte(client, stub, namespace, run_of("a"))
-    assert client.verify(namespace, [run]) == (2, 1)
-    assert client.verify(namespace, [run]) == (1, 0)
+    assert client.admin.verify(namespace, [run]) == (2, 1)
+    assert client.admin.verify(namespace, [run]) == (1, 0)
 
 
 def test_an_arena_full_of_leased_blocks_refuses_and_changes_nothing(pool_server: StartServer, connect: Connect) -> None:
@@ -828,20 +836,20 @@ def test_an_arena_full_of_leased_blocks_refuses_and_changes_nothing(pool_server:
     lease_id = client.lookup(namespace, [run]).lease_id
 
     def gauges() -> Any:
-        return dataclasses.replace(client.stats(), counters={}, prefaulted_bytes=0)
+        return dataclasses.replace(client.admin.stats(), counters={}, prefaulted_bytes=0)
 
-    before, refused = gauges(), client.stats().counters.get("out_of_space_puts", 0)
+    before, refused = gauges(), client.admin.stats().counters.get("out_of_space_puts", 0)
     assert before.free_bytes == 0
     with pytest.raises(OutOfSpaceError, match=f"no room for 1 blocks of {chunk_bytes} bytes.*more --memory"):
         client.put_blocks(namespace, run_of("new"), [bytes(chunk_bytes)])
     assert gauges() == before
-    assert client.stats().counters["out_of_space_puts"] == refused + 1
+    assert client.admin.stats().counters["out_of_space_puts"] == refused + 1
     client.release([lease_id])
     assert client.put_blocks(namespace, run_of("new"), [bytes(chunk_bytes)]).receipt.num_complete == 1
     assert _leading(client, namespace, run) == 15, "the deepest block made way"
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
     pool_server: StartServer, connect: Connect, transport: str
 ) -> None:
@@ -851,7 +859,7 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
     old = client.open_namespace(spec)
     run = _store(client, old, "a")
     old_lease = client.lookup(old, [run]).lease_id
-    old_ticket = client.put_start(old, [run_of("b")], WHOLE).ticket_id
+    old_ticket = client.rpc.put_start(old, [run_of("b")], WHOLE).ticket_id
     old_pid = server.pid
     server.kill()
     with pytest.raises((UnavailableError, PoolTimeoutError)):
@@ -870,7 +878,7 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
         with pytest.raises(UnknownNamespaceError, match="open it first"):
             call()
     with pytest.raises(LeaseExpiredError, match="of another boot"):
-        client.put_end(old_ticket, [1])
+        client.rpc.put_end(old_ticket, [1])
 
     # Another engine opens the namespace and stores other bytes under the same name: the old handle must not see them.
     other = connect(server, transport=transport)
@@ -883,9 +891,9 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
     with pytest.raises(UnavailableError, match="has restarted; open the namespace again"):
         client.lookup(old, [run])
     assert _leading(other, theirs, run_of("new")) == 0
-    wait_for(lambda: other.stats().num_tickets == 0, "the old handle's ticket is given back")
+    wait_for(lambda: other.admin.stats().num_tickets == 0, "the old handle's ticket is given back")
 
-    assert f"kvpool-{old_pid}-" in Path("/proc/self/maps").read_text() or transport == "stream"
+    assert f"kvpool-{old_pid}-" in Path("/proc/self/maps").read_text() or transport == "tcp"
     reopened = client.open_namespace(spec)
     wait_for(lambda: f"kvpool-{old_pid}-" not in Path("/proc/self/maps").read_text(), "the old memory is let go")
     assert reopened.boot_token == theirs.boot_token
@@ -895,7 +903,7 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
 
 def _answers(client: Client) -> bool:
     try:
-        client.ping()
+        client.admin.ping()
     except (UnavailableError, PoolTimeoutError):
         return False
     return True
@@ -906,18 +914,18 @@ def test_an_address_that_does_not_resolve_is_named() -> None:
         Client(ClientConfig(endpoint="no-such-host.invalid:50051", timeout_ms=10_000)) as client,
         pytest.raises((UnavailableError, PoolTimeoutError), match=r"kvpool-server at no-such-host\.invalid:50051"),
     ):
-        client.ping()
+        client.admin.ping()
 
 
 def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(pool_server: StartServer) -> None:
     server = pool_server("--memory", "1MiB")
     with Client(ClientConfig(endpoint=server.endpoint, timeout_ms=200)) as client:
-        client.ping()
+        client.admin.ping()
         os.kill(server.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
             with pytest.raises(PoolTimeoutError, match=f"kvpool-server at {server.endpoint} did not answer in time"):
-                client.ping()
+                client.admin.ping()
             assert time.monotonic() - started < 5
         finally:
             os.kill(server.pid, signal.SIGCONT)
@@ -930,7 +938,7 @@ def test_a_client_that_shares_no_memory_falls_back_to_the_stream_or_says_so(
     directory.mkdir()
     server = pool_server("--memory", "1MiB", shm_dir=str(directory))
     directory.rename(ram_dir / "elsewhere")  # As a container that does not mount it would see it.
-    assert connect(server, transport="auto").open_namespace(spec).transport.name == "stream"
+    assert connect(server, transport="auto").open_namespace(spec).transport.name == "tcp"
     with pytest.raises(TransferError, match=f"no shared memory at {directory}"):
         connect(server, transport="shm").open_namespace(spec)
 
@@ -946,56 +954,56 @@ def _chunk(namespace: Namespace, name: object, *, shard: int = 0, group_idx: int
 
 def test_inline_chunks_come_back(client: Client, namespace: Namespace) -> None:
     chunks = [_chunk(namespace, "a"), _chunk(namespace, "b", parent_hash=block_hash("a"))]
-    tickets_before = client.stats().num_tickets
-    assert client.put_chunks(chunks) == (GRANTED, GRANTED)
-    assert client.put_chunks(chunks) == (PRESENT, PRESENT)
+    tickets_before = client.admin.stats().num_tickets
+    assert client.chunks.put(chunks) == (GRANTED, GRANTED)
+    assert client.chunks.put(chunks) == (PRESENT, PRESENT)
     missing = PoolKey(namespace.fingerprint, 0, block_hash("c"), 0)
-    found = client.get_chunks([chunks[1].key, missing, chunks[0].key])
+    found = client.chunks.get([chunks[1].key, missing, chunks[0].key])
     assert found == [dataclasses.replace(chunks[1], parent_hash=b""), None, chunks[0]]
-    assert client.stats().num_tickets <= tickets_before, "an inline put left a ticket"
+    assert client.admin.stats().num_tickets <= tickets_before, "an inline put left a ticket"
 
 
 def test_inline_chunks_and_regions_are_the_same_blocks(client: Client, namespace: Namespace) -> None:
-    client.put_chunks([_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (1, 0)])
+    client.chunks.put([_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (1, 0)])
     whole = b"".join(payload(("a", shard), CHUNK).tobytes() for shard in (0, 1))
     assert _load(client, namespace, run_of("a", group_idx=1)) == [whole]
 
 
 def test_an_inline_block_is_found_when_its_last_shard_is_there(client: Client, namespace: Namespace) -> None:
     first, second = (_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (0, 1))
-    client.put_chunks([first])
-    assert client.get_chunks([first.key]) == [None]
-    client.put_chunks([second])
-    assert client.get_chunks([first.key, second.key]) == [first, second]
+    client.chunks.put([first])
+    assert client.chunks.get([first.key]) == [None]
+    client.chunks.put([second])
+    assert client.chunks.get([first.key, second.key]) == [first, second]
 
 
 def test_many_inline_chunks_travel_in_several_messages(client: Client) -> None:
     nbytes = 1 << 20
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=nbytes)))
     chunks = [_chunk(namespace, name, payload=payload(name, nbytes).tobytes()) for name in range(9)]
-    assert client.put_chunks(chunks) == (GRANTED,) * 9
-    assert client.get_chunks([chunk.key for chunk in chunks]) == chunks
-    client.clear(namespace.fingerprint)
+    assert client.chunks.put(chunks) == (GRANTED,) * 9
+    assert client.chunks.get([chunk.key for chunk in chunks]) == chunks
+    client.admin.clear(namespace.fingerprint)
 
 
 def test_an_inline_chunk_that_arrives_with_other_bytes_is_an_error(
     client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = _chunk(namespace, "a")
-    client.put_chunks([chunk])
+    client.chunks.put([chunk])
     decode = wire.decode_chunk
 
     def decode_flipped(message: pb.Chunk) -> Chunk:
         return dataclasses.replace(decode(message), payload=bytes(CHUNK))
 
     monkeypatch.setattr(wire, "decode_chunk", decode_flipped)
-    with pytest.raises(ChecksumError, match=f"chunk {block_hash('a').hex()} shard 0 is corrupt"):
-        client.get_chunks([chunk.key])
+    with pytest.raises(ChecksumError, match=f"chunk {block_hash('a').hex()} shard 0 differs from its checksum"):
+        client.chunks.get([chunk.key])
 
 
 def test_no_inline_chunks_are_no_work(client: Client) -> None:
-    assert client.put_chunks([]) == ()
-    assert client.get_chunks([]) == []
+    assert client.chunks.put([]) == ()
+    assert client.chunks.get([]) == []
 
 
 @pytest.mark.parametrize(
@@ -1013,9 +1021,9 @@ def test_bad_inline_chunks_are_refused_and_not_stored(
     client: Client, namespace: Namespace, change: dict[str, Any], error: type[KVPoolError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        client.put_chunks([_chunk(namespace, "a", **change)])
+        client.chunks.put([_chunk(namespace, "a", **change)])
     assert _leading(client, namespace, run_of("a")) == 0
-    assert client.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,)
+    assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,)
 
 
 @pytest.mark.parametrize(
@@ -1032,12 +1040,12 @@ def test_bad_inline_keys_are_refused(
     client: Client, namespace: Namespace, change: dict[str, Any], error: type[KVPoolError], says: str
 ) -> None:
     chunk = _chunk(namespace, "a")
-    client.put_chunks([chunk])
+    client.chunks.put([chunk])
     bad = dataclasses.replace(chunk.key, **change)
     with pytest.raises(error, match=says):
-        client.get_chunks([chunk.key, bad])
+        client.chunks.get([chunk.key, bad])
     with pytest.raises(error, match=says):
-        client.put_chunks([dataclasses.replace(chunk, key=bad)])
+        client.chunks.put([dataclasses.replace(chunk, key=bad)])
 
 
 # Operations
@@ -1045,22 +1053,22 @@ def test_bad_inline_keys_are_refused(
 
 def test_remove_and_clear_drop_blocks(client: Client, namespace: Namespace) -> None:
     run = _store(client, namespace, "a", "b", "c")
-    assert client.remove(namespace, [run_of("c", "d")]) == 1
+    assert client.admin.remove(namespace, [run_of("c", "d")]) == 1
     assert _leading(client, namespace, run) == 2
-    assert client.clear(namespace.fingerprint) == 2
+    assert client.admin.clear(namespace.fingerprint) == 2
     assert _leading(client, namespace, run) == 0
 
 
 def test_clear_of_a_namespace_that_is_not_open_is_refused(client: Client) -> None:
     with pytest.raises(UnknownNamespaceError):
-        client.clear(bytes(32))
+        client.admin.clear(bytes(32))
     with pytest.raises(InvalidRequestError, match="namespace has 1 bytes, not 32"):
-        client.clear(b"x")
+        client.admin.clear(b"x")
 
 
 def test_namespaces_are_listed_with_what_they_hold(client: Client, namespace: Namespace, spec: NamespaceSpec) -> None:
     _store(client, namespace, "a", "b")
-    assert (spec, 2, 2 * CHUNK) in [(info.spec, info.num_entries, info.nbytes) for info in client.namespaces()]
+    assert (spec, 2, 2 * CHUNK) in [(info.spec, info.num_entries, info.nbytes) for info in client.admin.namespaces()]
 
 
 def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_entry(
@@ -1077,11 +1085,11 @@ def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_e
         for opener in ("host\n\x1b[31m" + "x" * 100, "who came later"):
             stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(spec), opener=opener), timeout=10)
     assert client.check(first) == 2
-    mine, theirs = client.namespaces(holdings=False)
+    mine, theirs = client.admin.namespaces(holdings=False)
     assert mine.opened_by == socket.gethostname() and (mine.num_entries, mine.nbytes) == (0, 0)
     assert theirs.opened_by == "host[31m" + "x" * 54
     assert re.fullmatch(r"opened by .*, \d+ (s|min) ago", mine.opened)
-    assert client.namespaces()[0].num_entries == 1
+    assert client.admin.namespaces()[0].num_entries == 1
 
 
 def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
@@ -1093,7 +1101,7 @@ def test_a_namespace_tells_how_it_is_used(client: Client) -> None:
     client.lookup(namespace, [run_of("x", "y")], lease=False)
 
     def told() -> NamespaceInfo:
-        return next(info for info in client.namespaces() if info.fingerprint == namespace.fingerprint)
+        return next(info for info in client.admin.namespaces() if info.fingerprint == namespace.fingerprint)
 
     assert (told().lookup_blocks, told().lookup_hits, told().hit_ratio) == (4, 2, 0.5)
     info = told()
@@ -1108,24 +1116,26 @@ def test_quotas_are_set_listed_and_kept(client: Client) -> None:
     spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="bounded")
     namespace = client.open_namespace(spec)
     _store(client, namespace, *range(8))
-    assert client.set_quotas([Quota("tenant:bounded", 4 * CHUNK)]) == [Quota("tenant:bounded", 4 * CHUNK, 4 * CHUNK)]
+    assert client.admin.set_quotas([Quota("tenant:bounded", 4 * CHUNK)]) == [
+        Quota("tenant:bounded", 4 * CHUNK, 4 * CHUNK)
+    ]
     with pytest.raises(OutOfSpaceError, match=r"quota tenant:bounded = 2048 bytes: 5 blocks .* are more"):
         client.put_blocks(namespace, run_of(*"abcde"), [payload(name, CHUNK) for name in "abcde"])
     _store(client, namespace, "a", "b")
-    assert client.quotas() == [Quota("tenant:bounded", 4 * CHUNK, 4 * CHUNK)]
+    assert client.admin.quotas() == [Quota("tenant:bounded", 4 * CHUNK, 4 * CHUNK)]
     with pytest.raises(InvalidRequestError, match="quota subject 'bounded' is none"):
-        client.set_quotas([Quota("tenant:bounded", 0), Quota("bounded", 1)])
-    assert len(client.quotas()) == 1
-    assert client.set_quotas([Quota("tenant:bounded", 0)]) == []
+        client.admin.set_quotas([Quota("tenant:bounded", 0), Quota("bounded", 1)])
+    assert len(client.admin.quotas()) == 1
+    assert client.admin.set_quotas([Quota("tenant:bounded", 0)]) == []
 
 
 def test_quotas_may_be_given_at_the_start(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:b=1000")
-    assert connect(server).quotas() == [Quota("tenant:a", 64 << 10), Quota("tenant:b", 1_000)]
+    assert connect(server).admin.quotas() == [Quota("tenant:a", 64 << 10), Quota("tenant:b", 1_000)]
 
 
 def test_ping_tells_version_and_uptime(client: Client) -> None:
-    version, uptime_s = client.ping()
+    version, uptime_s = client.admin.ping()
     assert version == __version__ and uptime_s > 0
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
+from kvpool.rpc import PoolRpc
+from kvpool.sums import Checksums, Summer
+from kvpool.transport.base import Buffers
 from kvpool.types import BlockRun, ShardRange
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
@@ -243,17 +245,15 @@ def failed_loads_are_never_reported(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def checksums_say_nothing(patch: pytest.MonkeyPatch) -> None:
-    def no_checksums(region: Any, chunk_bytes: int) -> list[int]:
-        return [0] * (len(region) // chunk_bytes)
+    def no_checksums(self: Summer, buffers: Buffers, chunk_bytes: int) -> Checksums:
+        return lambda: [0] * sum(len(buffer) // chunk_bytes for buffer in buffers)
 
-    from kvpool import client
-
-    patch.setattr(client, "_chunk_checksums", no_checksums)
+    patch.setattr(Summer, "begin", no_checksums)
 
 
 @variant
 def a_restart_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Client, "_check_boot", lambda self, namespace, boot_token: None)
+    patch.setattr(PoolRpc, "check_boot", lambda self, namespace, boot_token: None)
 
 
 @variant

@@ -8,7 +8,6 @@ has is still on its way up from a tier.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +16,12 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.engine_client import EngineClient
 from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.rpc import PoolRpc
 from kvpool.segment import Bytes
-from kvpool.transport.base import Drain, Fill, batches
+from kvpool.transport.base import Drain, Fill, Transfer
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
 from kvpool.wire import status_of
@@ -305,19 +305,14 @@ class _Stub:
             setattr(self, name, _Method(client, name))
 
 
-class SimClient(Client):
-    """`Client` with another channel."""
+class SimClient(EngineClient):
+    """`EngineClient` with another connection."""
 
     def __init__(self, server: SimServer, config: ClientConfig):
-        self.config = config
         self.server = server
         self.closed = False
-        self._channel = self
-        self._stub = _Stub(self)
-        self._lookups = _Lookups(self, "Lookup")  # type: ignore[assignment]
-        self._attaching = threading.Lock()
-        self._choice = None
-        self._transport_boot = 0
+        rpc = PoolRpc(config, _Stub(self), _Lookups(self, "Lookup"), channel=None)
+        super().__init__(config, rpc, lambda *_: Choice(SimTransport(server), "simulated"))
 
     def close(self) -> None:
         self.closed = True
@@ -327,14 +322,11 @@ class SimClient(Client):
         if self.closed:
             raise ValueError("Cannot invoke RPC on closed channel!")
 
-    def _attach(self, offer: Any) -> Choice:
-        return Choice(SimTransport(self.server), "simulated", "simulated")
-
 
 class SimTransport:
     """Bytes travel a region at a time, each when its turn comes."""
 
-    name = "simulated"
+    name = "shm"
     one_sided = False
     in_place = False
     memory = None
@@ -344,16 +336,9 @@ class SimTransport:
         self._boot_token = server.boot_token
         self._arena: Bytes = server.memory
 
-    def write(
-        self,
-        ticket_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        fill: Fill,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
+    def write(self, transfer: Transfer, fill: Fill) -> None:
+        ticket_id, region_bytes = transfer.holding_id, transfer.region_bytes
+
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:
                 fill(first, [arena[offset : offset + region_bytes] for offset in offsets])
@@ -365,18 +350,11 @@ class SimTransport:
                 self._ask(lambda offset=offset: self._server.pool.writable(ticket_id, offset, region_bytes))  # type: ignore[misc]
                 self._server.memory[offset : offset + region_bytes] = buffer
 
-        self._visit(offsets, visit, timeout_s)
+        self._visit(transfer, visit)
 
-    def read(
-        self,
-        lease_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        drain: Drain,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
+    def read(self, transfer: Transfer, drain: Drain) -> None:
+        lease_id, region_bytes = transfer.holding_id, transfer.region_bytes
+
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:
                 drain(first, [arena[offset : offset + region_bytes] for offset in offsets])
@@ -385,23 +363,21 @@ class SimTransport:
                 self._ask(lambda offset=offset: self._server.pool.readable(lease_id, offset, region_bytes))  # type: ignore[misc]
                 drain(nth, [self._server.memory[offset : offset + region_bytes].copy()])
 
-        self._visit(offsets, visit, timeout_s)
+        self._visit(transfer, visit)
 
-    def _visit(
-        self, offsets: Sequence[int], visit: Callable[[int, Sequence[int], Bytes], None], timeout_s: float
-    ) -> None:
+    def _visit(self, transfer: Transfer, visit: Callable[[int, Sequence[int], Bytes], None]) -> None:
         arena, runtime = self._arena, self._server.runtime
         if not len(arena):
             raise TransferError("the segment was closed")
-        deadline = runtime.clock.now + timeout_s
-        for start, stop in batches(len(offsets), 1, 2):
+        deadline = runtime.clock.now + transfer.timeout_s
+        for start, stop in replace(transfer, batch_bytes=2 * transfer.region_bytes).batches():
             if self._server.shares_memory:
                 runtime.yields()
             else:
                 runtime.wait(self._server.reachable, deadline)
             if runtime.clock.now > deadline:
-                raise PoolTimeoutError(f"the transfer took more than {timeout_s:.3f} s")
-            visit(start, offsets[start:stop], arena)
+                raise PoolTimeoutError(f"the transfer took more than {transfer.timeout_s:.3f} s")
+            visit(start, transfer.offsets[start:stop], arena)
         runtime.yields()
 
     def _ask(self, check: Callable[[], None]) -> None:

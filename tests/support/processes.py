@@ -130,7 +130,7 @@ class ServerProcess:
 
 def _answers(client: Client) -> bool:
     try:
-        client.ping()
+        client.admin.ping()
     except (UnavailableError, PoolTimeoutError):
         return False
     return True

@@ -8,7 +8,7 @@ import sys
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.transport.base import Buffers
+from kvpool.transport.base import Buffers, Transfer
 from kvpool.types import ShardRange
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -21,12 +21,12 @@ def main() -> None:
         ClientConfig(endpoint=endpoint, transport="shm", timeout_ms=10_000, ticket_ttl_ms=int(ticket_ttl_ms))
     )
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES), salt=salt))
-    grant = client.put_start(namespace, [run_of("a", "b")], ShardRange(0, 1))
+    grant = client.rpc.put_start(namespace, [run_of("a", "b")], ShardRange(0, 1))
 
     def half(first: int, buffers: Buffers) -> None:
         buffers[0][: CHUNK_BYTES // 2] = 0xEE
 
-    namespace.transport.write(grant.ticket_id, grant.offsets[:1], CHUNK_BYTES, half, CHUNK_BYTES, 10.0)
+    namespace.transport.write(Transfer(grant.ticket_id, grant.offsets[:1], CHUNK_BYTES, timeout_s=10.0), half)
     print(grant.ticket_id, flush=True)
     signal.pause()
 

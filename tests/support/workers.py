@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from kvpool.data_port import Kind, Signer, pack_offsets
-from kvpool.transport.base import Drain, Fill
-from kvpool.transport.data import DataTransport
+from kvpool.transport.base import Drain, Fill, Transfer
+from kvpool.transport.tcp import TcpTransport
 from kvpool.types import DataPortInfo
 from kvpool_server.data_plane.worker import MAX_CONNECTIONS, TALLY_COLUMNS, Worker
 from tests.support.processes import ServerProcess
@@ -39,8 +40,8 @@ class Port:
         self.thread = threading.Thread(target=worker.serve, daemon=True)
         self.thread.start()
 
-    def connect(self, direct: bool, stall_timeout_s: float = 5.0, num_connections: int = 3) -> DataTransport:
-        return DataTransport(self.info, "127.0.0.1", num_connections, 5.0, stall_timeout_s, direct)
+    def connect(self, direct: bool, stall_timeout_s: float = 5.0, num_connections: int = 3) -> TcpTransport:
+        return TcpTransport(self.info, "127.0.0.1", num_connections, 5.0, stall_timeout_s, direct)
 
     def permit(
         self, kind: Kind, holding_id: int, offsets: Sequence[int], region_bytes: int, ttl_s: float = 60.0
@@ -65,37 +66,23 @@ def data_port(nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS) ->
 class Permitted:
     """A transport that signs its own permits, for tests without a server that would."""
 
-    name, one_sided, memory = DataTransport.name, DataTransport.one_sided, DataTransport.memory
+    name, one_sided, memory = TcpTransport.name, TcpTransport.one_sided, TcpTransport.memory
 
-    def __init__(self, transport: DataTransport, port: Port):
+    def __init__(self, transport: TcpTransport, port: Port):
         self.inner = transport
         self._port = port
 
-    def write(
-        self,
-        ticket_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        fill: Fill,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
-        permit = permit or self._port.permit(Kind.WRITE, ticket_id, offsets, region_bytes)
-        self.inner.write(ticket_id, offsets, region_bytes, fill, batch_bytes, timeout_s, permit)
+    def write(self, transfer: Transfer, fill: Fill) -> None:
+        self.inner.write(self._permitted(Kind.WRITE, transfer), fill)
 
-    def read(
-        self,
-        lease_id: int,
-        offsets: Sequence[int],
-        region_bytes: int,
-        drain: Drain,
-        batch_bytes: int,
-        timeout_s: float,
-        permit: bytes = b"",
-    ) -> None:
-        permit = permit or self._port.permit(Kind.READ, lease_id, offsets, region_bytes)
-        self.inner.read(lease_id, offsets, region_bytes, drain, batch_bytes, timeout_s, permit)
+    def read(self, transfer: Transfer, drain: Drain) -> None:
+        self.inner.read(self._permitted(Kind.READ, transfer), drain)
+
+    def _permitted(self, kind: Kind, transfer: Transfer) -> Transfer:
+        if transfer.permit:
+            return transfer
+        permit = self._port.permit(kind, transfer.holding_id, transfer.offsets, transfer.region_bytes)
+        return dataclasses.replace(transfer, permit=permit)
 
     def close(self) -> None:
         self.inner.close()

@@ -139,7 +139,7 @@ def lose_pool(core: Core) -> None:
 
 
 def num_leases(core: Core) -> int:
-    return core.side.stages.sessions[0].client.stats().num_leases
+    return core.side.stages.sessions[0].client.admin.stats().num_leases
 
 
 def wait_for_leases(core: Core, count: int) -> None:

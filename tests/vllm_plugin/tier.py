@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpool.client import Namespace, PendingLookup
 from kvpool.errors import KVPoolError
+from kvpool.rpc import Namespace, PendingLookup
 from kvpool.types import BlockRun, Lookup
 from vllm_plugin.session import Session
 

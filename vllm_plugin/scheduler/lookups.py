@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.client import PendingLookup
 from kvpool.errors import KVPoolError, UnavailableError
+from kvpool.rpc import PendingLookup
 from kvpool.types import Lookup
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kvpool.client import PendingLookup
+from kvpool.rpc import PendingLookup
 from kvpool.types import BlockRun
 from vllm_plugin.model.hit_rules import Found
 from vllm_plugin.scheduler.availability import Availability

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.client import Namespace
 from kvpool.errors import (
     InvalidRequestError,
     KVPoolError,
@@ -21,6 +20,7 @@ from kvpool.errors import (
     OutOfSpaceError,
     UnavailableError,
 )
+from kvpool.rpc import Namespace
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.types import PutStatus

@@ -177,7 +177,7 @@ class Placement:
         if self.evictor(entry.group) is chosen_by:
             chosen_by.restore([entry])
 
-    def over_quota(self, accounts: Iterable[Account]) -> list[Entry]:
+    def over_quota_puts(self, accounts: Iterable[Account]) -> list[Entry]:
         """The entries to evict so that no subject exceeds its quota; those that are held stay."""
         victims = Victims()
         for account in accounts:

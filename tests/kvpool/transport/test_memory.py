@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from kvpool.errors import LeaseExpiredError, TransferError, UnavailableError
-from kvpool.transport.base import Buffers
+from kvpool.transport.base import Buffers, Transfer
 from kvpool.transport.memory import Faults, MemoryTransport
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.clock import FakeClock
@@ -45,7 +45,7 @@ def _read(transport: MemoryTransport) -> list[bytes]:
     def drain(first: int, buffers: Buffers) -> None:
         read.extend(buffer.tobytes() for buffer in buffers)
 
-    transport.read(1, OFFSETS, REGION_BYTES, drain, 2 * REGION_BYTES, DEADLINE_S)
+    transport.read(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
     return read
 
 
@@ -59,7 +59,7 @@ def test_injected_errors_hit_the_next_transfers_in_order(transport: MemoryTransp
         raise AssertionError("a failed transfer moves nothing")
 
     with pytest.raises(UnavailableError, match="gone"):
-        transport.write(1, OFFSETS, REGION_BYTES, never, 1, DEADLINE_S)
+        transport.write(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 1), never)
     assert _read(transport) == GOOD
     with pytest.raises(LeaseExpiredError, match="late"):
         _read(transport)
@@ -80,7 +80,9 @@ def test_a_truncated_read_ends_before_its_last_region(transport: MemoryTransport
     faults.truncate_reads = 1
     seen: list[int] = []
     with pytest.raises(TransferError, match=f"before region {OFFSETS[-1]}"):
-        transport.read(1, OFFSETS, REGION_BYTES, lambda first, _: seen.append(first), 2 * REGION_BYTES, DEADLINE_S)
+        transport.read(
+            Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), lambda first, _: seen.append(first)
+        )
     assert seen == [0]
     assert _read(transport) == GOOD
 
@@ -90,5 +92,5 @@ def test_a_reader_cannot_change_the_arena(transport: MemoryTransport) -> None:
         for buffer in buffers:
             buffer[:] = 0
 
-    transport.read(1, OFFSETS, REGION_BYTES, scribble, 1, DEADLINE_S)
+    transport.read(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 1), scribble)
     assert _read(transport) == GOOD

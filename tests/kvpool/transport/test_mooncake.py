@@ -20,14 +20,15 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.mooncake import RDMA_DEVICES, Engine
-from kvpool.transport import lanes, mooncake
-from kvpool.transport.base import Buffers
+from kvpool.transport import channel_threads, mooncake
+from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.channel_threads import THREAD_NAME, ChannelPool, ChannelThread
 from kvpool.transport.choice import choose
-from kvpool.transport.lanes import MAX_LANES, Lanes
 from kvpool.transport.mooncake import MooncakeTransport
+from kvpool.transport.pipeline import MAX_CHANNELS
 from kvpool.types import MooncakeInfo, Offer
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, run_command, wait_for
@@ -94,8 +95,15 @@ def _frozen(server: ServerProcess) -> Iterator[None]:
         yield
 
 
-def _all_at_home(lanes: Lanes) -> bool:
-    return len(lanes._idle) == lanes.num_lanes
+def _all_idle(transport: MooncakeTransport) -> bool:
+    channels = transport.pipeline.channels
+    return channels.num_idle == channels.num_channels
+
+
+def _read_patiently(transport: MooncakeTransport, held: Regions) -> None:
+    """Reads from a server that was stopped: on a busy machine it may be slow to catch up."""
+    transfer = Transfer(1, held.offsets, MIB, DEADLINE_S, MIB)
+    transport.pipeline.read(transfer, lambda *_: None, stall_timeout_s=DEADLINE_S)
 
 
 def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
@@ -132,23 +140,19 @@ def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
         for idx, buffer in enumerate(buffers, first):
             buffer[:] = payload(idx, REGION_BYTES)
 
-    rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, fill, MIB, DEADLINE_S)
+    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB), fill)
     read: list[bytes] = []
     offsets = [regions.offsets[idx] for idx in order]
     rig.transport.read(
-        regions.seal(),
-        offsets,
-        REGION_BYTES,
+        Transfer(regions.seal(), offsets, REGION_BYTES, DEADLINE_S, MIB),
         lambda _, rows: read.extend(row.tobytes() for row in rows),
-        MIB,
-        DEADLINE_S,
     )
     assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
 
 def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
     with pytest.raises(TransferError, match=r"beyond the arena's 67108864 bytes"):
-        rig.transport.write(1, (0, 64 * MIB - 9), 10, _never, MIB, DEADLINE_S)
+        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), _never)
 
 
 def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(rig: Rig) -> None:
@@ -156,7 +160,7 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
     opened = rig.transport
     assert isinstance(opened, MooncakeTransport)
     clock = FakeClock()
-    transport = MooncakeTransport(opened._info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0, clock)
+    transport = MooncakeTransport(opened.info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0, clock)
 
     def fill(first: int, buffers: Buffers) -> None:
         assert first == 0, "it went on after its deadline"
@@ -166,7 +170,7 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
 
     before = _arena_bytes(opened, regions.offsets)
     with pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
-        transport.write(1, regions.offsets, REGION_BYTES, fill, REGION_BYTES, 5.0)
+        transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), fill)
     transport.close()
     assert _arena_bytes(opened, regions.offsets) == before
 
@@ -174,7 +178,7 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
 def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[bytes]:
     read: list[bytes] = []
     transport.read(
-        1, offsets, REGION_BYTES, lambda _, rows: read.extend(row.tobytes() for row in rows), MIB, DEADLINE_S
+        Transfer(1, offsets, REGION_BYTES, DEADLINE_S, MIB), lambda _, rows: read.extend(row.tobytes() for row in rows)
     )
     return read
 
@@ -182,28 +186,28 @@ def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[b
 def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransferError, match="is closed"):
-        rig.transport.read(1, (0,), 10, _never, MIB, DEADLINE_S)
+        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), _never)
 
 
-def test_threads_more_than_lanes_wait_for_each_other(rig: Rig) -> None:
+def test_threads_more_than_channels_wait_for_each_other(rig: Rig) -> None:
     regions = rig.regions(4, REGION_BYTES)
-    rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, _zeros, 1, DEADLINE_S)
+    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), _zeros)
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            rig.transport.read(1, regions.offsets, REGION_BYTES, lambda *_: time.sleep(0.01), 1, DEADLINE_S)
+            rig.transport.read(Transfer(1, regions.offsets, REGION_BYTES, DEADLINE_S, 1), lambda *_: time.sleep(0.01))
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(2 * MAX_LANES)]
+    threads = [threading.Thread(target=work) for _ in range(2 * MAX_CHANNELS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
     assert failures == []
     assert isinstance(rig.transport, MooncakeTransport)
-    assert rig.transport._lanes.num_lanes <= MAX_LANES and _all_at_home(rig.transport._lanes)
+    assert rig.transport.pipeline.channels.num_channels <= MAX_CHANNELS and _all_idle(rig.transport)
 
 
 def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline(
@@ -221,12 +225,12 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
 
     started = time.monotonic()
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(1, held.offsets, MIB, drain, MIB, DEADLINE_S)
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), drain)
     assert time.monotonic() - started < DEADLINE_S
     assert 4 in seen and len(seen) < 24
-    wait_for(lambda: _all_at_home(transport._lanes), "all lanes to come home")
+    wait_for(lambda: _all_idle(transport), "all channels to be idle")
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(1, held.offsets, MIB, _never, MIB, DEADLINE_S)
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), _never)
 
 
 def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it_ends(
@@ -237,49 +241,50 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it
     transport, held = _transport(regions), regions(8, MIB)
     with _frozen(server):
         started = time.monotonic()
-        with pytest.raises(PoolTimeoutError, match=r"brought nothing for 0\.200 s"):
-            transport.read(1, held.offsets, MIB, _never, MIB, 60.0)
+        with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
+            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), _never)
         assert time.monotonic() - started < 10
-        assert transport._lanes.num_lanes == mooncake.DEPTH and not transport._lanes._idle
-    wait_for(lambda: _all_at_home(transport._lanes), "all lanes to come home")
-    transport._stall_timeout_s = DEADLINE_S  # It may be slow to catch up, on a busy machine.
-    transport.read(1, held.offsets, MIB, lambda *_: None, MIB, DEADLINE_S)
-    assert transport._lanes.num_lanes == mooncake.DEPTH
+        channels = transport.pipeline.channels
+        assert channels.num_channels == mooncake.DEPTH and not channels.num_idle
+    wait_for(lambda: _all_idle(transport), "all channels to be idle")
+    _read_patiently(transport, held)
+    assert channels.num_channels == mooncake.DEPTH
 
 
-def test_a_lane_that_was_given_up_comes_back_with_its_batchs_end_behind_it(
+def test_a_channel_that_was_given_up_is_returned_after_the_end_of_its_batch(
     start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. a batch is given up   2. it ends, and another caller takes its lane   3. its end is taken for the other's."""
+    """1. a batch is given up   2. it ends, and another caller gets its channel   3. its end counts as the other's."""
     server = start_server()
     regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
     transport, held = _transport(regions), regions(8, MIB)
     ended: list[bool] = []
-    came_back = Lanes.came_back
+    put_back = ChannelPool.put_back
 
-    def note(self: Lanes, lane: lanes.Lane) -> None:
-        ended.append(lane._ended.is_set())
-        came_back(self, lane)
+    def note(self: ChannelPool, channel: ChannelThread) -> None:
+        ended.append(channel.wait(0))
+        put_back(self, channel)
 
-    monkeypatch.setattr(Lanes, "came_back", note)
+    monkeypatch.setattr(ChannelPool, "put_back", note)
     with _frozen(server), pytest.raises(PoolTimeoutError):
-        transport.read(1, held.offsets, MIB, _never, MIB, 60.0)
-    wait_for(lambda: len(ended) == mooncake.DEPTH, "both lanes to come home")
+        transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), _never)
+    wait_for(lambda: len(ended) == mooncake.DEPTH, "both channels to be returned")
     assert all(ended)
 
 
 LEAVES_IN_THE_MIDDLE = """
 import sys
 from kvpool.client import Client
+from kvpool.transport.base import Transfer
 from kvpool.config import ClientConfig
 from kvpool.errors import PoolTimeoutError
 import os, signal
 
 client = Client(ClientConfig(sys.argv[1], transport="mooncake", stall_timeout_ms=200))
-transport = client.try_transport().transport
+transport = client.admin.try_transport().transport
 os.kill(int(sys.argv[2]), signal.SIGSTOP)
 try:
-    transport.read(1, range(0, 32 << 20, 1 << 20), 1 << 20, lambda *_: None, 1 << 20, 10.0)
+    transport.read(Transfer(1, range(0, 32 << 20, 1 << 20), 1 << 20, 10.0, 1 << 20), lambda *_: None)
 except PoolTimeoutError:
     print("given up")
 """
@@ -306,28 +311,27 @@ def test_a_write_that_was_given_up_keeps_its_slots_from_others(start_server: Sta
 
         with pytest.raises(PoolTimeoutError):
             client.put(namespace, [run_of("a")], fill)
-    wait_for(lambda: client.stats().num_quarantined == 1, "the slot to be in quarantine")
-    assert not client.stats().counters.get("revoked_tickets")
+    wait_for(lambda: client.admin.stats().num_quarantined == 1, "the slot to be in quarantine")
+    assert not client.admin.stats().counters.get("revoked_tickets")
 
 
-def test_lanes_that_a_dead_network_has_taken_are_replaced(
+def test_channels_that_are_lost_to_a_dead_network_are_replaced(
     start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "LOST_AFTER_S", 0.0)
-    monkeypatch.setattr(mooncake, "MAX_LANES", 2)  # More than half of them: both of one call.
+    monkeypatch.setattr(channel_threads, "LOST_AFTER_S", 0.0)
+    monkeypatch.setattr(mooncake, "MAX_CHANNELS", 2)  # More than half of them: both of one call.
     server = start_server()
     regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=100))
     transport, held = _transport(regions), regions(8, MIB)
-    before = transport._lanes
+    before = transport.pipeline
     with _frozen(server):
         with pytest.raises(PoolTimeoutError):
-            transport.read(1, held.offsets, MIB, _never, MIB, DEADLINE_S)
+            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), _never)
         with pytest.raises(PoolTimeoutError):
-            transport.read(1, held.offsets, MIB, _never, MIB, DEADLINE_S)
-        assert transport._lanes is not before and before.closed.is_set()
-    wait_for(lambda: _all_at_home(transport._lanes), "the new lanes to come home")
-    transport._stall_timeout_s = DEADLINE_S  # It may be slow to catch up, on a busy machine.
-    transport.read(1, held.offsets, MIB, lambda *_: None, MIB, DEADLINE_S)
+            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), _never)
+        assert transport.pipeline is not before and before.channels.closed.is_set()
+    wait_for(lambda: _all_idle(transport), "the new channels to be idle")
+    _read_patiently(transport, held)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +346,7 @@ def test_an_engine_that_does_not_reach_the_servers_memory_is_found_out(
     rig: Rig, change: dict[str, object], error: type[Exception]
 ) -> None:
     assert isinstance(rig.transport, MooncakeTransport)
-    info: MooncakeInfo = dataclasses.replace(rig.transport._info, **change)  # type: ignore[arg-type]
+    info: MooncakeInfo = dataclasses.replace(rig.transport.info, **change)  # type: ignore[arg-type]
     transport = MooncakeTransport(info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0)
     with pytest.raises(error):
         transport.prove(DEADLINE_S)
@@ -354,17 +358,17 @@ def test_a_server_without_an_engine_says_how_to_get_one(shared_server: ServerPro
         connect(shared_server, transport="mooncake").open_namespace(namespace_spec())
 
 
-def test_auto_takes_shared_memory_before_it_and_the_stream_before_its_tcp(
+def test_auto_takes_shared_memory_before_it_and_tcp_before_its_tcp(
     start_server: StartServer, connect: Connect, ram_dir: Path
 ) -> None:
     directory = ram_dir / "shm"
     directory.mkdir()
     client = connect(start_server(shm_dir=str(directory)))
-    with closing(client.try_transport().transport) as transport:
+    with closing(client.admin.try_transport().transport) as transport:
         assert transport.name == "shm"
     directory.rename(ram_dir / "elsewhere")  # As a container that does not mount it would see it.
-    choice = client.try_transport()
-    assert choice.transport.name == "stream"
+    choice = client.admin.try_transport()
+    assert choice.transport.name == "tcp"
     assert "no shm: no shared memory at" in choice.why and "the server offers no RDMA" in choice.why
 
 
@@ -372,20 +376,20 @@ def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server
     assert isinstance(rig.transport, MooncakeTransport)
     if RDMA_DEVICES.is_dir():
         pytest.skip("this machine has RDMA")
-    offer = Offer(1, None, dataclasses.replace(rig.transport._info, protocol="rdma"))
+    offer = Offer(1, None, dataclasses.replace(rig.transport.info, protocol="rdma"))
     with grpc.insecure_channel(server.endpoint) as channel:
         choice = choose(ClientConfig(server.endpoint), offer, channel)
-        assert choice.transport.name == "stream" and "no mooncake: no RDMA device in" in choice.why
+        assert choice.transport.name == "grpc" and "no mooncake: no RDMA device in" in choice.why
         with pytest.raises(ConfigError, match="no RDMA device in"):
             choose(ClientConfig(server.endpoint, transport="mooncake"), offer, channel)
 
 
 def test_threads_of_a_closed_client_end(server: ServerProcess) -> None:
-    def lane_threads() -> int:
-        return sum(thread.name == "kvpool-lane" for thread in threading.enumerate())
+    def channel_threads() -> int:
+        return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
 
-    before = lane_threads()
+    before = channel_threads()
     with Client(ClientConfig(server.endpoint, transport="mooncake")) as client:
         client.open_namespace(namespace_spec())
-        assert lane_threads() == before + 1
-    wait_for(lambda: lane_threads() == before, "the lanes' threads to end")
+        assert channel_threads() == before + 1
+    wait_for(lambda: channel_threads() == before, "the channels' threads to end")

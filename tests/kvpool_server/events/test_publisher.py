@@ -75,10 +75,10 @@ def test_a_subscriber_knows_what_the_server_holds(
     listener.wait_for(_known(namespace, "a", "b") | _known(other, "a"))
     late = listen(*_endpoints(server))
     late.wait_for(_known(namespace, "a", "b") | _known(other, "a"))
-    client.remove(namespace, [run_of("b")])
+    client.admin.remove(namespace, [run_of("b")])
     for each in (listener, late):
         each.wait_for(_known(namespace, "a") | _known(other, "a"))
-    client.clear(namespace.fingerprint)
+    client.admin.clear(namespace.fingerprint)
     for each in (listener, late):
         each.wait_for(_known(other, "a"))
 
@@ -91,11 +91,11 @@ def test_a_block_is_told_of_when_its_last_shard_is_there(
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=500, num_shards=2), salt="halves"))
     for shard in (0, 1):
         listener.wait_for(())
-        grant = client.put_start(namespace, [run_of("a", "b", parent="z")], ShardRange(shard, 1))
+        grant = client.rpc.put_start(namespace, [run_of("a", "b", parent="z")], ShardRange(shard, 1))
         for _ in range(3):
             listener.listen()
         assert not listener.view.blocks
-        client.put_end(grant.ticket_id, [0, 0])
+        client.rpc.put_end(grant.ticket_id, [0, 0])
     listener.wait_for(_known(namespace, "a", "b"))
     (event,) = listener.messages[-1].events
     assert event == {
@@ -124,11 +124,11 @@ def test_eviction_and_corruption_are_told(
     listener.wait_for(_known(namespace, *"abcd"))
     client.put_blocks(namespace, run_of("e"), [payload("e", 256 << 10)])
     listener.wait_for(_known(namespace, *"bcde"))
-    client.remove(namespace, [run_of("e")])
-    grant = client.put_start(namespace, [run_of("f")], ShardRange(0, 1))
-    client.put_end(grant.ticket_id, [1])
+    client.admin.remove(namespace, [run_of("e")])
+    grant = client.rpc.put_start(namespace, [run_of("f")], ShardRange(0, 1))
+    client.rpc.put_end(grant.ticket_id, [1])
     listener.wait_for(_known(namespace, *"bcdf"))
-    assert client.verify(namespace, [run_of("f")]) == (1, 1)
+    assert client.admin.verify(namespace, [run_of("f")]) == (1, 1)
     listener.wait_for(_known(namespace, *"bcd"))
 
 
@@ -171,18 +171,18 @@ def test_events_are_counted(pool_server: StartServer, connect: Connect, listen: 
     _put(client, namespace, "a")
     listener.wait_for(_known(namespace, "a"))
     # A snapshot may be ahead of the stream.
-    wait_for(lambda: client.stats().counters["kv_event_batches"] == 2, "both messages")
-    counted = client.stats().counters
+    wait_for(lambda: client.admin.stats().counters["kv_event_batches"] == 2, "both messages")
+    counted = client.admin.stats().counters
     assert counted["kv_events"] == 2
     assert counted["kv_event_replays"] >= counted["kv_event_snapshots"] >= 1
     assert counted.get("dropped_kv_event_batches", 0) == 0
 
 
-def test_without_the_flag_nothing_is_published(shared_server: ServerProcess, stream_client: Client) -> None:
-    namespace = stream_client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
-    _put(stream_client, namespace, "a")
+def test_without_the_flag_nothing_is_published(shared_server: ServerProcess, tcp_client: Client) -> None:
+    namespace = tcp_client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
+    _put(tcp_client, namespace, "a")
     assert "publishing KV events" not in shared_server.stderr
-    assert not any(name.startswith("kv_event") for name in stream_client.stats().counters)
+    assert not any(name.startswith("kv_event") for name in tcp_client.admin.stats().counters)
 
 
 def test_a_port_that_is_taken_ends_the_server_with_one_sentence(pool_server: StartServer) -> None:

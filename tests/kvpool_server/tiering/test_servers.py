@@ -59,11 +59,11 @@ def _hits(client: Client, namespace: Namespace, names: Sequence[object]) -> int:
 
 
 def _demoted(client: Client) -> int:
-    return sum(tier.counters.get("demoted_blocks", 0) for tier in client.stats().tiers)
+    return sum(tier.counters.get("demoted_blocks", 0) for tier in client.admin.stats().tiers)
 
 
 def _free(client: Client) -> int:
-    return client.stats().free_bytes
+    return client.admin.stats().free_bytes
 
 
 def _file(path: Path, name: str = "one", **options: object) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def test_written_on_eviction_it_comes_back_from_an_orderly_stop(
             wait_for(lambda: _free(client) >= 6 * SLOT, "room")
     for names in prefixes:
         assert _hits(client, namespace, names) == 32
-    assert not client.stats().tiers[0].counters.get("dropped_demotions")
+    assert not client.admin.stats().tiers[0].counters.get("dropped_demotions")
     server.terminate()
     assert server.wait() == 0
     client = connect(pool_server("--memory", "8MiB", *tier))
@@ -117,9 +117,9 @@ def test_a_restarted_server_comes_back_warm(
     server = pool_server("--memory", "64MiB", *_file(tmp_path))
     client = connect(server)
     namespace = client.open_namespace(spec)
-    assert client.stats().num_entries == 0
+    assert client.admin.stats().num_entries == 0
     assert _hits(client, namespace, NAMES) == len(NAMES)
-    (tier,) = client.stats().tiers
+    (tier,) = client.admin.stats().tiers
     assert tier.counters["promoted_blocks"] == len(NAMES) and tier.num_entries == len(NAMES)
     assert tier.counters.get("demoted_blocks", 0) == 0, "it has written what it had read"
 
@@ -164,7 +164,7 @@ def test_an_inline_get_waits_for_what_is_on_its_way(pool_server: StartServer, co
     client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
     fingerprint = client.open_namespace(spec).fingerprint
     keys = [PoolKey(fingerprint, 0, block_hash(name), shard) for name in [*NAMES[::9], "absent"] for shard in (0, 3)]
-    chunks = client.get_chunks(keys)
+    chunks = client.chunks.get(keys)
     assert chunks[-2:] == [None, None]
     for name, pair in zip(NAMES[::9], zip(chunks[::2], chunks[1::2], strict=True), strict=False):
         parts = np.split(payload(name, SLOT), SHARDS)
@@ -194,7 +194,7 @@ def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: C
     stored, empty = client.open_namespace(_spec()), client.open_namespace(_spec())
     _put(client, stored, NAMES)
     wait_for(lambda: _demoted(client) == 2 * len(NAMES), "all blocks are in both tiers")
-    told = {info.fingerprint: info.tiers for info in client.namespaces()}
+    told = {info.fingerprint: info.tiers for info in client.admin.namespaces()}
     names = [f"file:{tmp_path / name}" for name in "ab"]
     assert told[stored.fingerprint] == tuple(TierHoldings(name, len(NAMES), len(NAMES) * SLOT) for name in names)
     assert told[empty.fingerprint] == tuple(TierHoldings(name, 0, 0) for name in names)
@@ -214,10 +214,10 @@ def test_a_lookup_counts_once_however_often_it_is_asked_again(
     assert asked[0].retry_after_ms, "nothing is on its way"
     assert _hits(client, namespace, NAMES) == len(NAMES)
     final = sum(not found.retry_after_ms for found in asked) + 1
-    counters = client.stats().counters
+    counters = client.admin.stats().counters
     assert counters["lookups"] == final
     assert counters["lookup_blocks"] == counters["lookup_hits"] == final * len(NAMES)
-    (info,) = client.namespaces()
+    (info,) = client.admin.namespaces()
     assert info.hit_ratio == 1.0
 
 
@@ -230,10 +230,10 @@ def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
     _put(client, client.open_namespace(spec), NAMES)
     server.stop()
     client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
-    (info,) = client.namespaces()
+    (info,) = client.admin.namespaces()
     assert (info.spec, info.num_entries, info.tiers[0].num_entries) == (spec, 0, len(NAMES))
-    client.clear(spec.fingerprint())
-    assert client.stats().tiers[0].num_entries == 0, "it was not waited for"
+    client.admin.clear(spec.fingerprint())
+    assert client.admin.stats().tiers[0].num_entries == 0, "it was not waited for"
     assert _hits(client, client.open_namespace(spec), NAMES) == 0
 
 
@@ -243,10 +243,10 @@ def test_clear_and_remove_reach_the_tier(pool_server: StartServer, connect: Conn
     namespace = client.open_namespace(spec)
     _put(client, namespace, NAMES)
     wait_for(lambda: _demoted(client) == len(NAMES), "all blocks are written through")
-    client.remove(namespace, [run_of("t10")])
+    client.admin.remove(namespace, [run_of("t10")])
     assert _hits(client, namespace, NAMES) == 10
-    client.clear()
-    wait_for(lambda: client.stats().tiers[0].num_entries == 0, "the tier is empty")
+    client.admin.clear()
+    wait_for(lambda: client.admin.stats().tiers[0].num_entries == 0, "the tier is empty")
     assert _hits(client, namespace, NAMES) == 0
     wait_for(lambda: sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) == 0, "the disk is free")
 
@@ -281,14 +281,14 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
 
     def is_down() -> bool:
         _put(client, namespace, [next(more)])
-        return not client.stats().tiers[0].up
+        return not client.admin.stats().tiers[0].up
 
     wait_for(is_down, "the tier is down")
-    before = client.stats().tiers[0].counters
+    before = client.admin.stats().tiers[0].counters
     _put(client, namespace, NAMES[8:])
     dropped = before["dropped_demotions"] + len(NAMES) - 8
-    wait_for(lambda: client.stats().tiers[0].counters["dropped_demotions"] == dropped, "no block is written")
-    assert client.stats().tiers[0].counters["demoted_blocks"] == before["demoted_blocks"]
+    wait_for(lambda: client.admin.stats().tiers[0].counters["dropped_demotions"] == dropped, "no block is written")
+    assert client.admin.stats().tiers[0].counters["demoted_blocks"] == before["demoted_blocks"]
     assert _hits(client, namespace, NAMES) == len(NAMES)
 
 

@@ -41,7 +41,7 @@ class Fleet:
 
 def stats_of(server: ServerProcess) -> PoolStats:
     with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
-        return client.stats()
+        return client.admin.stats()
 
 
 def assert_nothing_is_left(engine: ToyEngine) -> None:

@@ -148,7 +148,7 @@ class Broken:
             raise RuntimeError("the device is on fire")
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_one_rank_stores_another_loads(transport: str, start: Start, shared_server: ServerProcess) -> None:
     writer, reader = start(shared_server, transport=transport), start(shared_server, transport=transport)
     untouched = reader.kv.clone()
@@ -198,7 +198,7 @@ def test_a_block_that_is_gone_fails_the_load(start: Start, shared_server: Server
     rank = start(shared_server)
     assert rank.store("abc", [0, 1, 2])
     lease_id = rank.lease("abc")
-    rank.session.client.remove(rank.session.namespace, [run_of("b")])
+    rank.session.client.admin.remove(rank.session.namespace, [run_of("b")])
     assert not rank.load(lease_id, "abc", [5, 6, 7])
     assert rank.counted()["load_failures"] == 1
     assert rank.session.namespace is not None, "a missing block is no reason to give the pool up"
@@ -222,13 +222,13 @@ def test_bytes_that_changed_fail_the_load_and_leave_the_pool(
     lease_id = rank.lease("ab")
     flip_arena(server, shm_dir)
     assert not rank.load(lease_id, "ab", [5, 6])
-    stats = rank.session.client.stats()
+    stats = rank.session.client.admin.stats()
     assert stats.counters["corrupt_blocks"] == 2
     assert stats.num_entries == 0
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_exception_in_a_copy_is_reported_and_the_thread_lives_on(
     transport: str, direction: str, start: Start, shared_server: ServerProcess
 ) -> None:
@@ -249,8 +249,8 @@ def test_a_failed_store_gives_its_space_back(start: Start, pool_server: StartSer
     rank = start(pool_server())
     rank.sender._copier = Broken(rank.copier)
     assert not rank.store("ab", [0, 1])
-    wait_for(lambda: rank.session.client.stats().num_tickets == 0, "the ticket to be revoked")
-    stats = rank.session.client.stats()
+    wait_for(lambda: rank.session.client.admin.stats().num_tickets == 0, "the ticket to be revoked")
+    stats = rank.session.client.admin.stats()
     assert (stats.num_entries, stats.num_incomplete) == (0, 0)
 
 
@@ -269,7 +269,7 @@ def test_jobs_after_the_pool_is_gone_are_reported_at_once(start: Start, pool_ser
     assert (counted["load_failures"], counted["store_failures"]) == (4, 3)
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_server_that_does_not_answer_costs_no_more_than_the_deadlines(
     transport: str, start: Start, pool_server: StartServer
 ) -> None:
@@ -308,7 +308,7 @@ def test_a_store_larger_than_the_pool_leaves_what_fits_of_it(
     too_many = (1 << 20) // block_bytes + 100
     names = [f"block {nth}" for nth in range(too_many)]
     assert not rank.store(names, [nth % BLOCKS for nth in range(too_many)])
-    stats = rank.session.client.stats()
+    stats = rank.session.client.admin.stats()
     assert stats.num_entries >= too_many - 100 - 64
     assert stats.num_tickets == 0
     assert rank.load(rank.lease(names[:64]), names[:64], [nth % BLOCKS for nth in range(64)])
@@ -336,7 +336,7 @@ def test_a_store_is_cut_into_puts_of_bounded_size_that_keep_their_order(
 # Several groups, several stages
 
 
-@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_groups_with_gaps_and_block_tables_of_their_own_travel_in_one_job(
     transport: str, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +364,7 @@ def test_a_block_that_one_group_lacks_fails_the_whole_load(start: Start, shared_
     other = blocks_of("b", [1], [2], group_idx=1)
     assert rank.store_groups(blocks_of("ab", [0, 1]), other)
     lease_id = rank.lease_runs(run_of(*"ab"), *other.runs)
-    rank.session.client.remove(rank.session.namespace, other.runs)
+    rank.session.client.admin.remove(rank.session.namespace, other.runs)
     assert not rank.load_groups((lease_id,), blocks_of("ab", [5, 6]), other)
     assert rank.counted()["load_failures"] == 1
 

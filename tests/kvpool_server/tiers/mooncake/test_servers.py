@@ -58,7 +58,7 @@ def test_three_servers_on_one_cluster_one_of_them_killed(
     for client, namespace in zip(clients[:2], namespaces[:2], strict=True):
         for nth in range(3):
             assert _hits(client, namespace, [f"{nth}-{name}" for name in NAMES]) == len(NAMES)
-        assert client.stats().tiers[0].counters["promoted_blocks"] == 2 * len(NAMES)
+        assert client.admin.stats().tiers[0].counters["promoted_blocks"] == 2 * len(NAMES)
     servers[2].kill()  # In its segment lies some of what the others put.
     late = connect(pool_server("--memory", "32MiB", *_tier(cluster, "0")))
     namespace = late.open_namespace(spec)
@@ -81,7 +81,7 @@ def test_three_servers_on_one_cluster_one_of_them_killed(
 
     tried = 0
     wait_for(comes_through, "the cluster does without the segment that has gone", 45)
-    assert not any(client.stats().tiers[0].counters.get("corrupt_blocks") for client in [*clients[:2], late])
+    assert not any(client.admin.stats().tiers[0].counters.get("corrupt_blocks") for client in [*clients[:2], late])
     for server in (holder, *others):
         server.terminate()
         assert server.wait(STOPS_S) == 0

@@ -8,8 +8,8 @@ import pytest
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
-from kvpool.transport.base import Buffers
-from kvpool.transport.stream import StreamTransport
+from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.grpc import GrpcTransport
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
 from tests.support.faults import stopped
@@ -20,16 +20,16 @@ from tests.support.processes import ServerProcess
 def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
     """One without a data port: all bytes go through gRPC."""
     flags = ("--memory", "64MiB", "--grace-ms", "100", "--data-listen", "")
-    server = ServerProcess(tmp_path_factory.mktemp("stream"), shm_dir, *flags)
+    server = ServerProcess(tmp_path_factory.mktemp("grpc"), shm_dir, *flags)
     yield server
     server.stop()
 
 
 @pytest.fixture
 def rig(server: ServerProcess, connect: Connect) -> Iterator[Rig]:
-    regions = ServerRegions(connect(server, transport="stream"))
+    regions = ServerRegions(connect(server, transport="grpc"))
     transport = regions.open(256).transport
-    assert isinstance(transport, StreamTransport)
+    assert isinstance(transport, GrpcTransport)
     yield Rig(transport, regions)
     regions.give_back()
 
@@ -51,12 +51,12 @@ def _never(first: int, buffers: Buffers) -> None:
 
 def test_a_ticket_that_is_not_live_writes_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
-        rig.transport.write(123, (0,), REGION_BYTES, _zeros, 1, DEADLINE_S)
+        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), _zeros)
 
 
 def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"lease 0x7b is not live.*look up again"):
-        rig.transport.read(123, (0,), REGION_BYTES, _never, 1, DEADLINE_S)
+        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), _never)
 
 
 @pytest.mark.parametrize("shift", [-1, 1, REGION_BYTES, 1 << 40])
@@ -65,20 +65,20 @@ def test_bytes_beside_the_tickets_regions_are_refused(rig: Rig, shift: int) -> N
     middle = regions.offsets[1]
     outside = middle + shift if shift != REGION_BYTES else max(regions.offsets) + REGION_BYTES
     with pytest.raises(InvalidRequestError, match=rf"\[{outside}, {outside + REGION_BYTES}\) is in no region"):
-        rig.transport.write(regions.ticket_id, (outside,), REGION_BYTES, _zeros, 1, DEADLINE_S)
+        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), _zeros)
 
 
 def test_bytes_beside_the_leased_blocks_are_refused(rig: Rig) -> None:
     ours, theirs = rig.regions(1, REGION_BYTES), rig.regions(1, REGION_BYTES)
 
     for regions in (ours, theirs):
-        rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, _zeros, 1, DEADLINE_S)
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), _zeros)
     lease_id = ours.seal()
     theirs.seal()
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(lease_id, theirs.offsets, REGION_BYTES, _never, 1, DEADLINE_S)
+        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), _never)
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, _never, 1, DEADLINE_S)
+        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), _never)
 
 
 def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
@@ -94,7 +94,7 @@ def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
         inside.clear()
 
     with pytest.raises(PoolTimeoutError):
-        rig.transport.write(regions.ticket_id, regions.offsets, REGION_BYTES, slow, 1, 0.2)
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.2, 1), slow)
     assert not inside.is_set()
     filled = len(calls)
     time.sleep(0.6)  # As long as another fill would take to begin and end.
@@ -104,7 +104,7 @@ def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
 def test_a_read_that_stands_still_is_given_up_long_before_its_deadline(pool_server: StartServer) -> None:
     server = pool_server("--memory", "64MiB", "--data-listen", "")
     region_bytes, count = 1 << 20, 32  # Far more than is on its way at any time.
-    config = ClientConfig(server.endpoint, transport="stream", stall_timeout_ms=200)
+    config = ClientConfig(server.endpoint, transport="grpc", stall_timeout_ms=200)
     with Client(config) as client, ExitStack() as stack:
         regions = ServerRegions(client)
         held = regions(count, region_bytes)
@@ -119,5 +119,5 @@ def test_a_read_that_stands_still_is_given_up_long_before_its_deadline(pool_serv
         transport = regions.open(1).transport
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(lease_id, held.offsets, region_bytes, drain, 1, 60.0)
+            transport.read(Transfer(lease_id, held.offsets, region_bytes, 60.0, 1), drain)
         assert len(seen) < count and time.monotonic() - started < 10

@@ -1,4 +1,4 @@
-"""The `stream` transport over a data port: the contract with and without threads, and whatever goes wrong."""
+"""The `tcp` transport: the contract with and without threads, and whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,9 +26,10 @@ from kvpool.errors import (
     TransferError,
     UnavailableError,
 )
-from kvpool.transport import data
-from kvpool.transport.base import Buffers
-from kvpool.transport.data import DataTransport
+from kvpool.transport import tcp
+from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.channel_threads import THREAD_NAME
+from kvpool.transport.tcp import TcpTransport
 from kvpool.types import ShardRange
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
@@ -83,12 +85,12 @@ def _sevens(first: int, buffers: Buffers) -> None:
 
 
 @pytest.fixture
-def transport(port: Port, direct: bool) -> Iterator[DataTransport]:
+def transport(port: Port, direct: bool) -> Iterator[TcpTransport]:
     with closing(port.connect(direct)) as transport:
         yield transport
 
 
-def test_bytes_that_lie_ready_are_sent_from_there(port: Port, transport: DataTransport) -> None:
+def test_bytes_that_lie_ready_are_sent_from_there(port: Port, transport: TcpTransport) -> None:
     region_bytes = 300_000
     offsets = [nth * region_bytes + nth // 2 * 8 for nth in range(7)]
     blocks = [payload(idx, region_bytes) for idx in range(7)]
@@ -98,12 +100,12 @@ def test_bytes_that_lie_ready_are_sent_from_there(port: Port, transport: DataTra
         return blocks[first : first + len(buffers)]
 
     permit = port.permit(Kind.WRITE, 1, offsets, region_bytes)
-    transport.write(1, offsets, region_bytes, fill, 2 * region_bytes, DEADLINE_S, permit)
+    transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, 2 * region_bytes, permit), fill)
     for offset, block in zip(offsets, blocks, strict=True):
         assert np.array_equal(port.arena[offset : offset + region_bytes], block)
 
 
-def test_a_forged_permit_moves_nothing(port: Port, transport: DataTransport) -> None:
+def test_a_forged_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
     before = port.arena.copy()
     granted = port.permit(Kind.WRITE, 1, [0], 64)
     for offsets, region_bytes, permit in (
@@ -113,32 +115,32 @@ def test_a_forged_permit_moves_nothing(port: Port, transport: DataTransport) -> 
         ([0], 64, granted[:8] + bytes(16)),
     ):
         with pytest.raises(TransferError, match="not for these regions, or of another boot"):
-            transport.write(1, offsets, region_bytes, _sevens, MIB, DEADLINE_S, permit)
+            transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, MIB, permit), _sevens)
     with pytest.raises(TransferError, match="not for these regions"):
-        transport.read(1, [0], 64, _never, MIB, DEADLINE_S, granted)  # It is one to write.
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), _never)  # It is one to write.
     assert np.array_equal(port.arena, before)
 
 
-def test_an_expired_permit_moves_nothing(port: Port, transport: DataTransport) -> None:
+def test_an_expired_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
     before = port.arena.copy()
     for kind, move, visit in ((Kind.WRITE, transport.write, _sevens), (Kind.READ, transport.read, _never)):
         permit = port.permit(kind, 1, [0], 64, ttl_s=0)
         with pytest.raises(LeaseExpiredError, match="has expired"):
-            move(1, [0], 64, visit, MIB, DEADLINE_S, permit)  # type: ignore[arg-type]
+            move(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), visit)  # type: ignore[arg-type]
     assert np.array_equal(port.arena, before)
 
 
-def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, transport: DataTransport) -> None:
+def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, transport: TcpTransport) -> None:
     for offset in (len(port.arena) - 63, 1 << 63, (1 << 64) - 1):
         permit = port.permit(Kind.READ, 1, [offset], 64)
         with pytest.raises(InvalidRequestError, match="beyond the arena"):
-            transport.read(1, [offset], 64, _never, MIB, DEADLINE_S, permit)
+            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), _never)
 
 
-def test_a_transport_goes_on_after_a_refusal(port: Port, transport: DataTransport) -> None:
+def test_a_transport_goes_on_after_a_refusal(port: Port, transport: TcpTransport) -> None:
     with pytest.raises(TransferError):
-        transport.write(1, [0], 64, _sevens, MIB, DEADLINE_S, bytes(24))
-    transport.write(1, [0], 64, _sevens, MIB, DEADLINE_S, port.permit(Kind.WRITE, 1, [0], 64))
+        transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, bytes(24)), _sevens)
+    transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.WRITE, 1, [0], 64)), _sevens)
     assert set(port.arena[:64]) == {7}
 
 
@@ -199,14 +201,14 @@ def test_too_many_connections_are_told_that_there_is_no_room(direct: bool) -> No
     with data_port(MIB, max_connections=1) as port, closing(port.connect(direct)) as transport:
         with _greeted(port):
             permit = port.permit(Kind.READ, 1, [0], 64)
-            with pytest.raises(UnavailableError, match="no room for another connection; give --data-workers more"):
-                transport.read(1, [0], 64, _never, MIB, DEADLINE_S, permit)
+            with pytest.raises(UnavailableError, match="accepts no more connections; raise --data-workers"):
+                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), _never)
         wait_for(lambda: _moves(port, transport), "room, once the other has gone")
 
 
-def _moves(port: Port, transport: DataTransport) -> bool:
+def _moves(port: Port, transport: TcpTransport) -> bool:
     try:
-        transport.read(1, [0], 64, _ignore, MIB, DEADLINE_S, port.permit(Kind.READ, 1, [0], 64))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), _ignore)
     except UnavailableError:
         return False
     return True
@@ -214,49 +216,47 @@ def _moves(port: Port, transport: DataTransport) -> bool:
 
 def test_bytes_are_counted(direct: bool) -> None:
     with data_port(MIB) as port, closing(port.connect(direct)) as transport:
-        transport.write(1, [0, 100], 100, _sevens, 100, DEADLINE_S, port.permit(Kind.WRITE, 1, [0, 100], 100))
-        transport.read(1, [0], 100, _ignore, 100, DEADLINE_S, port.permit(Kind.READ, 1, [0], 100))
+        transport.write(Transfer(1, [0, 100], 100, DEADLINE_S, 100, port.permit(Kind.WRITE, 1, [0, 100], 100)), _sevens)
+        transport.read(Transfer(1, [0], 100, DEADLINE_S, 100, port.permit(Kind.READ, 1, [0], 100)), _ignore)
         wait_for(lambda: port.tally.tolist() == [100, 200], "the tally")
 
 
 def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
-    port: Port, transport: DataTransport, monkeypatch: pytest.MonkeyPatch
+    port: Port, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    connect = data.connect
-    monkeypatch.setattr(data, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
+    connect = tcp.connect
+    monkeypatch.setattr(tcp, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
     permit = port.permit(Kind.READ, 1, [0], 64)
     for _ in range(3):
-        transport.read(1, [0], 64, _ignore, MIB, DEADLINE_S, permit)
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), _ignore)
     assert len(made) == 1
-    monkeypatch.setattr(data, "IDLE_S", 0.0)
-    transport.read(1, [0], 64, _ignore, MIB, DEADLINE_S, permit)
+    monkeypatch.setattr(tcp, "IDLE_S", 0.0)
+    transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), _ignore)
     assert len(made) == 2
 
 
 def test_nothing_is_left_of_a_closed_transport(port: Port, direct: bool) -> None:
-    def left() -> tuple[set[str], int]:
-        sockets = [link for link in map(_target, os.listdir("/proc/self/fd")) if link.startswith("socket:")]
-        return {thread.name for thread in threading.enumerate() if "lane" in thread.name}, len(sockets)
+    def left() -> tuple[int, int]:
+        threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+        return threads, _connections_to(port.info.port)
 
-    wait_for(lambda: not left()[0], "lanes of other tests to end")
-    time.sleep(0.1)
-    before = left()
+    wait_for(lambda: left() == (0, 0), "channels of other tests to end")
     transport = port.connect(direct)
     offsets = list(range(0, 8 * MIB, MIB))
-    transport.read(1, offsets, MIB, _ignore, MIB, DEADLINE_S, port.permit(Kind.READ, 1, offsets, MIB))
-    assert left() != before
+    transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, port.permit(Kind.READ, 1, offsets, MIB)), _ignore)
+    threads, connections = left()
+    assert connections and bool(threads) is not direct
     transport.close()
-    wait_for(lambda: left() == before, "its threads and sockets to be gone")
+    wait_for(lambda: left() == (0, 0), "its threads and sockets to be gone")
     with pytest.raises(TransferError, match="is closed"):
-        transport.read(1, [0], 64, _never, MIB, DEADLINE_S, port.permit(Kind.READ, 1, [0], 64))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), _never)
 
 
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
+def _connections_to(port: int) -> int:
+    """Established connections of this machine to a port, see proc_net(5)."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
 def test_closing_ends_calls_under_way(port: Port, direct: bool) -> None:
@@ -264,7 +264,7 @@ def test_closing_ends_calls_under_way(port: Port, direct: bool) -> None:
     offsets = list(range(0, 32 * MIB, MIB))
     permit = port.permit(Kind.READ, 1, offsets, MIB)
     with pytest.raises((TransferError, UnavailableError)):
-        transport.read(1, offsets, MIB, lambda *_: transport.close(), MIB, DEADLINE_S, permit)
+        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), lambda *_: transport.close())
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def server(pool_server: StartServer) -> ServerProcess:
 @pytest.fixture
 def as_direct(direct: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Clients move bytes in the way of few cores, or of many."""
-    monkeypatch.setattr(data, "THREADS_FROM_CORES", 1 << 20 if direct else 0)
+    monkeypatch.setattr(tcp, "THREADS_FROM_CORES", 1 << 20 if direct else 0)
     return direct
 
 
@@ -283,9 +283,9 @@ def as_direct(direct: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
 def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
     spec = namespace_spec(group_spec(chunk_bytes=100_000, num_shards=2))
     run, payloads = run_of(*range(30)), [payload(idx, 200_000) for idx in range(30)]
-    writer, reader = connect(server, transport="stream"), connect(server, transport="stream")
+    writer, reader = connect(server, transport="tcp"), connect(server, transport="tcp")
     opened = writer.open_namespace(spec)
-    assert isinstance(opened.transport, DataTransport) and opened.transport.name == "stream"
+    assert isinstance(opened.transport, TcpTransport) and opened.transport.name == "tcp"
     assert writer.put_blocks(opened, run, payloads).receipt.num_complete == 30
     namespace = reader.open_namespace(spec)
     found = reader.lookup(namespace, [run])
@@ -323,7 +323,7 @@ class Stored:
 
 @pytest.mark.usefixtures("as_direct")
 def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: ServerProcess, connect: Connect) -> None:
-    stored = Stored(connect(server, transport="stream"))
+    stored = Stored(connect(server, transport="tcp"))
     before = workers_of(server)
     assert len(before) == 2
 
@@ -344,7 +344,7 @@ def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: Se
 def test_a_server_killed_in_the_middle_is_an_error_and_leaves_no_worker(
     server: ServerProcess, connect: Connect
 ) -> None:
-    stored = Stored(connect(server, transport="stream"))
+    stored = Stored(connect(server, transport="tcp"))
     workers = workers_of(server)
 
     def drain(indices: list[int], buffers: Buffers) -> None:
@@ -372,14 +372,14 @@ def test_a_server_that_stops_leaves_no_worker_not_even_one_that_is_stopped(serve
 def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_deadline(
     server: ServerProcess, connect: Connect
 ) -> None:
-    stored = Stored(connect(server, transport="stream", stall_timeout_ms=300, data_timeout_ms=2_000))
+    stored = Stored(connect(server, transport="tcp", stall_timeout_ms=300, data_timeout_ms=2_000))
     client, workers = stored.client, workers_of(server)
     lease_id = client.lookup(stored.namespace, [stored.run]).lease_id
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
-        with pytest.raises((PoolTimeoutError, UnavailableError), match=r"brought nothing for 0\.300 s|no answer"):
+        with pytest.raises((PoolTimeoutError, UnavailableError), match=r"sent nothing for 0\.300 s|no answer"):
             client.get(stored.namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
         assert time.monotonic() - started < 2
         run = run_of(*range(100, 124))
@@ -389,14 +389,14 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
-    assert not client.stats().counters.get("revoked_tickets"), "its slots could be another's while bytes arrive"
+    assert not client.admin.stats().counters.get("revoked_tickets"), "its slots could be another's while bytes arrive"
     wait_for(stored.check, "the workers to go on")
 
 
 @pytest.mark.usefixtures("as_direct")
 def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProcess, connect: Connect) -> None:
     """Nothing of it is under way once the caller hears of it."""
-    client = connect(server, transport="stream")
+    client = connect(server, transport="tcp")
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
 
     def fill(indices: Sequence[int], buffers: Buffers) -> None:
@@ -405,43 +405,51 @@ def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProces
 
     with pytest.raises(ValueError, match="of the caller's"):
         client.put(namespace, [run_of(*range(12))], fill, batch_bytes=MIB)
-    wait_for(lambda: client.stats().counters.get("revoked_tickets"), "the ticket to be revoked")
-    assert client.stats().num_quarantined == 0
+    wait_for(lambda: client.admin.stats().counters.get("revoked_tickets"), "the ticket to be revoked")
+    assert client.admin.stats().num_quarantined == 0
 
 
 def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
     client = connect(server, transport="stream", stall_timeout_ms=300)
-    with closing(client.try_transport().transport):
-        choice = client.try_transport()
-        assert choice.route.startswith("stream over the data port 127.0.0.1:") and not choice.is_fallback
+    with closing(client.admin.try_transport().transport):
+        choice = client.admin.try_transport()
+        assert choice.route.startswith("tcp over the data port 127.0.0.1:") and not choice.is_fallback
     for pid in workers_of(server):
         os.kill(pid, signal.SIGSTOP)
     try:
-        choice = client.try_transport()
+        choice = client.admin.try_transport()
     finally:
         for pid in workers_of(server):
             os.kill(pid, signal.SIGCONT)
-    assert choice.transport.name == "stream" and not isinstance(choice.transport, DataTransport)
+    assert choice.transport.name == "grpc"
     assert choice.is_fallback and "no answer in time" in choice.route
-    assert choice.route.startswith("stream over gRPC (slow: cannot reach the data port 127.0.0.1:")
+    assert choice.route.startswith("grpc (slow: cannot reach the data port 127.0.0.1:")
 
 
 def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, connect: Connect) -> None:
-    choice = connect(pool_server("--data-listen", ""), transport="stream").try_transport()
-    assert choice.is_fallback and choice.why == "transport=stream"
-    assert choice.route == "stream over gRPC (slow: the server has no data port; see --data-listen)"
+    server = pool_server("--data-listen", "")
+    choice = connect(server, transport="stream").admin.try_transport()
+    assert choice.is_fallback and choice.transport.name == "grpc"
+    assert choice.route == "grpc (slow: the server has no data port; see --data-listen)"
+    assert (
+        choice.why == "no mooncake: the server offers no RDMA; no tcp: the server has no data port; see --data-listen"
+    )
+    with pytest.raises(TransferError, match="the server has no data port"):
+        connect(server, transport="tcp").admin.try_transport()
+    asked = connect(server, transport="grpc").admin.try_transport()
+    assert (asked.route, asked.why, asked.is_fallback) == ("grpc", "transport=grpc", False)
 
 
 def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
-    with pytest.raises(TransferError, match="is another server's"):
-        data.connect(("127.0.0.1", port.info.port), bytes(range(16)), 5.0)
+    with pytest.raises(TransferError, match="belongs to another server"):
+        tcp.connect(("127.0.0.1", port.info.port), bytes(range(16)), 5.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match="no answer in time"):
-        data.connect(silent.getsockname(), port.info.nonce, 0.1)
+        tcp.connect(silent.getsockname(), port.info.nonce, 0.1)
     with pytest.raises(UnavailableError, match="Connection refused"):
-        data.connect(("127.0.0.1", 1), port.info.nonce, 5.0)
+        tcp.connect(("127.0.0.1", 1), port.info.nonce, 5.0)
 
 
 def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:
     server = pool_server("--data-listen", "127.0.0.2:0")
-    with Client(ClientConfig(server.endpoint, transport="stream")) as client:
-        assert "over the data port 127.0.0.2:" in client.try_transport().route
+    with Client(ClientConfig(server.endpoint, transport="tcp")) as client:
+        assert "over the data port 127.0.0.2:" in client.admin.try_transport().route

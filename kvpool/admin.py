@@ -1,0 +1,80 @@
+"""Operators' calls: what a server holds, bounds on it, and removal. `kvpool` (the command) is made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool import wire
+from kvpool.holdings import NamespaceInfo
+from kvpool.rpc import Namespace, PoolRpc
+from kvpool.transport.choice import Choice, choose
+from kvpool.types import BlockRun, PoolStats, Quota
+from kvpool.v1 import pool_pb2 as pb
+
+
+class Admin:
+    """Operators' calls, on a client's connection. Thread-safe.
+
+    Raises (every method): UnavailableError, PoolTimeoutError, and what its docstring names.
+    """
+
+    def __init__(self, rpc: PoolRpc):
+        self._rpc = rpc
+
+    def ping(self) -> tuple[str, float]:
+        """The server's version, and the seconds since its start."""
+        reply = self._rpc.ping()
+        return reply.version, reply.uptime_seconds
+
+    def try_transport(self) -> Choice:
+        """Attaches to the server as `Client.open_namespace` does. Close the choice's transport after use.
+
+        Raises:
+            TransferError, ConfigError: the configured transport does not work here.
+        """
+        return choose(self._rpc.config, wire.decode_offer(self._rpc.ping()), self._rpc.channel)
+
+    def stats(self) -> PoolStats:
+        """What the pool holds, and its counters."""
+        return wire.decode_stats(self._rpc.call(self._rpc.stub.Stats, pb.StatsRequest()))
+
+    def namespaces(self, *, holdings: bool = True) -> list[NamespaceInfo]:
+        """Every open namespace, in the order of their opening.
+
+        Args:
+            holdings: False omits what each one holds, for which the server would visit every entry.
+        """
+        request = pb.ListNamespacesRequest(without_holdings=not holdings)
+        reply = self._rpc.call(self._rpc.stub.ListNamespaces, request)
+        return [wire.decode_namespace_info(info) for info in reply.namespaces]
+
+    def quotas(self) -> list[Quota]:
+        """Every quota, by subject."""
+        return wire.decode_quotas(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).quotas)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
+        """Sets quotas, and deletes those of 0 bytes; returns all quotas after that.
+
+        Blocks beyond a subject's new quota are evicted at once, except leased ones and those being written.
+
+        Raises:
+            InvalidRequestError: one of the quotas is invalid; none is set.
+        """
+        request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
+        return wire.decode_quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
+
+    def remove(self, namespace: Namespace, runs: Sequence[BlockRun]) -> int:
+        """Drops blocks; returns how many of them the pool had."""
+        request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
+        return int(self._rpc.call(self._rpc.stub.Remove, request).num_removed)
+
+    def clear(self, fingerprint: bytes = b"", *, timeout_ms: int | None = None) -> int:
+        """Drops every block of one namespace, or of all if `fingerprint` is empty; returns how many there were."""
+        request = pb.ClearRequest(namespace=fingerprint)
+        return int(self._rpc.call(self._rpc.stub.Clear, request, timeout_ms).num_removed)
+
+    def verify(self, namespace: Namespace, runs: Sequence[BlockRun]) -> tuple[int, int]:
+        """Lets the server compare blocks with their checksums; returns the numbers of (checked, dropped) blocks."""
+        request = pb.VerifyRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
+        reply = self._rpc.call(self._rpc.stub.Verify, request)
+        return reply.num_checked, reply.num_dropped

@@ -1,0 +1,70 @@
+"""Puts and gets whose bytes travel inside the call: no regions, no tickets. Clients in any language can make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from kvpool import wire
+from kvpool.errors import ChecksumError
+from kvpool.hashing import checksum
+from kvpool.rpc import PoolRpc
+from kvpool.types import Chunk, PoolKey, PutStatus
+from kvpool.v1 import pool_pb2 as pb
+
+MESSAGE_BYTES = 4 << 20
+"""Payload after which a message is sent."""
+
+
+class InlineChunks:
+    """Chunks by their keys, on a client's connection. Thread-safe."""
+
+    def __init__(self, rpc: PoolRpc):
+        self._rpc = rpc
+
+    def put(self, chunks: Sequence[Chunk]) -> tuple[PutStatus, ...]:
+        """Stores chunks; returns one status a chunk.
+
+        Raises:
+            InvalidRequestError, ChecksumError: a chunk is malformed, or differs from its checksum.
+            OutOfSpaceError: no room.
+        """
+        reply = self._rpc.call(self._rpc.stub.PutChunks, _messages(chunks), self._rpc.config.data_timeout_ms)
+        return wire.decode_statuses(reply.statuses)
+
+    def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
+        """The chunks of `keys`, verified; None for each miss.
+
+        Raises:
+            ChecksumError: a chunk has arrived with other bytes than were stored.
+        """
+        found: list[Chunk | None] = [None] * len(keys)
+        request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
+        try:
+            for reply in self._rpc.stub.GetChunks(
+                request, timeout=self._rpc.timeout_s(self._rpc.config.data_timeout_ms)
+            ):
+                if reply.found:
+                    chunk = wire.decode_chunk(reply.chunk)
+                    if checksum(chunk.payload) != chunk.checksum:
+                        raise ChecksumError(
+                            f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard} differs from its checksum; "
+                            "treat it as a miss"
+                        )
+                    found[reply.index] = chunk
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self._rpc.config.endpoint) from None
+        return found
+
+
+def _messages(chunks: Sequence[Chunk]) -> Iterator[pb.PutChunksRequest]:
+    message, nbytes = pb.PutChunksRequest(), 0
+    for chunk in chunks:
+        message.chunks.append(wire.encode_chunk(chunk))
+        nbytes += len(chunk.payload)
+        if nbytes >= MESSAGE_BYTES:
+            yield message
+            message, nbytes = pb.PutChunksRequest(), 0
+    if message.chunks:
+        yield message

@@ -1,0 +1,301 @@
+"""The connection to one server: its typed calls, deadlines, and errors.
+
+`PoolRpc` has one method for each step of a lookup, put and get. `Client` composes the steps; tests, and programs that
+move bytes themselves, call them. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvpool import wire
+from kvpool.config import ClientConfig
+from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.lookup_stream import LookupStream
+from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.transport.base import Transport
+from kvpool.types import BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolStub
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """An open namespace, valid for one boot of the server.
+
+    Args:
+        fingerprint: its name, `HASH_BYTES`.
+        transport: how its bytes travel.
+        max_batch_blocks: most blocks of one put, get or lookup.
+    """
+
+    spec: NamespaceSpec
+    fingerprint: bytes
+    boot_token: int
+    transport: Transport
+    max_batch_blocks: int
+
+    def group(self, group_idx: int) -> GroupSpec:
+        """Raises InvalidRequestError if there is no such group."""
+        if not 0 <= group_idx < len(self.spec.groups):
+            raise InvalidRequestError(
+                f"group_idx {group_idx}: the namespace has groups 0 to {len(self.spec.groups) - 1}"
+            )
+        return self.spec.groups[group_idx]
+
+
+class PendingLookup:
+    """A lookup that was sent and may have been answered."""
+
+    def __init__(self, call: Any, decode: Callable[[Any], Lookup], endpoint: str):
+        self._call = call
+        self._decode = decode
+        self._endpoint = endpoint
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return bool(self._call.done())
+
+    def result(self, timeout_s: float | None = None) -> Lookup | None:
+        """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
+        try:
+            return self._decode(self._call.result(timeout=timeout_s))
+        except grpc.FutureTimeoutError:
+            return None
+        except grpc.FutureCancelledError:
+            raise PoolTimeoutError(f"the lookup at kvpool-server {self._endpoint} was cancelled") from None
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self._endpoint) from None
+
+    def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
+        """Calls back from another thread once the lookup has ended."""
+        self._call.add_done_callback(lambda _: callback(self))
+
+
+class PoolRpc:
+    """Calls of one server. Every method raises UnavailableError and PoolTimeoutError, and what its docstring names.
+
+    Args:
+        stub: the Pool service's methods.
+        lookups: sends `LookupRequest`s, which the argument of a call makes; answers come in their order.
+        channel: carries both; closed with this object.
+    """
+
+    def __init__(self, config: ClientConfig, stub: Any, lookups: Any, channel: Any):
+        self.config = config
+        self.stub = stub
+        self.channel = channel
+        self._lookups = lookups
+
+    @classmethod
+    def connect(cls, config: ClientConfig) -> PoolRpc:
+        """Makes the connection; the server is reached with the first call."""
+        channel = grpc.insecure_channel(config.endpoint, options=_CHANNEL_OPTIONS)
+        stub = PoolStub(channel)  # type: ignore[no-untyped-call]
+        return cls(config, stub, LookupStream(stub.LookupStream), channel)
+
+    def close(self) -> None:
+        """Ends the connection; calls in flight fail. Idempotent."""
+        self._lookups.close()
+        self.channel.close()
+
+    def ping(self) -> Any:
+        """The server's `PingResponse`."""
+        return self.call(self.stub.Ping, pb.PingRequest())
+
+    def open_namespace(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", timeout_ms: int | None = None
+    ) -> tuple[OpenedNamespace, int]:
+        """Declares a namespace; returns what the server says of it, and the server's boot token.
+
+        Raises:
+            InvalidRequestError: the spec cannot name a namespace.
+            IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
+            TransferError: client and server are of releases that compute different fingerprints.
+        """
+        request = pb.OpenNamespaceRequest(
+            spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint, opener=socket.gethostname()
+        )
+        reply = self.call(self.stub.OpenNamespace, request, timeout_ms)
+        opened = wire.decode_opened(reply)
+        if opened.fingerprint != spec.fingerprint():
+            raise TransferError(
+                f"this client and kvpool-server at {self.config.endpoint} compute different fingerprints for a "
+                "namespace; install the same release of kvpool on both sides"
+            )
+        return opened, reply.boot_token
+
+    # Lookup
+
+    def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool, lease: bool) -> Lookup:
+        request = self._lookup_request(namespace, runs, prefix_only, lease)
+        return self._decode_lookup(namespace, self.call(self._lookups, lambda: request))
+
+    def lookup_async(
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease: bool,
+        timeout_ms: int | None = None,
+    ) -> PendingLookup:
+        """Sends a lookup without waiting. Another thread encodes `runs`: do not change them."""
+        request = functools.partial(self._lookup_request, namespace, runs, prefix_only, lease)
+        call = self.send(self._lookups, request, timeout_ms)
+        return PendingLookup(call, functools.partial(self._decode_lookup, namespace), self.config.endpoint)
+
+    def _lookup_request(
+        self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool
+    ) -> pb.LookupRequest:
+        return pb.LookupRequest(
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            prefix_only=prefix_only,
+            lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
+        )
+
+    def _decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse) -> Lookup:
+        self.check_boot(namespace, reply.boot_token)
+        return wire.decode_lookup(reply)
+
+    # Put
+
+    def put_start(self, namespace: Namespace, runs: Sequence[BlockRun], shards: ShardRange) -> PutGrant:
+        """Asks for regions to write. Raises OutOfSpaceError."""
+        request = pb.PutStartRequest(
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            shards=wire.encode_shards(shards),
+            ticket_ttl_ms=self.config.ticket_ttl_ms,
+        )
+        reply = self.call(self.stub.PutStart, request)
+        try:
+            self.check_boot(namespace, reply.boot_token)
+        except UnavailableError:
+            self.revoke_quietly(reply.ticket_id)
+            raise
+        return wire.decode_grant(reply)
+
+    def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
+        """Makes a ticket's regions readable: one checksum a chunk, region-major. Raises LeaseExpiredError."""
+        request = pb.PutEndRequest(ticket_id=ticket_id, checksums=checksums)
+        return wire.decode_receipt(self.call(self.stub.PutEnd, request))
+
+    def put_revoke(self, ticket_id: int) -> bool:
+        """Returns a ticket's regions; False if the ticket was not live."""
+        return bool(self.call(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id)).revoked)
+
+    def revoke_quietly(self, ticket_id: int) -> None:
+        """As `put_revoke`, without waiting. If the call is lost, the ticket expires."""
+        if ticket_id:
+            self._send_and_forget(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+
+    # Get
+
+    def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
+        """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
+        request = self._get_request(namespace, lease_id, runs, shards)
+        return self._decode_located(namespace, self.call(self.stub.Get, request))
+
+    def locate_in_parts(
+        self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
+    ) -> Generator[Located, None, None]:
+        """As `locate` for each part, in order. All parts are requested at once; close the iterator after use."""
+        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
+            yield self.locate(namespace, lease_id, parts[0], shards)
+            return
+        calls = [self.send(self.stub.Get, self._get_request(namespace, lease_id, part, shards)) for part in parts]
+        try:
+            for call in calls:
+                yield self._decode_located(namespace, self._result(call))
+        finally:
+            for call in calls:
+                call.cancel()
+
+    @staticmethod
+    def _get_request(
+        namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
+    ) -> pb.GetRequest:
+        if not lease_id:
+            raise LeaseExpiredError("lease_id is 0: the lookup found no block, so there is nothing to get")
+        return pb.GetRequest(
+            lease_id=lease_id,
+            namespace=namespace.fingerprint,
+            runs=wire.encode_runs(runs),
+            shards=wire.encode_shards(shards),
+        )
+
+    def _decode_located(self, namespace: Namespace, reply: pb.GetResponse) -> Located:
+        self.check_boot(namespace, reply.boot_token)
+        return wire.decode_located(reply)
+
+    def release(self, lease_ids: Sequence[int]) -> int:
+        """Ends leases; returns how many of them were live."""
+        return int(self.call(self.stub.Release, pb.ReleaseRequest(lease_ids=lease_ids)).num_released)
+
+    def release_quietly(self, *lease_ids: int) -> None:
+        """As `release`, without waiting. If the call is lost, the leases expire. Ids of 0 are skipped."""
+        live = [lease_id for lease_id in lease_ids if lease_id]
+        if live:
+            # On the stream of lookups: starting a call of its own would cost the caller's thread a millisecond.
+            self._send_and_forget(self._lookups, functools.partial(pb.LookupRequest, release=live))
+
+    # What every call is made of
+
+    def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+        """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
+        try:
+            return method(request, timeout=self.timeout_s(timeout_ms))
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self.config.endpoint) from None
+        except ValueError:  # What gRPC raises for a closed channel.
+            raise self._closed_error() from None
+
+    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """Starts a call without waiting; returns its `grpc.Future`."""
+        try:
+            return method.future(request, timeout=self.timeout_s(timeout_ms))
+        except ValueError:
+            raise self._closed_error() from None
+
+    def _result(self, call: Any) -> Any:
+        """Waits for the answer of a call that was sent, until the call's own deadline."""
+        try:
+            return call.result(timeout=self.timeout_s())
+        except grpc.FutureTimeoutError:
+            raise PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time") from None
+        except grpc.FutureCancelledError:
+            raise self._closed_error() from None
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self.config.endpoint) from None
+
+    def _send_and_forget(self, method: Any, request: Any) -> None:
+        with contextlib.suppress(UnavailableError):
+            # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
+            self.send(method, request).add_done_callback(lambda _: None)
+
+    def timeout_s(self, timeout_ms: int | None = None) -> float:
+        return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+
+    def check_boot(self, namespace: Namespace, boot_token: int) -> None:
+        """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""
+        if boot_token != namespace.boot_token:
+            raise UnavailableError(f"kvpool-server at {self.config.endpoint} has restarted; open the namespace again")
+
+    def _closed_error(self) -> UnavailableError:
+        return UnavailableError(f"the client of kvpool-server at {self.config.endpoint} is closed; make a new one")

@@ -1,0 +1,153 @@
+"""The `grpc` transport: bytes travel through the server's gRPC port, in pieces. Slow, and possible from any host.
+
+A call has one staging buffer for all of its batches: the first touch of new memory costs more than a copy into it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kvpool import wire
+from kvpool.errors import PoolTimeoutError, TransferError
+from kvpool.transport.base import Drain, Fill, Transfer
+from kvpool.transport.stall_watchdog import StallWatchdog
+from kvpool.types import Piece
+from kvpool.v1 import pool_pb2 as pb
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class GrpcTransport:
+    """Write and Read calls on the client's gRPC channel.
+
+    Args:
+        endpoint: the server's name in errors.
+        piece_bytes: largest payload of one message.
+        stall_timeout_s: a read that receives nothing for so long fails.
+    """
+
+    name = "grpc"
+    one_sided = False
+    in_place = False
+    memory = None
+
+    def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):
+        self._write = channel.stream_unary(
+            f"/{_SERVICE}/Write",
+            request_serializer=wire.encode_piece,
+            response_deserializer=pb.WriteResponse.FromString,
+        )
+        self._read = channel.unary_stream(
+            f"/{_SERVICE}/Read",
+            request_serializer=pb.ReadRequest.SerializeToString,
+            response_deserializer=wire.decode_piece,
+        )
+        self._endpoint = endpoint
+        self._piece_bytes = piece_bytes
+        self._stall_timeout_s = stall_timeout_s
+
+    def __repr__(self) -> str:
+        return f"GrpcTransport({self._endpoint}, pieces of {self._piece_bytes} bytes)"
+
+    def write(self, transfer: Transfer, fill: Fill) -> None:
+        region_bytes = transfer.region_bytes
+        failures: list[BaseException] = []
+        # gRPC asks for pieces on a thread of its own, and may do so after the call has failed:
+        #   1. the deadline passes while `fill` copies   2. the caller reuses the memory that `fill` copies from
+        # So no `fill` begins after the call has ended, and the call does not end while `fill` runs.
+        filling, ended = threading.Lock(), threading.Event()
+
+        def requests() -> Iterator[Piece]:
+            # An exception here must reach the caller, not gRPC's log. gRPC serializes (copies) a piece before it
+            # asks for the next one, so the staging buffer can be filled again.
+            staging = _staging(transfer)
+            try:
+                for start, stop in transfer.batches():
+                    rows = staging[: stop - start]
+                    with filling:
+                        if ended.is_set():
+                            return
+                        fill(start, list(rows))
+                    for row, offset in zip(rows, transfer.offsets[start:stop], strict=True):
+                        for at in range(0, region_bytes, self._piece_bytes):
+                            payload = row[at : at + self._piece_bytes].data
+                            yield Piece(transfer.holding_id, offset + at, payload)
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        try:
+            reply = self._write(requests(), timeout=transfer.timeout_s)
+        except grpc.RpcError as error:
+            if failures:
+                raise failures[0] from None
+            raise wire.error_of(error, self._endpoint) from None
+        finally:
+            with filling:
+                ended.set()
+        expected = len(transfer.offsets) * region_bytes
+        if reply.nbytes != expected:
+            raise TransferError(f"kvpool-server at {self._endpoint} wrote {reply.nbytes} of {expected} bytes")
+
+    def read(self, transfer: Transfer, drain: Drain) -> None:
+        request = pb.ReadRequest(
+            lease_id=transfer.holding_id, offsets=transfer.offsets, region_bytes=transfer.region_bytes
+        )
+        call: Any = self._read(request, timeout=transfer.timeout_s)
+        staging = _staging(transfer)
+        watchdog = StallWatchdog(self._stall_timeout_s, call.cancel)
+        try:
+            with watchdog:
+                for start, stop in transfer.batches():
+                    rows = zip(staging, transfer.offsets[start:stop], strict=False)
+                    wait = drain(start, [self._receive(call, watchdog, row, offset) for row, offset in rows])
+                    if wait is not None:
+                        wait()
+        except grpc.RpcError as error:
+            if watchdog.has_stalled:
+                raise PoolTimeoutError(
+                    f"kvpool-server at {self._endpoint} sent nothing for {self._stall_timeout_s:.3f} s"
+                ) from None
+            raise wire.error_of(error, self._endpoint) from None
+        finally:
+            call.cancel()
+
+    def _receive(self, call: Iterator[Piece], watchdog: StallWatchdog, row: Bytes, offset: int) -> Bytes:
+        """One region: in `row`, or in the message itself if the region arrived in one piece."""
+        filled = 0
+        while filled < len(row):
+            with watchdog.waiting():
+                piece = next(call, None)
+            if piece is None:
+                raise TransferError(
+                    f"kvpool-server at {self._endpoint} ended the read {len(row) - filled} bytes before the end of the "
+                    f"region at {offset}"
+                )
+            payload = np.frombuffer(piece.payload, np.uint8)
+            if piece.offset != offset + filled or not 0 < len(payload) <= len(row) - filled:
+                raise TransferError(
+                    f"kvpool-server at {self._endpoint} sent {len(payload)} bytes for offset {piece.offset}, expected "
+                    f"at most {len(row) - filled} for offset {offset + filled}"
+                )
+            if len(payload) == len(row):
+                return payload
+            row[filled : filled + len(payload)] = payload
+            filled += len(payload)
+        return row
+
+    def close(self) -> None:
+        """Nothing to end: the channel is the client's."""
+
+
+def _staging(transfer: Transfer) -> Bytes:
+    """A buffer for the largest batch: uint8 [regions of a batch, region_bytes]."""
+    largest = max((stop - start for start, stop in transfer.batches()), default=0)
+    return np.empty((largest, transfer.region_bytes), np.uint8)
