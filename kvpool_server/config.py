@@ -12,7 +12,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, Va
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
 from kvpool_server.service_links import service_links
-from kvpool_server.tiers.spec import parse
+from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
 _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
@@ -125,8 +125,8 @@ class ServerConfig(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         for nth, spec in enumerate(specs):
-            if any(spec.place == other.place for other in specs[:nth]):
-                raise ValueError(f"{spec.place} is there twice; give each place once")
+            if any(spec.tier_name == other.tier_name for other in specs[:nth]):
+                raise ValueError(f"{spec.tier_name} is there twice; give each place once")
         return value
 
     @field_validator("kv_events", "kv_events_replay")

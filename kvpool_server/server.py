@@ -42,8 +42,8 @@ from kvpool_server.http import OperatorHttp
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.service import PIECE_BYTES, SERVICE_NAME, PoolService, add_service
 from kvpool_server.tiering.tiers import Tiers
-from kvpool_server.tiers.registry import make_tier
-from kvpool_server.tiers.spec import parse
+from kvpool_server.tiers.options import TierContext
+from kvpool_server.tiers.registry import parse
 
 log = structlog.get_logger()
 
@@ -160,11 +160,11 @@ class Server:
 
     async def _open_tiers(self) -> Tiers:
         config = self.config
-        listen, policy = split_address(config.listen), POLICIES[config.policy]
-        specs = [parse(text) for text in config.tier]
+        options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
-        made = [make_tier(spec, listen, policy, handover_s) for spec in specs]
-        tiers = Tiers(self.pool, self._segment.bytes, made, [spec.write == "back" for spec in specs])
+        context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
+        made = [each.make(context) for each in options]
+        tiers = Tiers(self.pool, self._segment.bytes, made, [each.write == "back" for each in options])
         await tiers.open()
         self._observers.append(tiers)
         self.pool.below = tiers

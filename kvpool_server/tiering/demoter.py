@@ -60,7 +60,7 @@ class Demoter:
 
     @property
     def is_up(self) -> bool:
-        return self._health.up
+        return self._health.is_available
 
     def stored(self, entry: Entry) -> None:
         """The pool has a new block."""
@@ -76,7 +76,7 @@ class Demoter:
         """Takes a complete entry, and what the tier lacks of the prefix before it: without that it would be no use."""
         if self._known(entry) is True:
             return
-        if not self._health.up:
+        if not self._health.is_available:
             self._tier.counters["dropped_demotions"] += 1
             return
         self._take(entry, MAX_CLIMB)

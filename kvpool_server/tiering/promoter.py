@@ -97,7 +97,7 @@ class Promoter:
             run: (block hash, parent's hash) of each, in prefix order.
             leading: stop at the first that does not come.
         """
-        if not self._health.up:
+        if not self._health.is_available:
             return 0
         now = self._clock()
         hashes = [block_hash for block_hash, _ in run]
@@ -188,7 +188,7 @@ class Promoter:
             self._wishes.popleft()
         keys = [(wish.namespace.fingerprint, wish.group_idx, block_hash) for block_hash in block_hashes]
         try:
-            if self._clock() - wish.asked_at > STALE_S or not self._health.up:
+            if self._clock() - wish.asked_at > STALE_S or not self._health.is_available:
                 self._tier.counters["dropped_promotions"] += len(keys)
                 return
             all_came = await self._read(wish.namespace, BlockRun(wish.group_idx, block_hashes, parent_hash))

@@ -99,7 +99,7 @@ class Tiers(Observer, Below):
         for mover in self._movers:
             if mover.down.on_evict:
                 mover.down.offer_all()
-        waiting = [asyncio.create_task(mover.down.drained()) for mover in self._movers if mover.health.up]
+        waiting = [asyncio.create_task(mover.down.drained()) for mover in self._movers if mover.health.is_available]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=timeout_s)
             for task in late:
@@ -215,7 +215,7 @@ class Tiers(Observer, Below):
         for mover in self._movers:
             stats = mover.tier.stats()
             counters = {**dict.fromkeys(COUNTERS, 0), **stats.counters}
-            found.append(replace(stats, up=mover.health.works, counters=counters))
+            found.append(replace(stats, up=mover.health.is_working, counters=counters))
         return tuple(found)
 
 

@@ -22,7 +22,7 @@ from kvpool_server.metrics import _TIER_COUNTERS
 from kvpool_server.tiering import demoter as demotion
 from kvpool_server.tiering import promoter as promotion
 from kvpool_server.tiering.tiers import Tiers
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
+from kvpool_server.tiers.health import ANSWER_S, AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, Block, Tier, TierError
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
@@ -39,17 +39,13 @@ class MemoryTier(Tier):
     """
 
     def __init__(self, name: str = "memory:", answers_at_once: bool = True):
-        self.name = name
-        self.counters = Counter()
+        super().__init__(name)
         self.kept: dict[bytes, tuple[bytes, Sequence[int]]] = {}
         self.calls: Counter[str] = Counter()
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: str = ""
         self._answers_at_once = answers_at_once
-
-    async def open(self) -> None:
-        """Nothing to do."""
 
     async def _pass(self, call: str) -> None:
         self.calls[call] += 1
@@ -143,7 +139,7 @@ class Rig:
     async def quiet(self) -> None:
         for _ in range(200):
             await turns()
-            if not any(len(mover.down) or mover.health._calls for mover in self.tiers._movers):
+            if not any(len(mover.down) or mover.health.num_calls for mover in self.tiers._movers):
                 return
         raise AssertionError("something moves for ever")
 
@@ -685,20 +681,6 @@ async def test_a_tier_that_cannot_forget_says_so(rig: Rig, tier: MemoryTier) -> 
     with pytest.raises(TierError, match="the master has gone"):
         await rig.tiers.clear()
     assert not rig.tiers.stats()[0].up
-
-
-def test_health_survives_any_number_of_failures() -> None:
-    clock = FakeClock()
-    health = Health("tier", clock)
-    for _ in range(3_000):
-        with pytest.raises(TierError), health.call():
-            raise TierError("gone")
-    assert not health.up
-    clock.advance(AWAY_S[1] + 1)
-    assert health.up and not health.works
-    with health.call():
-        pass
-    assert health.works
 
 
 @play(MemoryTier, MemoryTier, on_evict=True)
