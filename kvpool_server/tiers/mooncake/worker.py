@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import ConfigError
-from kvpool.mooncake import package, starting
+from kvpool.mooncake import engine_start, import_mooncake
 from kvpool_server.child_process import receive_settings, wait_for_server_end
 
 ENVIRONMENT = {
@@ -70,8 +70,8 @@ class StoreConfig:
 
 def _join(config: StoreConfig, address: int, nbytes: int) -> Any:
     """A client of the cluster that moves bytes to and from the staging memory. Raises ConfigError."""
-    with starting(config.protocol, config.device):
-        made = package("store", "tier mooncake").MooncakeDistributedStore()
+    with engine_start(config.protocol, config.device):
+        made = import_mooncake("store", "tier mooncake").MooncakeDistributedStore()
         host, _, port = config.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
