@@ -202,7 +202,7 @@ def _listen_in_short_waits(port: int) -> None:
 
 @contextmanager
 def _environment(protocol: str) -> Iterator[None]:
-    """Settings that the engine reads from variables alone; variables that are set already stay, and none is left behind."""
+    """Settings that the engine reads from variables alone. Variables that are set already keep their values."""
     wanted = {
         "MC_LOG_LEVEL": "ERROR",
         "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects, without a deadline.
