@@ -1,4 +1,4 @@
-"""A subscriber to a server's KV events that misses none: what it did not hear it asks for. docs/kv-events.md says how.
+"""A subscriber to a server's KV events, which requests the messages that it missed (docs/kv-events.md).
 
 For operators (`kvpool events`), tests, and routers in Python. Not thread-safe.
 """
@@ -23,10 +23,10 @@ class EventMessage:
     """One message.
 
     Args:
-        topic: TOPIC@FINGERPRINT@MODEL; both are empty where the message is about all namespaces.
+        topic: TOPIC@FINGERPRINT@MODEL; TOPIC@@ for a message about all namespaces.
         seq: its number.
-        ts: when it was made, seconds since the epoch.
-        events: in order, each as a map with its "type".
+        ts: when the server made it, seconds since the epoch.
+        events: in order, each a map with its "type".
     """
 
     topic: str
@@ -36,12 +36,12 @@ class EventMessage:
 
 
 class Subscriber:
-    """See the module. It begins with a snapshot if it may ask for one, else with what happens next.
+    """See the module. Begins with a snapshot if it has a replay endpoint, else with the next message.
 
     Args:
         endpoint: the server's --kv-events.
-        replay_endpoint: its --kv-events-replay; empty: what is missed is lost, and `missed` counts it.
-        timeout_ms: how long an answer to a replay request may stand still.
+        replay_endpoint: its --kv-events-replay; empty: missed messages are lost, and counted in `missed`.
+        timeout_ms: longest wait for the next message of a replay.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", timeout_ms: int = 5_000):
@@ -53,9 +53,9 @@ class Subscriber:
         self._caught_up = not replay_endpoint
         try:
             self._sub = self._context.socket(zmq.SUB)
-            self._sub.setsockopt(zmq.RCVHWM, 0)  # A server's own bound is enough.
+            self._sub.setsockopt(zmq.RCVHWM, 0)  # The server bounds its queue already.
             self._sub.connect(endpoint)
-            self._sub.subscribe("")  # Numbers run over all topics: whoever hears some cannot see a gap.
+            self._sub.subscribe("")  # Numbers run over all topics: a subscriber to some topics could not see gaps.
         except zmq.ZMQError as error:
             self.close()
             raise InvalidRequestError(
@@ -63,19 +63,19 @@ class Subscriber:
             ) from None
 
     def receive(self, timeout_ms: int) -> list[EventMessage]:
-        """The next messages, in order; empty if there are none in time.
+        """The next messages, in order; empty if none come in time.
 
         Raises:
-            PoolTimeoutError: a replay request is not answered. The next call asks again.
+            PoolTimeoutError: the server does not answer a replay request. The next call repeats the request.
         """
         if not self._caught_up and (messages := self._catch_up()):
             return messages
         if not self._sub.poll(timeout_ms):
-            # What was lost last shows no gap, and nor does a successor whose clock is behind.
+            # Neither the loss of the last message shows a gap, nor a restarted server whose clock is behind.
             return self._catch_up() if self._replay_endpoint else []
         message = _decode(self._sub.recv_multipart())
         if message.seq <= self._last_seq:
-            return []  # It came with a replay.
+            return []  # Received with a replay already.
         if self._last_seq >= 0 and message.seq > self._last_seq + 1:
             if self._replay_endpoint:
                 return self._catch_up()
@@ -90,7 +90,7 @@ class Subscriber:
         return messages
 
     def replay(self, start_seq: int) -> list[EventMessage]:
-        """Asks for everything from `start_seq` on, and counts it as received. 0 asks for a snapshot."""
+        """Requests all messages from `start_seq` on, and counts them as received. 0 requests a snapshot."""
         messages: list[EventMessage] = []
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
@@ -100,11 +100,13 @@ class Subscriber:
             while dealer.poll(self._timeout_ms):
                 _, *frames = dealer.recv_multipart()
                 if int.from_bytes(frames[1], "big") == END_SEQ:
-                    return self._taken(messages)
+                    return self._accept(messages)
                 messages.append(_decode(frames))
-        raise PoolTimeoutError(f"{self._replay_endpoint} does not answer a replay request; see --kv-events-replay")
+        raise PoolTimeoutError(
+            f"{self._replay_endpoint} does not answer a replay request; give the server's --kv-events-replay"
+        )
 
-    def _taken(self, messages: list[EventMessage]) -> list[EventMessage]:
+    def _accept(self, messages: list[EventMessage]) -> list[EventMessage]:
         is_snapshot = messages and messages[0].events and messages[0].events[0]["type"] == CLEARED
         if not is_snapshot:
             messages = [message for message in messages if message.seq > self._last_seq]

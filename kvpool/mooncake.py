@@ -1,14 +1,14 @@
-"""Mooncake's Transfer Engine, as the server and the client use it. The only module that imports it, and only on use.
+"""Mooncake's Transfer Engine, as the server and the client use it. Only this module imports Mooncake, and only on use.
 
-Mooncake's store, which a tier of the server is a client of, comes from here, too (`package`, `starting`).
+The server's Mooncake tier imports Mooncake's store from here, too (`import_mooncake`, `engine_start`).
 
-One-sided: an engine reads and writes what a peer has registered, and the peer takes no part. Submitting and asking are
-two steps here, not the engine's own `batch_transfer_sync_*`: those wait in a loop that takes a core from those who move
-the bytes (on two cores half as fast again without), end at a time of their own, and say "failed" as soon as one of
-several transfers has failed, while others may still touch the buffer.
+Transfers are one-sided: an engine reads and writes memory that a peer has registered, and the peer takes no part. A
+transfer is submitted, then polled, instead of the engine's own `batch_transfer_sync_*`: that call waits in a loop that
+takes a core from the threads that move bytes (two cores are half as fast again without), has a deadline of its own, and
+reports a failure as soon as one of several transfers has failed, while others may still touch the buffer.
 
-Threads: all of it may be called from any thread. The engine releases the GIL in `submit_*` and `state`; its end,
-where its last reference goes, holds it until its listening thread has seen that it is to end.
+Threads: any thread may call anything. The engine releases the GIL in `submit_*` and `state`; the destructor of its last
+reference holds the GIL until the engine's listening thread has ended.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Bytes = npt.NDArray[np.uint8]
 PROTOCOLS = ("tcp", "rdma")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LISTEN_WAIT_US = 50_000
-_starting = threading.Lock()
+_start_lock = threading.Lock()
 
 
 class State(enum.Enum):
-    """What became of a transfer. It touches its buffer until it is DONE or FAILED."""
+    """State of a transfer, which touches its buffer until it is DONE or FAILED."""
 
     UNDER_WAY = 0
     DONE = 1
@@ -49,7 +49,7 @@ class Engine:
     """A Transfer Engine, and the memory registered with it, which lives as long as the engine.
 
     Attributes:
-        session: HOST:PORT, what peers call it.
+        session: HOST:PORT, by which peers address the engine.
         protocol: "tcp" or "rdma".
     """
 
@@ -62,45 +62,45 @@ class Engine:
         self.protocol = protocol
 
     def __del__(self) -> None:
-        self._native = None  # Before the memory: until it has ended, its threads may write there.
+        self._native = None  # Before the memory: the engine's threads may write there until they have ended.
 
     def __repr__(self) -> str:
         return f"Engine({self.session}, {self.protocol})"
 
     @classmethod
     def start(cls, host: str, protocol: str, device: str = "") -> Engine:
-        """Starts an engine, which then listens on two free ports of all of this machine's addresses.
+        """Starts an engine, which listens on two free ports of all of this host's addresses.
 
         Args:
-            host: this machine's name or address, by which peers reach it.
+            host: name or address by which peers reach this host.
             protocol: "tcp" or "rdma".
             device: of RDMA, for example "mlx5_0", or several with commas; empty: any.
 
         Raises:
-            ConfigError: the package, a library or the RDMA device is not here; the message says which.
+            ConfigError: the package, a library or the RDMA device is missing; the message says which.
         """
-        with starting(protocol, device):
-            native = package("engine", "transport mooncake").TransferEngine()
+        with engine_start(protocol, device):
+            native = import_mooncake("engine", "transport mooncake").TransferEngine()
             if native.initialize(host, "P2PHANDSHAKE", protocol, device):
                 raise ConfigError(
-                    f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; its log is on stderr"
+                    f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; see its log on stderr"
                 )
         port = native.get_rpc_port()
         _listen_in_short_waits(port)
         return cls(native, f"{host}:{port}", protocol)
 
     def register(self, memory: Bytes) -> None:
-        """Lets peers, and transfers from here, at `memory`: uint8 [n], kept while the engine lives."""
+        """Registers memory for transfers: uint8 [n], kept while the engine lives. Raises TransferError."""
         self._memory.append(memory)
         if self._native.batch_register_memory([memory.ctypes.data], [memory.nbytes]):
             self._memory.pop()
             raise TransferError(
-                f"Mooncake's Transfer Engine cannot register {memory.nbytes} bytes; over RDMA they must be lockable "
+                f"Mooncake's Transfer Engine cannot register {memory.nbytes} bytes; for RDMA raise the lockable memory "
                 "(ulimit -l unlimited)"
             )
 
     def unregister(self, memory: Bytes) -> None:
-        """Takes back what `register` did; nothing may be under way there."""
+        """Unregisters memory that no transfer uses."""
         self._native.batch_unregister_memory([memory.ctypes.data])
         self._memory = [kept for kept in self._memory if kept is not memory]
 
@@ -113,7 +113,7 @@ class Engine:
         return int(self._native.batch_transfer_async_read(session, [here], [there], [nbytes]))
 
     def state(self, transfer_id: int) -> State:
-        """What became of a transfer. Not to be asked again once it has ended: the id is void then."""
+        """State of a transfer. The id is invalid once the transfer has been seen to end."""
         status = self._native.transfer_check_status(transfer_id)
         if status == 1:
             return State.DONE
@@ -121,7 +121,7 @@ class Engine:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address, as `host` sees it. Raises TransferError."""
+    """This host's address, as `host` sees it. Raises TransferError."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # Sends nothing.
@@ -130,31 +130,31 @@ def address_towards(host: str) -> str:
         raise TransferError(f"no route to {host!r}: {error}") from None
 
 
-def package(module: str, whose: str) -> Any:
-    """A module of Mooncake's package, imported now.
+def import_mooncake(module: str, needed_by: str) -> Any:
+    """Imports a module of Mooncake's package.
 
     Args:
-        whose: who needs it, for the message: "transport mooncake".
+        needed_by: for the message: "transport mooncake".
 
     Raises:
-        ConfigError: the package or a library is not here; the message says which.
+        ConfigError: the package or a library is missing; the message says which.
     """
     try:
         return importlib.import_module(f"mooncake.{module}")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{whose} needs a package that is not installed ({error}); pip install "
+            f"{needed_by} needs a package that is not installed ({error}); pip install "
             "'mooncake-transfer-engine>=0.3.13', or 'mooncake-transfer-engine-non-cuda>=0.3.13' where there is no CUDA"
         ) from None
     except ImportError as error:
         raise ConfigError(
             f"mooncake-transfer-engine lacks a system library ({error}); "
-            "apt-get install libibverbs1 librdmacm1 libnuma1, or what your system calls them"
+            "apt-get install libibverbs1 librdmacm1 libnuma1, or your system's packages of them"
         ) from None
 
 
 @contextmanager
-def starting(protocol: str, device: str = "") -> Iterator[None]:
+def engine_start(protocol: str, device: str = "") -> Iterator[None]:
     """Around the start of an engine, one at a time.
 
     Args:
@@ -162,16 +162,16 @@ def starting(protocol: str, device: str = "") -> Iterator[None]:
         device: of RDMA; empty: any.
 
     Raises:
-        ConfigError: the RDMA device is not here.
+        ConfigError: the RDMA device is missing.
     """
     if protocol == "rdma":
         _check_rdma(device)
-    with _starting, _environment(protocol):
+    with _start_lock, _environment(protocol):
         yield
 
 
 def _check_rdma(device: str) -> None:
-    """Raises ConfigError unless the RDMA devices are here. The engine would take TCP, and say nothing."""
+    """Raises ConfigError if an RDMA device is missing: the engine would use TCP, without a word."""
     there = sorted(entry.name for entry in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
     wanted = [name for name in device.split(",") if name]
     if missing := [name for name in wanted if name not in there]:
@@ -181,10 +181,10 @@ def _check_rdma(device: str) -> None:
 
 
 def _listen_in_short_waits(port: int) -> None:
-    """Has the engine's listening thread look more often whether it is to end.
+    """Makes the engine's listening thread check more often whether it must end.
 
-    It looks once a second, and whoever ends the engine waits for that with the GIL: every thread of the process would
-    stand still, those of an inference engine among them.
+    By default it checks once a second, and the engine's destructor waits for that with the GIL: every thread of the
+    process would stop, those of an inference engine among them.
     """
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -195,20 +195,20 @@ def _listen_in_short_waits(port: int) -> None:
                 if listens and shared.family in (socket.AF_INET, socket.AF_INET6) and shared.getsockname()[1] == port:
                     shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, LISTEN_WAIT_US))
         except OSError:
-            continue  # Closed meanwhile, by its owner.
+            continue  # Its owner has closed it meanwhile.
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), LISTEN_WAIT_US / 1e6):
-        pass  # Ends the wait under way, which is still of a second.
+        pass  # Ends the wait under way, which still lasts a second.
 
 
 @contextmanager
 def _environment(protocol: str) -> Iterator[None]:
-    """What the engine is told by variables alone; those that are set already stay, and none is left behind."""
+    """Settings that the engine reads from variables alone. Variables that are set already keep their values."""
     wanted = {
         "MC_LOG_LEVEL": "ERROR",
-        "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects, and waits for it with no deadline.
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects, without a deadline.
     }
     if protocol == "tcp":
-        wanted["MC_FORCE_TCP"] = "1"  # Else it takes RDMA wherever there is a device, whatever it was told.
+        wanted["MC_FORCE_TCP"] = "1"  # Else it uses RDMA wherever there is a device, whatever `protocol` says.
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})
     try:

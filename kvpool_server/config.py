@@ -14,7 +14,7 @@ from kvpool.quotas import parse_quota
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, check_policy
 from kvpool_server.service_links import service_links
-from kvpool_server.tiers.spec import parse
+from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
 _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
@@ -139,8 +139,8 @@ class ServerConfig(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         for nth, spec in enumerate(specs):
-            if any(spec.place == other.place for other in specs[:nth]):
-                raise ValueError(f"{spec.place} is given twice; give each place once")
+            if any(spec.tier_name == other.tier_name for other in specs[:nth]):
+                raise ValueError(f"{spec.tier_name} is given twice; give each place once")
         return value
 
     @field_validator("kv_events", "kv_events_replay")

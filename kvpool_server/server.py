@@ -37,8 +37,8 @@ from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.prefault import Prefault
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.registry import make_tier
-from kvpool_server.tiers.spec import Spec, parse
+from kvpool_server.tiers.options import TierContext, TierOptions
+from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier
 
 log = structlog.get_logger()
@@ -98,10 +98,10 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         self.pool = self._make_pool()
-        specs = [parse(text) for text in config.tier]
-        tiers = self._make_tiers(specs)
+        options = [parse(text) for text in config.tier]
+        tiers = self._make_tiers(options)
         self._segment = await self._create_segment()
-        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [spec.write == "back" for spec in specs])
+        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [each.write == "back" for each in options])
         self._prefault = Prefault(self._segment, self.pool.arena)
         self._open.push_async_callback(self._prefault.close)
         metrics = self._serve_http()
@@ -190,11 +190,11 @@ class Server:
         self.pool.observe(ledger)
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
 
-    def _make_tiers(self, specs: Sequence[Spec]) -> list[Tier]:
+    def _make_tiers(self, options: Sequence[TierOptions]) -> list[Tier]:
         """The tiers of the settings, not opened yet. Raises ConfigError."""
-        listen, policy = split_address(self.config.listen), POLICIES[self.config.policy]
         handover_s = self.config.drain_ms / 1000 + HANDOVER_S
-        return [make_tier(spec, listen, policy, handover_s) for spec in specs]
+        context = TierContext(split_address(self.config.listen), POLICIES[self.config.policy], handover_s)
+        return [each.make(context) for each in options]
 
     async def _start_engine(self) -> Engine:
         """Starts Mooncake's engine, and registers the arena and its nonce with it."""

@@ -1,1 +1,1 @@
-"""The data port: processes that map the arena and move its bytes, so that many cores do."""
+"""The data port: processes that map the arena and move its bytes, on many cores."""

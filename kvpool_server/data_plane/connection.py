@@ -1,8 +1,8 @@
-"""One connection of a data port: permits come in, and bytes go straight into the arena or out of it.
+"""One connection of a data port: the client sends permits, and bytes move straight into the arena or out of it.
 
-Late writers: nothing is written once a permit's deadline has passed, as far as this process runs: each wait for bytes
-ends at the deadline, and between two pieces there is a look at the clock. What is left of that race (the process is
-stopped in the middle of a piece) is what is left of it with shared memory, and the server's quarantine covers both.
+Late writers: a connection writes nothing after its permit's deadline. Each wait for bytes ends at the deadline, and the
+clock is checked between two pieces. A process that is stopped in the middle of a piece can still write late, as a
+client with shared memory can; the server's quarantine covers both.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from kvpool.data_port import (
 from kvpool.errors import InvalidRequestError
 
 IDLE_S = 120.0
-"""A client that asks for nothing for so long is hung up on; clients themselves go sooner."""
+"""Idle clients are disconnected after this time; kvpool's own client disconnects sooner."""
 
 STALL_S = 30.0
-"""As long as one piece may stand still."""
+"""Longest wait for any byte of a transfer."""
 
-HANG_UP_S = 1.0
-HANG_UP_BYTES = 64 << 20
-"""What is read, and thrown away, of a client that was refused: else it might never see why."""
+REFUSAL_S = 1.0
+REFUSAL_BYTES = 64 << 20
+"""Bytes of a refused client that are read and discarded, so that the client gets to read the refusal."""
 
 
 class _RefusedError(Exception):
@@ -51,8 +51,8 @@ class _RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Grant:
-    """A permit that was checked."""
+class _Permit:
+    """A permit whose signature and regions have been checked."""
 
     kind: Kind
     deadline_ns: int
@@ -61,11 +61,12 @@ class _Grant:
 
 
 class Connection:
-    """Serves one client until it goes. One thread.
+    """Serves one client until it disconnects. One thread.
 
     Args:
-        arena: all of it, writable.
-        count: is told each payload: whether it was written, and its bytes.
+        arena: all of the arena, writable.
+        nonce: sent in the greeting.
+        count: called after each payload with (is_write, bytes).
         clock_ns: CLOCK_MONOTONIC.
     """
 
@@ -86,95 +87,97 @@ class Connection:
         self._clock_ns = clock_ns
 
     def serve(self) -> None:
-        """Returns when the client has gone, was refused, or said nothing for too long."""
+        """Returns when the client has disconnected, was refused, or was idle for IDLE_S."""
         try:
-            self._converse()
+            self._serve_requests()
         except _RefusedError as refusal:
-            self._hang_up(refusal.reply)
+            self._refuse(refusal.reply)
         except InvalidRequestError as error:
-            self._hang_up(Reply(Status.INVALID, 0, str(error)))
+            self._refuse(Reply(Status.INVALID, 0, str(error)))
         except (EOFError, OSError):
-            pass  # Gone, or as good as gone.
+            pass  # The client has disconnected, or its network fails.
 
-    def _converse(self) -> None:
+    def _serve_requests(self) -> None:
         client = self._client
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         time_out(client, IDLE_S)
         client.sendall(MAGIC + self._nonce)
-        grant: _Grant | None = None
+        permit: _Permit | None = None
         while True:
             header = Header.decode(receive_exactly(client, HEADER_BYTES))
             if header.kind is not Kind.MOVE:
-                grant = self._check(header)
+                permit = self._check(header)
                 continue
-            if grant is None:
-                raise InvalidRequestError("bytes were to move, and no permit came before")
-            self._move(grant, header)
+            if permit is None:
+                raise InvalidRequestError("a transfer was requested before any permit; send a permit first")
+            self._move(permit, header)
             time_out(client, IDLE_S)
 
-    def _check(self, header: Header) -> _Grant:
-        """Takes the permit's offsets in; raises unless the server made it, for this arena."""
+    def _check(self, header: Header) -> _Permit:
+        """Receives a permit's offsets; raises unless this server signed the permit, for this arena."""
         offsets = np.frombuffer(receive_exactly(self._client, 8 * header.stop), "<u8")
         deadline_ns = self._signer.deadline_ns(header, offsets)
         if deadline_ns is None:
             raise _RefusedError(Status.REFUSED, "the permit is not for these regions, or of another boot")
         if not header.region_bytes or int(offsets.max()) + header.region_bytes > len(self._arena):
-            raise InvalidRequestError(f"regions of {header.region_bytes} bytes beyond the arena's {len(self._arena)}")
-        return _Grant(header.kind, deadline_ns, header.region_bytes, offsets)
+            raise InvalidRequestError(
+                f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
+            )
+        return _Permit(header.kind, deadline_ns, header.region_bytes, offsets)
 
-    def _move(self, grant: _Grant, header: Header) -> None:
-        if header.stop > len(grant.offsets):
-            raise InvalidRequestError(f"regions [{header.first}, {header.stop}) of {len(grant.offsets)}")
-        views = self._views(grant, header)
-        nbytes = (header.stop - header.first) * grant.region_bytes
-        is_write = grant.kind is Kind.WRITE
-        self._bound_wait(grant)
+    def _move(self, permit: _Permit, header: Header) -> None:
+        if header.stop > len(permit.offsets):
+            raise InvalidRequestError(f"regions [{header.first}, {header.stop}) of a permit for {len(permit.offsets)}")
+        views = self._views(permit, header)
+        nbytes = (header.stop - header.first) * permit.region_bytes
+        is_write = permit.kind is Kind.WRITE
+        self._bound_wait(permit)
         if is_write:
             for piece in pieces(views):
                 while piece:
-                    self._bound_wait(grant)
-                    piece = self._receive(grant, piece)
+                    self._bound_wait(permit)
+                    piece = self._receive(permit, piece)
         self._client.sendall(Reply(Status.OK, nbytes).encode(), 0 if is_write else socket.MSG_MORE)
         if not is_write:
             for piece in pieces(views):
                 while piece:
-                    self._bound_wait(grant, begun=True)
+                    self._bound_wait(permit, is_begun=True)
                     piece = send_some(self._client, piece)
         self._count(is_write, nbytes)
 
-    def _receive(self, grant: _Grant, piece: list[memoryview]) -> list[memoryview]:
+    def _receive(self, permit: _Permit, piece: list[memoryview]) -> list[memoryview]:
         try:
             return receive_some(self._client, piece)
         except BlockingIOError:
-            self._bound_wait(grant)  # Was it the deadline?
+            self._bound_wait(permit)  # Raises "expired" if the deadline ended the wait.
             raise
 
-    def _views(self, grant: _Grant, header: Header) -> list[memoryview]:
-        """The regions' bytes; neighbours are one."""
+    def _views(self, permit: _Permit, header: Header) -> list[memoryview]:
+        """The regions' bytes; adjacent regions are one view."""
         runs: list[tuple[int, int]] = []
-        for offset in grant.offsets[header.first : header.stop].tolist():
+        for offset in permit.offsets[header.first : header.stop].tolist():
             if runs and runs[-1][1] == offset:
-                runs[-1] = (runs[-1][0], offset + grant.region_bytes)
+                runs[-1] = (runs[-1][0], offset + permit.region_bytes)
             else:
-                runs.append((offset, offset + grant.region_bytes))
+                runs.append((offset, offset + permit.region_bytes))
         return [self._arena[start:stop] for start, stop in runs]
 
-    def _bound_wait(self, grant: _Grant, begun: bool = False) -> None:
-        """Has the next wait end with the permit. Raises where that has ended."""
-        remaining_s = (grant.deadline_ns - self._clock_ns()) / 1e9
+    def _bound_wait(self, permit: _Permit, is_begun: bool = False) -> None:
+        """Makes the next wait end at the permit's deadline. Raises if the deadline has passed."""
+        remaining_s = (permit.deadline_ns - self._clock_ns()) / 1e9
         if remaining_s <= 0:
-            if begun:
-                raise EOFError("its payload has begun: nothing else can be said")
+            if is_begun:
+                raise EOFError("the permit expired in the middle of a payload, where no status fits")
             raise _RefusedError(Status.EXPIRED, "the ticket or lease of this permit has expired")
         time_out(self._client, min(remaining_s, STALL_S))
 
-    def _hang_up(self, reply: Reply) -> None:
-        """Says why, and lets the client read it: bytes that nobody reads would make the kernel forget the answer."""
+    def _refuse(self, reply: Reply) -> None:
+        """Sends a refusal and reads on for a moment: the kernel discards a reply if unread bytes remain at close."""
         client = self._client
         with contextlib.suppress(OSError, EOFError):
-            time_out(client, HANG_UP_S)
+            time_out(client, REFUSAL_S)
             send(client, [memoryview(reply.encode())])
             client.shutdown(socket.SHUT_WR)
-            ends_at, left = time.monotonic() + HANG_UP_S, HANG_UP_BYTES
-            while left > 0 and time.monotonic() < ends_at and (taken := len(client.recv(1 << 18))):
-                left -= taken
+            ends_at, bytes_left = time.monotonic() + REFUSAL_S, REFUSAL_BYTES
+            while bytes_left > 0 and time.monotonic() < ends_at and (received := len(client.recv(1 << 18))):
+                bytes_left -= received

@@ -1,28 +1,28 @@
-"""A data worker: `python -m kvpool_server.data_plane.worker`, started by the server and by nobody else.
+"""A data worker: `python -m kvpool_server.data_plane.worker`, started by `workers.py` alone.
 
-It maps the arena and accepts connections on a socket that the server opened, a thread each: what they do is done by the
-kernel, without the interpreter's lock. Settings, the key among them, come as one line of JSON on standard input, which
-stays open as long as the server lives: a worker ends with it, at once, whatever it was doing.
+A worker maps the arena and accepts connections on a socket that the server has opened. Each connection has a thread:
+the kernel copies the bytes, without the interpreter's lock. A worker ends with its server (`child_process.py`), at
+once, whatever it was doing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvpool.data_port import MAGIC, NO_ROOM, Signer
 from kvpool.segment import Segment
 from kvpool.types import SegmentInfo
+from kvpool_server.child_process import exit_with_server, receive_settings
 from kvpool_server.data_plane.connection import Connection
 
 MAX_CONNECTIONS = 256
@@ -32,15 +32,16 @@ TALLY_COLUMNS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a worker is told.
+class WorkerSettings:
+    """What the server tells a worker at its start.
 
     Args:
-        listen_fd: of the listening socket.
-        tally_fd: of the memory where bytes are counted: uint64 [workers, TALLY_COLUMNS].
-        row: this worker's in it.
-        key: of permits.
-        nonce: of greetings.
+        path, nbytes, segment_nonce: of the arena's segment.
+        listen_fd: descriptor of the listening socket.
+        tally_fd: descriptor of the memory where payload bytes are counted: uint64 [workers, TALLY_COLUMNS].
+        row: this worker's row in that memory.
+        key: signs permits.
+        nonce: sent in greetings; names this boot of the server.
     """
 
     path: str
@@ -52,24 +53,20 @@ class Order:
     key: bytes
     nonce: bytes
 
-    def encode(self) -> bytes:
-        """One line."""
-        return json.dumps(asdict(self), default=bytes.hex).encode() + b"\n"
-
     @classmethod
-    def decode(cls, line: bytes) -> Order:
-        fields = json.loads(line)
-        secret = {name: bytes.fromhex(fields[name]) for name in ("segment_nonce", "key", "nonce")}
-        return cls(**{**fields, **secret})
+    def from_json(cls, fields: dict[str, Any]) -> WorkerSettings:
+        """The settings as a worker receives them: bytes as hex."""
+        decoded = {name: bytes.fromhex(fields[name]) for name in ("segment_nonce", "key", "nonce")}
+        return cls(**{**fields, **decoded})
 
 
-class Worker:
+class DataWorker:
     """Serves connections of one listening socket.
 
     Args:
-        arena: all of it, writable.
-        tally: uint64 [TALLY_COLUMNS], of this worker alone.
-        max_connections: at once; whoever comes then is told that there is no room.
+        arena: all of the arena, writable.
+        tally: uint64 [TALLY_COLUMNS], written by this worker alone.
+        max_connections: served at once; a client beyond that is refused with `NO_ROOM`.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class Worker:
         self._nonce = nonce
         self._tally = tally
         self._counting = threading.Lock()
-        self._watermark = threading.BoundedSemaphore(max_connections)
+        self._free_connections = threading.BoundedSemaphore(max_connections)
 
     def serve(self) -> None:
         """Returns when the listening socket is closed."""
@@ -97,58 +94,40 @@ class Worker:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                time.sleep(ACCEPT_AGAIN_S)  # Too many files are open, or the client has gone already.
+                time.sleep(ACCEPT_AGAIN_S)  # Too many open files, or the client has disconnected already.
                 continue
-            if self._watermark.acquire(blocking=False):
+            if self._free_connections.acquire(blocking=False):
                 try:
-                    threading.Thread(target=self._converse, args=(client,), name="kvpool-data", daemon=True).start()
+                    threading.Thread(target=self._serve_client, args=(client,), name="kvpool-data", daemon=True).start()
                     continue
-                except RuntimeError:  # No memory for a thread: those that are there go on.
-                    self._watermark.release()
+                except RuntimeError:  # No memory for another thread: the connections that exist go on.
+                    self._free_connections.release()
             with client:
                 client.setblocking(False)
-                _try_to_say(client, MAGIC + NO_ROOM)
+                with contextlib.suppress(OSError):
+                    client.send(MAGIC + NO_ROOM)
 
-    def _converse(self, client: socket.socket) -> None:
+    def _serve_client(self, client: socket.socket) -> None:
         try:
             with client:
                 Connection(client, self._arena, self._signer, self._nonce, self._count).serve()
         finally:
-            self._watermark.release()
+            self._free_connections.release()
 
     def _count(self, is_write: bool, nbytes: int) -> None:
         with self._counting:
             self._tally[int(is_write)] += np.uint64(nbytes)
 
 
-def _try_to_say(client: socket.socket, words: bytes) -> None:
-    try:
-        client.send(words)
-    except OSError:
-        pass
-
-
-def _end_with_the_server() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(0)
-
-
 def main() -> None:
-    """Serves until the server has gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # The server gets them, too, and drains.
-        signal.signal(number, signal.SIG_IGN)
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        return
-    threading.Thread(target=_end_with_the_server, name="kvpool-end", daemon=True).start()
-    order = Order.decode(line)
-    segment = Segment.attach(SegmentInfo(order.path, order.nbytes, order.segment_nonce, order.nbytes))
-    tallies = np.frombuffer(mmap.mmap(order.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
-    worker = Worker(
-        socket.socket(fileno=order.listen_fd), segment.bytes.data, order.key, order.nonce, tallies[order.row]
-    )
-    with contextlib.suppress(BrokenPipeError):  # The server has gone, and this process goes in a moment.
+    """Serves until the server ends."""
+    settings = WorkerSettings.from_json(receive_settings())
+    exit_with_server()
+    segment = Segment.attach(SegmentInfo(settings.path, settings.nbytes, settings.segment_nonce, settings.nbytes))
+    tallies = np.frombuffer(mmap.mmap(settings.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
+    listener = socket.socket(fileno=settings.listen_fd)
+    worker = DataWorker(listener, segment.bytes.data, settings.key, settings.nonce, tallies[settings.row])
+    with contextlib.suppress(BrokenPipeError):  # The server has ended, and this process ends in a moment.
         os.write(sys.stdout.fileno(), b"ready\n")
     segment.map_ahead()
     worker.serve()

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
 import os
 import secrets
 import select
 import socket
 import subprocess
-import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import structlog
 
 from kvpool.data_port import NONCE_BYTES, Signer
 from kvpool.types import DataPortInfo, SegmentInfo
-from kvpool_server.data_plane.worker import TALLY_COLUMNS, Order
+from kvpool_server.child_process import ChildProcess
+from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
 
 log = structlog.get_logger()
 
@@ -30,22 +27,26 @@ LOOK_EVERY_S = 0.25
 READY_S = 3.0
 END_S = 2.0
 REPLACE_S = (0.1, 10.0)
-"""How long after a worker's death the next one starts: twice as long each time, up to a bound."""
+"""Delay between a worker's death and its replacement: the first, and the longest. Each death in a row doubles it."""
 
 HEALTHY_S = 60.0
-"""Who lived so long did not die of its start."""
+"""A worker that lived longer did not die of its start: the delay begins anew."""
 
 
 def default_count() -> int:
-    """Workers for this machine: more than one where cores are many, since each has an interpreter of its own."""
+    """Workers for this machine: one for four cores, four at most. Each worker has an interpreter lock of its own."""
     return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 @dataclass(slots=True)
-class _Seat:
-    """Where a worker is, or is to be."""
+class _WorkerState:
+    """One worker, running or waiting to be replaced.
 
-    process: subprocess.Popen[bytes]
+    Args:
+        replace_at: when the next process starts; 0 while this one runs.
+    """
+
+    process: ChildProcess
     started_at: float
     deaths: int = 0
     replace_at: float = 0.0
@@ -56,14 +57,14 @@ class DataWorkers:
 
     Args:
         host, port: where to listen; port 0 takes a free one.
-        told_host: how clients are to call the host; empty: as they call the server.
+        told_host: the host that clients are told to connect to; empty: the host of the server's endpoint.
 
     Attributes:
-        signer: makes the permits that the workers take.
+        signer: makes the permits that the workers accept.
         info: what clients are told.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: the address cannot be listened on.
     """
 
     def __init__(self, host: str, port: int, told_host: str, count: int, segment: SegmentInfo):
@@ -74,96 +75,65 @@ class DataWorkers:
         self._tally_fd = os.memfd_create("kvpool-data-tally")
         os.ftruncate(self._tally_fd, count * TALLY_COLUMNS * 8)
         self._tallies = np.frombuffer(mmap.mmap(self._tally_fd, 0), np.uint64).reshape(count, TALLY_COLUMNS)
-        self._stopping = False
+        self._is_stopping = False
         self.signer = Signer(self._key)
         self.info = DataPortInfo(told_host, self._listener.getsockname()[1], self._nonce)
-        self._seats = [_Seat(self._spawn(row), time.monotonic()) for row in range(count)]
+        self._workers = [_WorkerState(self._spawn(row), time.monotonic()) for row in range(count)]
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that were alive when last looked at."""
-        return [seat.process.pid for seat in self._seats]
+        """Process ids, of which some may have died since the last look."""
+        return [worker.process.pid for worker in self._workers]
 
     def nbytes(self) -> dict[str, int]:
         """Payload bytes so far, by direction."""
         read, written = self._tallies.sum(axis=0).tolist()
         return {"read": read, "write": written}
 
-    def _spawn(self, row: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, row: int) -> ChildProcess:
         fds = (self._listener.fileno(), self._tally_fd)
         segment = self._segment
-        order = Order(segment.path, segment.nbytes, segment.nonce, *fds, row, self._key, self._nonce)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvpool_server.data_plane.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=fds,
-            env={**os.environ, "PYTHONPATH": _path()},
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # It died at once: the next look finds that.
-            process.stdin.write(order.encode())
-            process.stdin.flush()
-        return process
+        settings = WorkerSettings(segment.path, segment.nbytes, segment.nonce, *fds, row, self._key, self._nonce)
+        return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:
-        """Waits until a worker accepts, not for long: before that, clients would find a port where nobody answers."""
-        outputs = [seat.process.stdout for seat in self._seats if seat.process.stdout is not None]
+        """Waits until a worker accepts connections, READY_S at most; False if none does."""
+        outputs = [worker.process.stdout for worker in self._workers if worker.process.stdout is not None]
         return bool(await asyncio.to_thread(lambda: select.select(outputs, [], [], READY_S)[0]))
 
     async def watch(self) -> None:
-        """Replaces workers that die, for ever."""
+        """Replaces workers that die, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            for row, seat in enumerate(self._seats):
-                if (status := seat.process.poll()) is None or self._stopping:
+            for row, worker in enumerate(self._workers):
+                if (status := worker.process.exit_status) is None or self._is_stopping:
                     continue
                 try:
-                    self._replace(row, seat, status)
-                except (
-                    Exception
-                ):  # No memory, no process, no file: what killed a worker may keep the next from starting.
-                    log.exception("a data worker could not be replaced; it is tried again", next_in_s=REPLACE_S[1])
-                    seat.replace_at = time.monotonic() + REPLACE_S[1]
+                    self._replace(row, worker, status)
+                except Exception:  # No memory, process or descriptor: what killed a worker may prevent its replacement.
+                    log.exception("a data worker cannot be replaced; the server retries", next_in_s=REPLACE_S[1])
+                    worker.replace_at = time.monotonic() + REPLACE_S[1]
 
-    def _replace(self, row: int, seat: _Seat, status: int) -> None:
+    def _replace(self, row: int, worker: _WorkerState, status: int) -> None:
         now = time.monotonic()
-        if not seat.replace_at:
-            seat.deaths = 1 if now - seat.started_at > HEALTHY_S else seat.deaths + 1
-            delay_s = min(REPLACE_S[0] * 2 ** (seat.deaths - 1), REPLACE_S[1])
-            seat.replace_at = now + delay_s
-            log.error("a data worker died", pid=seat.process.pid, status=status, next_in_s=delay_s)
-        if now >= seat.replace_at:
-            _close(seat.process.stdin)
-            _close(seat.process.stdout)
-            seat.process, seat.started_at, seat.replace_at = self._spawn(row), now, 0.0
+        if not worker.replace_at:
+            worker.deaths = 1 if now - worker.started_at > HEALTHY_S else worker.deaths + 1
+            delay_s = min(REPLACE_S[0] * 2 ** (worker.deaths - 1), REPLACE_S[1])
+            worker.replace_at = now + delay_s
+            log.error("a data worker died", pid=worker.process.pid, status=status, next_in_s=delay_s)
+        if now >= worker.replace_at:
+            worker.process.end(0.0)
+            worker.process, worker.started_at, worker.replace_at = self._spawn(row), now, 0.0
 
     def stop(self) -> None:
-        """Ends all of them, by force where they do not end by themselves. Blocks for a short time. Idempotent."""
-        if self._stopping:
+        """Ends all workers; kills those that take longer than END_S. Blocks that long at most. Idempotent."""
+        if self._is_stopping:
             return
-        self._stopping = True
+        self._is_stopping = True
         self._listener.close()
-        for seat in self._seats:
-            _close(seat.process.stdin)
+        for worker in self._workers:
+            worker.process.request_end()
         ends_at = time.monotonic() + END_S
-        for seat in self._seats:
-            try:
-                seat.process.wait(max(0.0, ends_at - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                seat.process.kill()
-                seat.process.wait()
-            _close(seat.process.stdout)
+        for worker in self._workers:
+            worker.process.end(max(0.0, ends_at - time.monotonic()))
         os.close(self._tally_fd)
-
-
-def _path() -> str:
-    """Where a worker imports from: the same release as its server, wherever that was started."""
-    parts = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(part for part in parts if part)
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        with contextlib.suppress(OSError):
-            pipe.close()

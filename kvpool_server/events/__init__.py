@@ -1,1 +1,1 @@
-"""KV events: what the pool holds, told to routers in vLLM's wire format. docs/kv-events.md is the contract."""
+"""KV events: changes of the pool's blocks, published to routers in vLLM's wire format (docs/kv-events.md)."""

@@ -1,14 +1,14 @@
-"""Batches as vLLM puts them on the wire.
+"""Batches in vLLM's wire format.
 
-Source: vLLM 0.32, distributed/kv_events.py: the batch is an array, each event a map with its type's name under "type",
-fields with their default value left out. `group_idx` 0 is not its default, None, and is always there.
+Source: vLLM 0.32, distributed/kv_events.py: the batch is an array; each event is a map with its type's name under
+"type", without fields that have their default value. `group_idx` 0 is always there: its default is None.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvpool_server.events.batch import Batch, Change
+from kvpool_server.events.changes import Change, ChangeBatch
 
 BlockHash = int | bytes
 LOCALITY = "LOCAL"
@@ -16,7 +16,7 @@ LOCALITY = "LOCAL"
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks are readable: the first continues `parent_block_hash`, each other one the one before it."""
+    """Blocks are readable: the first follows `parent_block_hash`, each other the block before it."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -41,7 +41,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """This server holds nothing, in no namespace."""
+    """This server holds no block of any namespace."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -53,11 +53,11 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Encoder:
-    """Batches to (topic, payload).
+    """Encodes batches.
 
     Args:
-        topic: what every topic begins with.
-        medium: where subscribers are told that the blocks lie.
+        topic: begins every topic.
+        medium: where the blocks lie, as subscribers are told.
         full_hashes: name blocks by all bytes of their hash; else by its low 64 bits, as vLLM does by default.
     """
 
@@ -67,8 +67,8 @@ class Encoder:
         self._full_hashes = full_hashes
         self._encoder = msgspec.msgpack.Encoder()
 
-    def __call__(self, batch: Batch) -> tuple[bytes, bytes, int]:
-        """Topic, payload, and how many events it holds."""
+    def __call__(self, batch: ChangeBatch) -> tuple[bytes, bytes, int]:
+        """Topic, payload, and the number of events in it."""
         events = [*([AllBlocksCleared()] if batch.cleared else []), *self._events(batch.changes)]
         namespace = batch.changes[0].group.namespace if batch.changes else "@"
         return f"{self._topic}@{namespace}".encode(), self._encoder.encode(EventBatch(batch.ts, events, 0)), len(events)
@@ -109,7 +109,7 @@ class Encoder:
 
 
 def _continues(before: Change, change: Change) -> bool:
-    """Whether both fit into one event."""
+    """Whether both changes fit into one event."""
     if before.stored != change.stored or before.group is not change.group:
         return False
     return not change.stored or change.parent_hash == before.block_hash

@@ -1,6 +1,6 @@
-"""The published messages that can be had again, and what to answer whoever missed some.
+"""Published messages that are kept for replay, and the answers to replay requests.
 
-Not thread-safe: the publisher's thread owns it.
+Not thread-safe: the publisher's thread owns the history.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpool_server.events.batch import Batch
+from kvpool_server.events.changes import ChangeBatch
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.ledger import Ledger
 
@@ -28,7 +28,7 @@ class History:
     """See the module.
 
     Args:
-        max_batches: messages kept; fewer where they exceed `MAX_BYTES`.
+        max_batches: messages kept; fewer if they exceed `MAX_BYTES`.
     """
 
     def __init__(self, ledger: Ledger, encode: Encoder, counters: Counter[str], max_batches: int):
@@ -40,8 +40,8 @@ class History:
         self._kept_bytes = 0
 
     def publish(self) -> Iterator[Message]:
-        """What has not been published yet. Each message is kept as it is handed over."""
-        for batch in self._ledger.take():
+        """Encodes, keeps and yields the batches that have not been published yet."""
+        for batch in self._ledger.pop_batches():
             topic, payload, num_events = self._encode(batch)
             message = Message(topic, batch.seq, payload)
             self._counters["kv_event_batches"] += 1
@@ -50,7 +50,7 @@ class History:
             yield message
 
     def answer(self, start_seq: int) -> Iterator[Message]:
-        """All messages from `start_seq` on where they are kept without a gap, else a snapshot.
+        """All messages from `start_seq` on if they are kept without a gap, else a snapshot.
 
         A number from the future is another server's: its subscriber needs a snapshot, too.
         """
@@ -60,18 +60,18 @@ class History:
         if first_seq <= start_seq < next_seq:
             return iter([message for message in self._kept if message.seq >= start_seq])
         if next_seq <= start_seq <= self._ledger.last_seq() + 1:
-            return iter(())  # What is newer than the last message published comes with the stream.
+            return iter(())  # The stream will bring everything newer than the last published message.
         self._counters["kv_event_snapshots"] += 1
         return self._encoded(self._ledger.snapshot())
 
-    def _encoded(self, batches: Iterator[Batch]) -> Iterator[Message]:
+    def _encoded(self, batches: Iterator[ChangeBatch]) -> Iterator[Message]:
         for batch in batches:
             topic, payload, _ = self._encode(batch)
             yield Message(topic, batch.seq, payload)
 
     def _keep(self, message: Message) -> None:
         if self._kept and self._kept[-1].seq + 1 != message.seq:
-            self._kept.clear()  # Batches were left out: what lies before the gap leads nowhere.
+            self._kept.clear()  # Batches were dropped: messages before the gap cannot be replayed up to now.
             self._kept_bytes = 0
         self._kept.append(message)
         self._kept_bytes += len(message.payload)

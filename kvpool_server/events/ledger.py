@@ -1,10 +1,10 @@
-"""What happened to the pool's blocks and has not been published yet, and what is held now.
+"""Changes of the pool's blocks that have not been published yet, and the blocks that are held now.
 
 The pool's loop writes, the publisher's thread reads; the lock is held for a copy of references at most. Changes of one
-turn of the loop become one batch. The writer never waits: where the reader is too far behind, batches are left out,
-their numbers stay unused, and a subscriber that sees the gap asks for a snapshot.
+turn of the loop become one batch. The writer never waits: if the reader is too far behind, batches are dropped, their
+numbers stay unused, and a subscriber that sees the gap asks for a snapshot.
 
-Invariant: `snapshot` is what the batches up to its number, left-out ones included, add up to.
+Invariant: a snapshot is the sum of all batches up to its number, dropped ones included.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Callable, Iterator
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.observer import Observer
-from kvpool_server.events.batch import Batch, Change, split
+from kvpool_server.events.changes import Change, ChangeBatch, split
 
 BATCH_BLOCKS = 4_096
 MAX_QUEUED_BLOCKS = 1 << 20
 
 Held = dict[Group, dict[bytes, bytes]]
-"""By group: block hash -> hash of the block before it."""
+"""group -> block hash -> hash of the block before it."""
 
 
 class Ledger(Observer):
     """See the module.
 
     Args:
-        defer: has a function called when this turn of the pool's loop is over.
-        counters: counts what is left out.
-        first_seq: the first batch's number. Microseconds since the epoch by default, so that a restarted server's
-            numbers lie beyond all that its predecessor gave, and whoever followed that one sees a gap.
-        max_queued_blocks: beyond it batches are left out.
+        defer: schedules a function for the end of this turn of the pool's loop.
+        counters: counts dropped batches.
+        first_seq: the first batch's number. Microseconds since the epoch by default: a restarted server's numbers lie
+            beyond all of its predecessor's, and the predecessor's subscribers see a gap.
+        max_queued_blocks: blocks that wait for the reader; batches beyond are dropped.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Ledger(Observer):
         self._pending: list[Change] = []
         self._lock = threading.Lock()
         self._next_seq = time.time_ns() // 1_000 if first_seq is None else first_seq
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[ChangeBatch] = deque()
         self._queued_blocks = 0
-        self._left_out = False
+        self._has_gap = False
         self._held: Held = {}
         self._append([], cleared=True)
 
@@ -73,7 +73,7 @@ class Ledger(Observer):
         self._pending.append(change)
 
     def flush(self) -> None:
-        """Ends a turn: what it changed goes out together."""
+        """Ends a turn: its changes become batches."""
         changes, self._pending = self._pending, []
         with self._lock:
             for part in split(changes, self.batch_blocks):
@@ -92,26 +92,26 @@ class Ledger(Observer):
             del self._held[change.group]
 
     def _enqueue(self, changes: list[Change]) -> None:
-        if self._left_out or self._queued_blocks + len(changes) > self._max_queued_blocks:
-            self._left_out = True
+        if self._has_gap or self._queued_blocks + len(changes) > self._max_queued_blocks:
+            self._has_gap = True
             self._next_seq += 1
             self._counters["dropped_kv_event_batches"] += 1
             return
         self._append(changes)
 
     def _append(self, changes: list[Change], cleared: bool = False) -> None:
-        self._queue.append(Batch(self._next_seq, time.time(), changes, cleared))
+        self._queue.append(ChangeBatch(self._next_seq, time.time(), changes, cleared))
         self._next_seq += 1
         self._queued_blocks += len(changes)
 
     # The publisher's thread
 
-    def take(self) -> list[Batch]:
-        """What is to be published now, by number. After a gap there is always one more, if only to show it."""
+    def pop_batches(self) -> list[ChangeBatch]:
+        """Removes and returns the batches to be published now, by number. After a gap an empty batch shows the gap."""
         with self._lock:
-            if self._left_out:
-                self._left_out = False
-                # Room for the numbers of a snapshot: those who skip numbers that they know are to skip none of it.
+            if self._has_gap:
+                self._has_gap = False
+                # Leaves numbers for a snapshot: a subscriber skips numbers that it knows, and must skip none of those.
                 self._next_seq += 1 + sum(self._num_batches().values())
                 self._append([])
             batches = list(self._queue)
@@ -124,23 +124,23 @@ class Ledger(Observer):
         with self._lock:
             return self._next_seq - 1
 
-    def snapshot(self) -> Iterator[Batch]:
-        """Everything held, as batches of which the first clears; the last has the newest batch's number."""
+    def snapshot(self) -> Iterator[ChangeBatch]:
+        """All blocks held, as batches: the first clears, and the last has the newest batch's number."""
         with self._lock:
             held = {group: blocks.copy() for group, blocks in self._held.items()}
             num_batches = self._num_batches()
             seq = self._next_seq - 1 - sum(num_batches.values())
         now = time.time()
-        yield Batch(seq, now, [], cleared=True)
+        yield ChangeBatch(seq, now, [], cleared=True)
         for namespace in num_batches:
             groups = [group for group in held if group.namespace == namespace]
             changes = (Change(True, group, *block) for group in groups for block in held[group].items())
             while part := list(itertools.islice(changes, self.batch_blocks)):
                 seq += 1
-                yield Batch(seq, now, part)
+                yield ChangeBatch(seq, now, part)
 
     def _num_batches(self) -> dict[str, int]:
-        """By namespace: how many batches name all of its blocks."""
+        """By namespace: the number of batches that its blocks fill."""
         num_blocks: Counter[str] = Counter()
         for group, blocks in self._held.items():
             num_blocks[group.namespace] += len(blocks)

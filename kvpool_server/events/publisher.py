@@ -1,7 +1,7 @@
 """Puts messages on a PUB socket and answers replay requests on a ROUTER socket, both as vLLM's publisher does.
 
-A thread of its own owns the sockets. It waits for no subscriber: a PUB socket drops what a slow one does not take, and
-a replay goes on whenever its client has taken some of it, until it is done or stands still for too long.
+A thread owns the sockets and waits for no subscriber: a PUB socket drops messages that a slow subscriber does not
+receive, and a replay continues whenever its client has received some of it, until it is done or stalls for too long.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Replay:
     messages: Iterator[Message]
     stalls_at: float
     unsent: list[bytes] | None = None
-    done: bool = False
+    is_done: bool = False
 
 
 class Publisher:
@@ -51,13 +51,13 @@ class Publisher:
         endpoint, replay_endpoint: as bound.
 
     Raises:
-        ConfigError: it cannot listen there; nothing is left behind then.
+        ConfigError: an address cannot be listened on; nothing is left behind then.
     """
 
     def __init__(self, ledger: Ledger, history: History, endpoint: str, replay_endpoint: str):
         self._ledger = ledger
         self._history = history
-        self._stopping = False
+        self._is_stopping = False
         self._replays: list[_Replay] = []
         self._context = zmq.Context()
         try:
@@ -75,10 +75,10 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publishes what is left, and ends. Idempotent."""
-        if self._stopping:
+        """Publishes the remaining changes, and ends the thread. Idempotent."""
+        if self._is_stopping:
             return
-        self._stopping = True
+        self._is_stopping = True
         self._wake()
         self._thread.join()
         self._ledger.wake = lambda: None
@@ -90,27 +90,29 @@ class Publisher:
         if kind == zmq.PUB:
             socket.setsockopt(zmq.SNDHWM, PUB_HWM)
         else:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # A full or a vanished client is an error, not a silent loss.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # A full or vanished client raises.
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen on {endpoint} for KV events: {error.strerror}; see {flag}") from None
+            raise ConfigError(
+                f"cannot listen on {endpoint} for KV events: {error.strerror}; give {flag} another address"
+            ) from None
         return socket
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
-        deaf, all_ears = zmq.Poller(), zmq.Poller()
-        for poller in (deaf, all_ears):
+        without_requests, with_requests = zmq.Poller(), zmq.Poller()
+        for poller in (without_requests, with_requests):
             poller.register(self._wake_fd, zmq.POLLIN)
         if self._router is not None:
-            all_ears.register(self._router, zmq.POLLIN)
-        while not self._stopping:
+            with_requests.register(self._router, zmq.POLLIN)
+        while not self._is_stopping:
             try:
-                poller = all_ears if len(self._replays) < MAX_REPLAYS else deaf
+                poller = with_requests if len(self._replays) < MAX_REPLAYS else without_requests
                 poller.poll(POLL_REPLAYS_MS if self._replays else POLL_MS)
                 self._turn()
             except Exception:
@@ -129,8 +131,8 @@ class Publisher:
         if self._router is not None:
             self._receive(self._router)
             for replay in self._replays:
-                self._go_on(self._router, replay)
-            self._replays = [replay for replay in self._replays if not replay.done]
+                self._continue(self._router, replay)
+            self._replays = [replay for replay in self._replays if not replay.is_done]
 
     def _publish(self, message: Message) -> None:
         self._pub.send_multipart((message.topic, message.seq.to_bytes(8, "big"), message.payload))
@@ -142,16 +144,18 @@ class Publisher:
             except zmq.Again:
                 return
             if len(frames) != 3 or len(frames[2]) != 8:
-                log.warning("a replay request is not an empty frame and 8 bytes", sizes=list(map(len, frames[1:])))
+                log.warning(
+                    "ignored a replay request: it must be an empty frame and 8 bytes", sizes=list(map(len, frames[1:]))
+                )
                 continue
             client, start_seq = frames[0], int.from_bytes(frames[2], "big")
-            # Who asks again has given up on the answer before: one client takes no more than one place.
+            # A client that asks again has given up on its previous replay: each client has one at most.
             self._replays = [replay for replay in self._replays if replay.client != client]
             stalls_at = time.monotonic() + REPLAY_STALL_S
             self._replays.append(_Replay(client, self._history.answer(start_seq), stalls_at))
 
-    def _go_on(self, router: zmq.Socket[bytes], replay: _Replay) -> None:
-        """Sends as much as the client takes, and not so much that others wait for long."""
+    def _continue(self, router: zmq.Socket[bytes], replay: _Replay) -> None:
+        """Sends as much as the client receives, MESSAGES_A_TURN at most: other clients wait meanwhile."""
         for _ in range(MESSAGES_A_TURN):
             frames = replay.unsent
             if frames is None:
@@ -162,15 +166,15 @@ class Publisher:
                 router.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
                 replay.unsent = frames
-                replay.done = time.monotonic() > replay.stalls_at
+                replay.is_done = time.monotonic() > replay.stalls_at
                 return
             except zmq.ZMQError:
-                replay.done = True  # The client is gone.
+                replay.is_done = True  # The client is gone.
                 return
             replay.unsent = None
             replay.stalls_at = time.monotonic() + REPLAY_STALL_S
             if frames[3] == END_SEQ:
-                replay.done = True
+                replay.is_done = True
                 return
 
 

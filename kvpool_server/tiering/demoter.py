@@ -66,7 +66,7 @@ class Demoter:
 
     @property
     def is_up(self) -> bool:
-        return self._health.up
+        return self._health.is_available
 
     def stored(self, entry: Entry) -> None:
         """The pool has a new readable block."""
@@ -82,7 +82,7 @@ class Demoter:
         """Queues a complete entry and the ancestors that the tier lacks, without which no lookup could use it."""
         if self._is_in_tier(entry) is True:
             return
-        if not self._health.up:
+        if not self._health.is_available:
             self._tier.counters["dropped_demotions"] += 1
             return
         self._enqueue(entry, MAX_ANCESTORS)

@@ -101,7 +101,7 @@ class Promoter:
             run: (block hash, parent's hash) of each, in prefix order.
             prefix_only: stop at the first block that the tier lacks.
         """
-        if not self._health.up:
+        if not self._health.is_available:
             return 0
         now = self._clock()
         hashes = [block_hash for block_hash, _ in run]
@@ -198,7 +198,7 @@ class Promoter:
             self._queue.popleft()
         keys = [(request.namespace.fingerprint, request.group_idx, block_hash) for block_hash in block_hashes]
         try:
-            if self._clock() - request.asked_at > STALE_S or not self._health.up:
+            if self._clock() - request.asked_at > STALE_S or not self._health.is_available:
                 self._tier.counters["dropped_promotions"] += len(keys)
                 return
             all_read = await self._read(request.namespace, BlockRun(request.group_idx, block_hashes, parent_hash))

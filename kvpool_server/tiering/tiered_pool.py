@@ -119,7 +119,9 @@ class TieredPool(Observer):
         for level in self._levels:
             if level.demoter.write_back:
                 level.demoter.enqueue_all()
-        waiting = [asyncio.create_task(level.demoter.wait_idle()) for level in self._levels if level.health.up]
+        waiting = [
+            asyncio.create_task(level.demoter.wait_idle()) for level in self._levels if level.health.is_available
+        ]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=timeout_s)
             for task in late:
@@ -266,7 +268,7 @@ class TieredPool(Observer):
     @property
     def is_idle(self) -> bool:
         """True if no block is queued for, or on its way to or from, a tier that answers."""
-        levels = [level for level in self._levels if level.health.up]
+        levels = [level for level in self._levels if level.health.is_available]
         is_watermark_idle = self._watermark is None or self._watermark.is_idle
         return is_watermark_idle and all(level.demoter.is_idle and level.promoter.is_idle for level in levels)
 
@@ -280,7 +282,7 @@ class TieredPool(Observer):
         for level in self._levels:
             stats = level.tier.stats()
             counters = {**dict.fromkeys(COUNTERS, 0), **stats.counters}
-            tiers.append(replace(stats, up=level.health.works, counters=counters))
+            tiers.append(replace(stats, up=level.health.is_working, counters=counters))
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
 
 

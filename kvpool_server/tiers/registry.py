@@ -1,43 +1,89 @@
-"""Tiers from what a server is told."""
+"""The kinds of tiers, and the tiers of a server from its `--tier` settings: `file:/mnt/kv,size=200GiB`.
+
+To add a kind: write tiers/NAME/tier.py with a `Tier` and its `TierOptions`, and name the options in KINDS.
+"""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
-from kvpool_server.cache.eviction import Policy
-from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.file.usrbio import UsrbioDisk
-from kvpool_server.tiers.mooncake.tier import MooncakeTier
-from kvpool_server.tiers.mooncake.worker import Order
-from kvpool_server.tiers.spec import FileSpec, MooncakeSpec, Spec
-from kvpool_server.tiers.tier import Tier
+from pydantic import ByteSize, ValidationError
+from pydantic_core import ErrorDetails
 
+from kvpool.errors import ConfigError
+from kvpool_server.tiers.file.options import FileOptions
+from kvpool_server.tiers.mooncake.tier import MooncakeOptions
+from kvpool_server.tiers.options import TierOptions
 
-def make_tier(spec: Spec, listen: tuple[str, int], policy: Callable[[], Policy], handover_s: float = 0.0) -> Tier:
-    """One tier, not opened yet.
-
-    Args:
-        listen: host and port of the server.
-        policy: for tiers that have to make room themselves.
-        handover_s: how long a server of the same name, which this one replaces, may take to stop.
-
-    Raises:
-        ConfigError: what it needs is not here.
-    """
-    if isinstance(spec, FileSpec):
-        owner = spec.name or f"{socket.gethostname()}-{listen[1]}"
-        disk = UsrbioDisk(spec.path) if spec.io == "usrbio" else Disk()
-        return FileTier(
-            spec.path, owner, spec.size, policy,
-            threads=spec.threads, direct=spec.io == "direct", create=spec.create, handover_s=handover_s, disk=disk,
-        )  # fmt: skip
-    return MooncakeTier(_order(spec, listen[0]), spec.threads)
+KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions}
 
 
-def _order(spec: MooncakeSpec, listen_host: str) -> Order:
-    host = spec.host or listen_host
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return Order(spec.master, spec.metadata, host, int(spec.segment), spec.protocol, spec.device)
+def examples() -> str:
+    """One minimal `--tier` of each kind."""
+    return _either([kind.EXAMPLE for kind in KINDS.values()])
+
+
+def parse(text: str) -> TierOptions:
+    """The options of one `--tier`. Raises ConfigError with the tier, the option, its value and the fix."""
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(f"tier {text!r}: unknown kind {kind!r}; choose {_either(list(KINDS))}, as in {examples()}")
+    options, first = KINDS[kind], KINDS[kind].PLACE
+    values: dict[str, Any] = {}
+    parts = rest.split(",") if rest else []
+    if first and parts:
+        values[first] = parts.pop(0)
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"tier {text!r}: {part!r} is no option; write NAME=VALUE, as in {options.EXAMPLE}")
+        if name in values:
+            raise ConfigError(f"tier {text!r}: option {name!r} is given twice; give it once")
+        values[name] = value
+    try:
+        return options(**values)
+    except ValidationError as error:
+        raise ConfigError(f"tier {text!r}: {_problem(options, error.errors()[0])}") from None
+
+
+def _problem(options: type[TierOptions], error: ErrorDetails) -> str:
+    name = ".".join(map(str, error["loc"]))
+    match error["type"]:
+        case "missing" if name == options.PLACE:
+            return f"{name} is missing; write {options.EXAMPLE}"
+        case "missing":
+            return f"option {name!r} is missing; add {name}= ({options.model_fields[name].description})"
+        case "extra_forbidden":
+            known = [field for field in options.model_fields if field != options.PLACE]
+            return f"unknown option {name!r}; choose {_either(known)}"
+        case _:
+            return f"{name}={error['input']} is not possible; give {_fix(error)}"
+
+
+def _fix(error: ErrorDetails) -> str:
+    """What to give instead, in the words of a command line."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal" if error["loc"] == ("size",):
+            return f"at least {ByteSize(context['ge']).human_readable()}"
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "byte_size":
+            return "a number of bytes, as 200GiB"
+        case "literal_error":
+            return context["expected"].replace("'", "")
+        case "int_parsing":
+            return "a whole number"
+        case "string_pattern_mismatch":
+            return f"a text that matches {context['pattern']}"
+        case "bool_parsing":
+            return "yes or no"
+        case _:
+            return error["msg"].removeprefix("Value error, ")
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

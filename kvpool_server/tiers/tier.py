@@ -1,9 +1,10 @@
 """What a tier is: a place under the arena that keeps blocks longer, or for more servers, and takes longer to answer.
 
-The event loop calls it; what takes time is done by threads of the tier's own. A tier never decides what the pool holds:
-it is told to keep blocks and asked for them, and may forget any of them at any time.
+A tier decides nothing about the arena: the server has it write blocks and read them back, and a tier may forget any
+block at any time. A tier must never return wrong bytes: `read` verifies the bytes where they lie afterwards.
 
-What it must not do is give wrong bytes: `read` verifies what it has read, where it lies then.
+The event loop calls a tier; work that takes time belongs on threads of the tier's own. A new tier implements the five
+abstract methods; the other methods have defaults for tiers that have nothing to open, know or report.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ COUNTERS = (
     "read_bytes",
     "written_bytes",
 )
-"""What is counted of every tier."""
+"""Counters of every tier."""
 
 
 class TierError(Exception):
-    """A tier cannot do what it is there for; the message names the tier and what is wrong."""
+    """A call to a tier has failed; the message names the tier and the failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block on its way down.
+    """A block to be written to a tier.
 
     Args:
-        parent_hash: of the block before it; empty at the start of a prefix.
+        parent_hash: hash of the block before it; empty at the start of a prefix.
         checksums: xxh3-64 of each of its chunks.
         payload: its chunks, one after the other: uint8 [slot_bytes], contiguous.
     """
@@ -54,33 +55,30 @@ class Block:
 
 
 class Tier(ABC):
-    """See the module. Called by one event loop; `open` first, `close` last.
+    """See the module. One event loop calls `open` first and `close` last.
+
+    Args:
+        name: what operators call the tier, for example "file:/mnt/kv".
 
     Attributes:
-        name: what operators call it, for example "file:/mnt/kv".
-        counters: since the start.
+        counters: of COUNTERS, since the start. Whoever moves blocks counts here, too.
     """
 
-    name: str
-    counters: Counter[str]
+    def __init__(self, name: str):
+        self.name = name
+        self.counters: Counter[str] = Counter()
 
-    @abstractmethod
-    async def open(self) -> None:
-        """Gets ready. Raises ConfigError where it cannot; nothing is left behind then."""
-
-    @abstractmethod
-    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
-        """Which of these blocks are there, without waiting; None if that cannot be said without asking somebody."""
+    # Every tier
 
     @abstractmethod
     async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        """Which of these blocks are there. Raises TierError."""
+        """Whether the tier has each block. Raises TierError."""
 
     @abstractmethod
     async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        """Keeps blocks; returns how many are there now, those that were there already among them.
+        """Stores blocks; returns how many of them the tier has now, including those that it had before.
 
-        The payloads are not touched any more once it has returned or raised.
+        The payloads are not read any more once the call has returned or raised.
 
         Raises:
             TierError: the tier has failed.
@@ -90,14 +88,15 @@ class Tier(ABC):
     async def read(
         self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        """Reads blocks, and verifies them.
+        """Reads and verifies blocks.
 
         Args:
-            into: where each goes: uint8 [slot_bytes], contiguous; not touched any more once it has returned or raised.
+            into: a destination for each block: uint8 [slot_bytes], contiguous; not written any more once the call has
+                returned or raised.
 
         Returns:
-            For each the checksums of its chunks, which are those of what is in `into` now; None for one that is not
-            there, or no longer what was stored.
+            For each block the checksums of the chunks that lie in `into` now; None for a block that is missing or
+            corrupt.
 
         Raises:
             TierError: the tier has failed.
@@ -105,24 +104,36 @@ class Tier(ABC):
 
     @abstractmethod
     async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Forgets blocks that others must not read again. Raises TierError."""
+        """Removes blocks. Raises TierError."""
 
     @abstractmethod
     async def clear(self, fingerprint: bytes = b"") -> None:
-        """Forgets all blocks of a namespace, or of all. Raises TierError."""
+        """Removes all blocks of a namespace, or of all namespaces. Raises TierError."""
+
+    # Tiers with threads, files or connections
+
+    async def open(self) -> None:
+        """Gets ready. Raises ConfigError if the tier cannot work; nothing is left behind then."""
+        return
+
+    async def close(self) -> None:
+        """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
+        return
+
+    # Tiers that know what they hold
+
+    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+        """As `find`, at once and from memory; None if only `find` can tell."""
+        return None
 
     def specs(self) -> list[NamespaceSpec]:
-        """Of the namespaces whose blocks it holds, oldest first, where it knows them. Good once it is open."""
+        """The namespaces that an open tier has blocks of, oldest first, as far as it knows their specs."""
         return []
 
-    @abstractmethod
     def holdings(self, fingerprint: bytes) -> TierHoldings:
-        """What it holds of a namespace, as far as this server knows."""
+        """What the tier holds of a namespace, as far as this server knows."""
+        return TierHoldings(self.name, 0, 0)
 
-    @abstractmethod
     def stats(self) -> TierStats:
         """A snapshot."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Ends its threads, as far as they end. Idempotent, also after an `open` that failed."""
+        return TierStats(self.name, size_bytes=0, used_bytes=0, num_entries=0, counters=dict(self.counters))

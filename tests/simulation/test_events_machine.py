@@ -16,7 +16,7 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.events.batch import Batch, Change
+from kvpool_server.events.changes import Change, ChangeBatch
 from kvpool_server.events.encoder import BlockHash, BlockStored, Encoder
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Ledger
@@ -204,7 +204,7 @@ class LosesWithoutAGap(Ledger):
 class SnapshotOfYesterday(Ledger):
     def snapshot(self):  # type: ignore[no-untyped-def]
         last_seq = self._next_seq - 1
-        return iter([Batch(last_seq, 0.0, [], cleared=True)])
+        return iter([ChangeBatch(last_seq, 0.0, [], cleared=True)])
 
 
 class Quiet(ListenedPool):

@@ -25,7 +25,7 @@ from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import Namespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.file.extent_io import Place
+from kvpool_server.tiers.file.extent_io import BlockSpot
 from kvpool_server.tiers.file.tier import FileTier
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
@@ -188,7 +188,7 @@ class World:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        self.tier.check_integrity()
+        self.tier.pool.check_integrity()
 
     def end(self) -> None:
         try:
@@ -339,13 +339,11 @@ class ReadsUnverified(FileTier):
     """Believes what lies in a slot."""
 
     async def read(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Any) -> Any:
-        import kvpool_server.tiers.file.extent_io as stretches
-
-        sound, stretches._is_sound = stretches._is_sound, lambda place: True  # type: ignore[assignment]
+        is_sound, BlockSpot.is_sound = BlockSpot.is_sound, lambda spot: True  # type: ignore[assignment, method-assign]
         try:
             return await super().read(namespace, group_idx, block_hashes, into)
         finally:
-            stretches._is_sound = sound
+            BlockSpot.is_sound = is_sound  # type: ignore[method-assign]
 
 
 def test_the_oracle_sees_a_tier_that_does_not_verify() -> None:
@@ -357,10 +355,8 @@ def test_the_oracle_sees_a_tier_that_does_not_verify() -> None:
     shutil.rmtree(world.root)
 
 
-def test_places_are_checked_shard_by_shard() -> None:
-    from kvpool_server.tiers.file.extent_io import _is_sound
-
+def test_blocks_are_verified_shard_by_shard() -> None:
     data = payload("a", SLOT)
     sums = [checksum(part) for part in np.split(data, SHARDS)]
-    assert _is_sound(Place(0, data.data, sums))
-    assert not _is_sound(Place(0, data.data, sums[::-1]))
+    assert BlockSpot(0, data.data, sums).is_sound()
+    assert not BlockSpot(0, data.data, sums[::-1]).is_sound()

@@ -16,7 +16,7 @@ from kvpool.data_port import Kind, Signer, pack_offsets
 from kvpool.transport.base import Drain, Fill, Transfer
 from kvpool.transport.tcp import TcpTransport
 from kvpool.types import DataPortInfo
-from kvpool_server.data_plane.worker import MAX_CONNECTIONS, TALLY_COLUMNS, Worker
+from kvpool_server.data_plane.worker import MAX_CONNECTIONS, TALLY_COLUMNS, DataWorker
 from tests.support.processes import ServerProcess
 
 KEY, NONCE = b"k" * 32, b"n" * 16
@@ -36,7 +36,7 @@ class Port:
         self.signer = Signer(KEY)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE)
-        worker = Worker(self.listener, self.arena.data, KEY, NONCE, self.tally, max_connections)
+        worker = DataWorker(self.listener, self.arena.data, KEY, NONCE, self.tally, max_connections)
         self.thread = threading.Thread(target=worker.serve, daemon=True)
         self.thread.start()
 

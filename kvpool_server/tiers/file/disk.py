@@ -1,4 +1,4 @@
-"""What the file tier asks of the operating system: everything that reaches a disk goes through here."""
+"""The operating system's file calls, as the file tier uses them: every byte that reaches a disk goes through here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_VIEWS = 1024
 
 
 class Disk:
-    """Plain files. Thread-safe; every method raises OSError. A simulation puts its own in this one's place."""
+    """Plain files. Thread-safe; every method raises OSError. Simulations replace this class."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -20,7 +20,7 @@ class Disk:
         os.close(fd)
 
     def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Fills the views, one after the other; returns how many bytes there were, fewer only at the file's end."""
+        """Fills the views, one after the other; returns the bytes read: fewer only at the end of the file."""
         done = 0
         for group in _at_most(views, MAX_VIEWS):
             wanted = sum(view.nbytes for view in group)
@@ -31,7 +31,7 @@ class Disk:
         return done
 
     def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
-        """Writes all of the views, one after the other."""
+        """Writes the views completely, one after the other."""
         for group in _at_most(views, MAX_VIEWS):
             rest = list(group)
             while rest:
@@ -62,7 +62,7 @@ def _at_most(views: Sequence[memoryview], count: int) -> list[Sequence[memoryvie
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the views after their first `nbytes`."""
+    """The views without their first `nbytes`."""
     while views and nbytes >= views[0].nbytes:
         nbytes -= views[0].nbytes
         views = views[1:]

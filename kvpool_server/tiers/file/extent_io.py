@@ -1,4 +1,4 @@
-"""Blocks that lie side by side, moved in one call, and many such calls at once."""
+"""Reads and writes of blocks: adjacent blocks in one call, and several calls at once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from kvpool.hashing import checksum
 from kvpool_server.tiers.file.extents import Extents
-from kvpool_server.tiers.threads import Threads
+from kvpool_server.tiers.thread_pool import DaemonThreadPool
 
 T = TypeVar("T")
 
-MIN_STRETCH_BYTES = 1 << 20
-"""Shorter ones are not worth a thread of their own."""
+MIN_SPAN_BYTES = 1 << 20
+"""A shorter span is not worth a call of its own."""
 
 
-class Place(NamedTuple):
+class BlockSpot(NamedTuple):
     """Where a block lies in a tier, and in memory.
 
     Args:
@@ -29,35 +29,43 @@ class Place(NamedTuple):
     view: memoryview
     checksums: Sequence[int]
 
+    def is_sound(self) -> bool:
+        """Whether the bytes in memory match the checksums."""
+        size = self.view.nbytes // len(self.checksums)
+        return all(
+            checksum(self.view[shard * size : (shard + 1) * size]) == expected
+            for shard, expected in enumerate(self.checksums)
+        )
 
-class Source(Protocol):
-    """Extents that can be read."""
+
+class ReadableExtents(Protocol):
+    """This server's extents, or a peer's."""
 
     @property
     def extent_bytes(self) -> int:
-        """Of each."""
+        """Bytes of each extent."""
 
     def read(self, offset: int, views: Sequence[memoryview]) -> bool:
         """As `Extents.read`."""
 
 
-async def write_all(threads: Threads, extents: Extents, places: Sequence[Place]) -> None:
-    """Returns, or raises OSError, when nothing is under way any more."""
+async def write_all(threads: DaemonThreadPool, extents: Extents, spots: Sequence[BlockSpot]) -> None:
+    """Returns, or raises OSError, when no call is under way any more."""
     await _all(
-        threads.call(extents.write, stretch[0].offset, [place.view for place in stretch])
-        for stretch in _stretches(places, extents.extent_bytes, threads.count)
+        threads.call(extents.write, span[0].offset, [spot.view for spot in span])
+        for span in _spans(spots, extents.extent_bytes, threads.num_threads)
     )
 
 
-async def read_all(threads: Threads, source: Source, places: Sequence[Place]) -> list[bool]:
-    """Of each place whether its block came, as it was stored; one on a bad spot of the disk did not.
+async def read_all(threads: DaemonThreadPool, source: ReadableExtents, spots: Sequence[BlockSpot]) -> list[bool]:
+    """For each block whether it was read and is sound; a block on a bad sector of the disk is not.
 
     Raises:
-        OSError: of several places not one could be read, or the file system fails otherwise than by a bad spot (EIO).
-            Nothing is under way any more.
+        OSError: none of several blocks could be read, or the file system fails other than by a bad sector (EIO). No
+            call is under way any more.
     """
-    stretches = _stretches(places, source.extent_bytes, threads.count)
-    parts = await _all(threads.call(_read_stretch, source, stretch) for stretch in stretches)
+    spans = _spans(spots, source.extent_bytes, threads.num_threads)
+    parts = await _all(threads.call(_read_span, source, span) for span in spans)
     results = [result for part in parts for result in part]
     errors = [result for result in results if isinstance(result, OSError)]
     if len(errors) == len(results) > 1:
@@ -65,47 +73,39 @@ async def read_all(threads: Threads, source: Source, places: Sequence[Place]) ->
     return [result is True for result in results]
 
 
-def _read_stretch(source: Source, stretch: Sequence[Place]) -> list[bool | OSError]:
-    """Of each place whether its block came, or the error of its bad spot. Raises any other OSError."""
+def _read_span(source: ReadableExtents, span: Sequence[BlockSpot]) -> list[bool | OSError]:
+    """For each block whether it was read and is sound, or the error of its bad sector. Raises any other OSError."""
     failed: bool | OSError = False
     try:
-        if source.read(stretch[0].offset, [place.view for place in stretch]):
-            return [_is_sound(place) for place in stretch]
+        if source.read(span[0].offset, [spot.view for spot in span]):
+            return [spot.is_sound() for spot in span]
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         failed = error
-    if len(stretch) == 1:
+    if len(span) == 1:
         return [failed]
-    # The file ends in one of them, or one lies on a bad spot.
-    return [result for place in stretch for result in _read_stretch(source, [place])]
+    # The file ends in one of the blocks, or one lies on a bad sector: read each by itself.
+    return [result for spot in span for result in _read_span(source, [spot])]
 
 
-def _is_sound(place: Place) -> bool:
-    size = place.view.nbytes // len(place.checksums)
-    return all(
-        checksum(place.view[shard * size : (shard + 1) * size]) == expected
-        for shard, expected in enumerate(place.checksums)
-    )
-
-
-def _stretches(places: Sequence[Place], extent_bytes: int, parts: int) -> list[list[Place]]:
-    """Cuts places, in their order, where they do not lie side by side, and into about as many parts as wanted."""
-    most = max(MIN_STRETCH_BYTES, sum(place.view.nbytes for place in places) // parts)
-    stretches: list[list[Place]] = []
-    ends = nbytes = 0
-    for place in places:
-        if place.offset != ends or place.offset % extent_bytes == 0 or nbytes >= most:
-            stretches.append([])
+def _spans(spots: Sequence[BlockSpot], extent_bytes: int, num_parts: int) -> list[list[BlockSpot]]:
+    """Adjacent blocks, in their order, cut at the ends of extents and into about `num_parts` parts."""
+    most = max(MIN_SPAN_BYTES, sum(spot.view.nbytes for spot in spots) // num_parts)
+    spans: list[list[BlockSpot]] = []
+    end = nbytes = 0
+    for spot in spots:
+        if spot.offset != end or spot.offset % extent_bytes == 0 or nbytes >= most:
+            spans.append([])
             nbytes = 0
-        stretches[-1].append(place)
-        nbytes += place.view.nbytes
-        ends = place.offset + place.view.nbytes
-    return stretches
+        spans[-1].append(spot)
+        nbytes += spot.view.nbytes
+        end = spot.offset + spot.view.nbytes
+    return spans
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """What all of them return; raises what one of them raised, once all have ended."""
+    """The results of all calls. Raises the error of one of them, once all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,7 +1,7 @@
 """The bytes of a file tier: one file for each extent, and slots in it.
 
-Bytes are written and read where the caller has them, without a copy of their own. Where address, offset and length suit
-(multiples of 4 KiB, as the blocks of real models are) and the file system can, they pass by the page cache.
+Bytes move between the file and the caller's memory without another copy. They bypass the page cache (O_DIRECT) if the
+file system can, and address, offset and length are multiples of 4 KiB, as the blocks of real models are.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.open_files import DirectoryFiles, OpenFiles
+from kvpool_server.tiers.open_files import DirectoryFiles, OpenFiles
 
 DIRECT_BYTES = 4096
-"""What O_DIRECT wants everything to be a multiple of, on any file system."""
+"""O_DIRECT accepts multiples of this size on any file system."""
 
 
 class Extents:
     """The extents in one directory. Thread-safe.
 
     Args:
-        files: where descriptors are counted.
-        writable: whether they are this server's own.
-        direct: whether to pass by the page cache where that is possible.
+        open_files: bounds the files that are kept open.
+        writable: True for this server's own directory.
+        direct: bypass the page cache where possible.
     """
 
     def __init__(
-        self, directory: Path, extent_bytes: int, disk: Disk, files: OpenFiles, *, writable: bool, direct: bool
+        self, directory: Path, extent_bytes: int, disk: Disk, open_files: OpenFiles, *, writable: bool, direct: bool
     ):
         self.extent_bytes = extent_bytes
         self._directory = directory
@@ -38,14 +38,14 @@ class Extents:
         self._writable = writable
         self._direct = direct
         self._with_bytes: set[int] = set()
-        """Of this server's own: those that take room. Others are not opened to be freed."""
-        self._files = DirectoryFiles(files, self._open_file, disk.close)
+        """This server's own extents that take disk space: `free` opens no others."""
+        self._files = DirectoryFiles(open_files, self._open_file, disk.close)
 
     def tidy(self, num_extents: int, unused: Collection[int]) -> None:
-        """Before anything is written: lets go of what an earlier, larger tier has left, and of what nothing lies in.
+        """Deletes extents beyond the tier's size, and empties unused ones. Called before anything is written.
 
         Raises:
-            OSError: the directory cannot be read, or something not removed.
+            OSError: the directory cannot be read, or a file not deleted.
         """
         for path in list(self._directory.glob("extent-*")):
             digits = path.name.removeprefix("extent-")
@@ -63,14 +63,14 @@ class Extents:
                 self._with_bytes.add(idx)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Writes the views side by side; all within one extent. Raises OSError."""
+        """Writes the views one after the other, within one extent. Raises OSError."""
         idx, within = divmod(offset, self.extent_bytes)
         self._with_bytes.add(idx)
         with self._file(idx, within, views) as fd:
             self._disk.write(fd, views, within)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> bool:
-        """Fills the views from side by side, within one extent; False if the file ends before. Raises OSError."""
+        """Fills the views one after the other, within one extent; False if the file ends before. Raises OSError."""
         idx, within = divmod(offset, self.extent_bytes)
         try:
             with self._file(idx, within, views) as fd:
@@ -79,18 +79,18 @@ class Extents:
             return False
 
     def free(self, idx: int) -> None:
-        """Gives an extent's space back to the file system. Raises OSError."""
+        """Frees an extent's disk space. Raises OSError."""
         if idx in self._with_bytes:
             with self._file(idx, 1, ()) as fd:
                 self._disk.truncate(fd, 0)
             self._with_bytes.discard(idx)
 
     def close(self) -> None:
-        """From now on reads are misses and writes fail; what is under way ends as it would have. Idempotent."""
+        """Reads are misses and writes fail from now on; calls under way are not disturbed. Idempotent."""
         self._files.close()
 
     def _file(self, idx: int, within: int, views: Sequence[memoryview]) -> AbstractContextManager[int]:
-        """An extent's file, which stays open meanwhile."""
+        """The descriptor of an extent, which stays open meanwhile."""
         direct = self._direct and not within % DIRECT_BYTES and all(map(_suits_direct, views))
         return self._files.use((idx, direct))
 
@@ -103,7 +103,7 @@ class Extents:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = False  # Not on this file system (tmpfs, some network file systems).
+                self._direct = False  # This file system cannot (tmpfs, some network file systems).
         return self._disk.open(path, flags)
 
 

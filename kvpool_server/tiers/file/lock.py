@@ -1,7 +1,7 @@
-"""Whose a directory is: a lock that ends with its process, and a time stamp for those whom locks do not reach.
+"""Ownership of a directory: a lock that ends with its process, and a heartbeat for hosts that the lock does not reach.
 
-The lock lies in the directory, and directories are renamed and removed: who has locked a file looks whether it is still
-the one that the path leads to.
+The lock file lies in the directory, which may be renamed or deleted: after locking a file, its owner checks that the
+path still leads to that file.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ WAIT_S = 0.05
 
 
 class DirectoryGoneError(FileNotFoundError):
-    """The lock that is held is no longer that of the directory: somebody has removed or replaced it."""
+    """The directory of a held lock was deleted, renamed or replaced."""
 
 
 class DirectoryLock:
     """Held until closed, or until the process ends.
 
     Args:
-        is_owner: makes the file, and gives a sign of life at once; who wants to remove a directory does neither.
+        is_owner: creates the file if necessary, and sends a heartbeat at once; a process that only inspects or deletes
+            a directory does neither.
 
     Raises:
-        BlockingIOError: another process holds it.
-        DirectoryGoneError: the directory was removed meanwhile.
-        OSError: there is no such directory, or it is not writable.
+        BlockingIOError: another process holds the lock.
+        DirectoryGoneError: the directory was deleted meanwhile.
+        OSError: the directory does not exist, or is not writable.
     """
 
     def __init__(self, directory: Path, *, is_owner: bool = True):
@@ -39,30 +40,30 @@ class DirectoryLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_owner:
-                self.give_sign_of_life()
+                self.send_heartbeat()
             else:
-                self._look()
+                self._check_path()
         except OSError:
             os.close(self._fd)
             raise
 
-    def give_sign_of_life(self) -> None:
-        """Touches the file: on a file system whose locks end at the host, this is how others know.
+    def send_heartbeat(self) -> None:
+        """Touches the file: on a file system whose locks end at the host, other hosts see the time stamp only.
 
         Raises:
-            DirectoryGoneError: the directory is not this one any more.
-            OSError: the file system cannot do it.
+            DirectoryGoneError: the path does not lead to this directory any more.
+            OSError: the file system fails.
         """
         try:
             os.utime(self._fd)
         except OSError as error:
             raise self._gone() if error.errno == errno.ESTALE else error from None
-        self._look()
+        self._check_path()
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _look(self) -> None:
+    def _check_path(self) -> None:
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                 return
@@ -74,19 +75,25 @@ class DirectoryLock:
         return DirectoryGoneError(errno.ENOENT, "the directory was removed or replaced", str(self._path.parent))
 
 
-def take(directory: Path) -> DirectoryLock:
-    """Makes a directory if need be, but none above it, and locks it. Raises as `DirectoryLock`.
+def acquire(directory: Path) -> DirectoryLock:
+    """Locks a directory, and creates it if necessary, but none above it. Raises as `DirectoryLock`.
 
-    Tries again: who removes it holds the lock for a moment, and the directory has gone then.
+    Retries for a moment: a process that inspects the directory holds the lock shortly, and one that deletes the
+    directory leaves none.
     """
     for _ in range(TRIES - 1):
         try:
-            return _make_and_lock(directory)
+            return _create_and_lock(directory)
         except (BlockingIOError, FileNotFoundError, FileExistsError):
             time.sleep(WAIT_S)
-    return _make_and_lock(directory)
+    return _create_and_lock(directory)
 
 
-def _make_and_lock(directory: Path) -> DirectoryLock:
-    directory.mkdir(exist_ok=True)  # FileExistsError, also if it goes just while this looks what it is.
+def heartbeat_age_s(directory: Path) -> float:
+    """Seconds since the owner's last heartbeat. Raises OSError, FileNotFoundError if the directory has no lock."""
+    return time.time() - (directory / FILE_NAME).stat().st_mtime
+
+
+def _create_and_lock(directory: Path) -> DirectoryLock:
+    directory.mkdir(exist_ok=True)  # FileExistsError, also if the directory is deleted at this moment.
     return DirectoryLock(directory)

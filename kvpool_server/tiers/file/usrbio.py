@@ -1,15 +1,16 @@
 """Reads and writes through 3FS's rings in user space (USRBIO), for mounts of 3FS.
 
 3FS's FUSE mount moves bytes through the kernel; its rings move them between a buffer that both sides map and the
-storage nodes, over RDMA. The package `hf3fs_fuse` comes with 3FS; it is imported here alone, and only when asked for.
+storage nodes, over RDMA. The package `hf3fs_fuse` comes with 3FS; this module alone imports it, for `io=usrbio`.
 
-A ring and a buffer for each thread and direction: they are not made to be shared.
+Each thread has a ring and a buffer for each direction: 3FS does not support sharing them.
 
 Source: 3FS, src/lib/api/UsrbIo.md, and hf3fs_fuse/io.py.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -25,10 +26,10 @@ ENTRIES = 64
 
 
 class UsrbioDisk(Disk):
-    """See the module. What is no extent (the journal) takes the ordinary way.
+    """See the module. Files that are no extents (the journal) use plain file calls.
 
     Raises:
-        ConfigError: hf3fs_fuse is not installed, or the path is on no mount of 3FS.
+        ConfigError: hf3fs_fuse is not installed, or the path is not on a mount of 3FS.
     """
 
     def __init__(self, path: Path):
@@ -41,7 +42,7 @@ class UsrbioDisk(Disk):
         self._io: Any = io
         mount = io.extract_mount_point(str(path))
         if not mount:
-            raise ConfigError(f"io=usrbio: {path} is on no mount of 3FS; give one, or use io=direct")
+            raise ConfigError(f"io=usrbio: {path} is not on a mount of 3FS; give a path on one, or use io=direct")
         self._mount = mount
         self._rings = threading.local()
         self._registered: set[int] = set()
@@ -85,11 +86,11 @@ class UsrbioDisk(Disk):
                 memory[: part.nbytes] = part
                 put = self._move(ring, buffer[: part.nbytes], False, fd, offset)
                 if put < part.nbytes:
-                    raise OSError(5, f"3FS took {put} of {part.nbytes} bytes")
+                    raise OSError(errno.EIO, f"3FS wrote {put} of {part.nbytes} bytes")
                 offset += put
 
     def _ring(self, *, for_read: bool) -> tuple[Any, Any, memoryview]:
-        """This thread's ring of a direction, the buffer as 3FS knows it, and as memory."""
+        """This thread's ring of a direction, and its buffer: as 3FS knows it, and as memory."""
         name = "read" if for_read else "write"
         ring = getattr(self._rings, name, None)
         if ring is None:
@@ -104,7 +105,7 @@ class UsrbioDisk(Disk):
 
     @staticmethod
     def _move(ring: Any, buffer: Any, is_read: bool, fd: int, offset: int) -> int:
-        """One request, waited for; how many bytes it moved. Raises OSError."""
+        """Submits one request and waits for it; returns the bytes moved. Raises OSError."""
         ring.prepare(buffer, is_read, fd, offset)
         (done,) = ring.submit().wait(min_results=1)
         if done.result < 0:

@@ -1,35 +1,39 @@
-"""A Mooncake Store cluster: servers on many hosts share it, and what one has put there any other brings up.
+"""A Mooncake Store cluster as a tier: servers on many hosts share it, and each promotes what any other has written.
 
-One object a block, `kvpool/<fingerprint>/<group_idx>/<block hash>` in hex: the slot's bytes, and a trailer that says
-whose they are (`trailer.py`). Mooncake's master knows where objects lie, evicts them, and is asked through a process of
-this server (`store.py`), which is started again, with its segment empty, when it has died. A master that has died is
-found again by Mooncake itself; what the cluster held is lost then.
+One object a block, `kvpool/<fingerprint>/<group_idx>/<block hash>` in hex: the slot's bytes and a footer that names the
+object (`footer.py`). Mooncake's master knows where objects lie and evicts them. The server calls Mooncake through a
+child process (`store_process.py`), which is started again, with an empty segment, when it has died. Mooncake itself
+reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
-go on writing for as long as its peer lives, and neither a slot nor what has been verified may be written to then.
+go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 import structlog
+from pydantic import ByteSize, Field
 
 from kvpool.errors import ConfigError
 from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import Namespace
-from kvpool_server.tiers.mooncake.memo import Memo
-from kvpool_server.tiers.mooncake.store import LANE_BYTES, Lane, Store, StoreError
-from kvpool_server.tiers.mooncake.trailer import pack, trailer_bytes, verify
-from kvpool_server.tiers.mooncake.worker import Order
-from kvpool_server.tiers.threads import Threads
+from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
+from kvpool_server.tiers.mooncake.presence_cache import BlockKey, PresenceCache
+from kvpool_server.tiers.mooncake.staged_read import StagedRead
+from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreError, StoreProcess
+from kvpool_server.tiers.mooncake.worker import StoreConfig
+from kvpool_server.tiers.options import TierContext, TierOptions
+from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierError
 
 log = structlog.get_logger()
@@ -38,49 +42,70 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 MAX_KEYS = 1024
-"""Of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
+"""Keys of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
 MIN_SEGMENT_BYTES = 16 << 20
 CLOSE_S = 2.0
 
 IS_THERE = 1
 NO_SPACE = -200
-TOO_SMALL = -600
-NOT_READY = -703
-NOT_FOUND = -704
 RPC_FAILED = -900
-"""And everything below: the master has not answered."""
+"""This code, and all below: the master has not answered."""
+
+
+class MooncakeOptions(TierOptions):
+    """A Mooncake Store cluster."""
+
+    EXAMPLE: ClassVar[str] = "mooncake:master=HOST:PORT"
+
+    master: str = Field(pattern=r"^.+:\d+$", description="HOST:PORT of mooncake_master")
+    metadata: str = Field("P2PHANDSHAKE", description="metadata server of the Transfer Engine")
+    segment: ByteSize = Field(ByteSize(0), description="memory that this server gives to the cluster, as 16GiB")
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="protocol of the Transfer Engine")
+    device: str = Field("", description="RDMA devices of the Transfer Engine")
+    host: str = Field("", description="name or address by which other hosts reach this one; default: as in --listen")
+    threads: int = Field(2, ge=1, le=64, description="reads and writes at once")
+
+    @property
+    def tier_name(self) -> str:
+        return f"mooncake:{self.master}"
+
+    def make(self, context: TierContext) -> MooncakeTier:
+        host = self.host or context.listen[0]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        config = StoreConfig(self.master, self.metadata, host, int(self.segment), self.protocol, self.device)
+        return MooncakeTier(config, self.threads)
 
 
 class MooncakeTier(Tier):
     """See the module.
 
     Args:
-        order: the master, and what this server gives.
+        config: the cluster, and what this server gives to it.
         threads: calls at once.
     """
 
-    def __init__(self, order: Order, threads: int = 2):
-        self.name = f"mooncake:{order.master}"
-        self.counters: Counter[str] = Counter()
-        self._order = order
+    def __init__(self, config: StoreConfig, threads: int = 2):
+        super().__init__(f"mooncake:{config.master}")
+        self._config = config
         self._num_threads = threads
-        self._memo = Memo()
-        self._threads: Threads | None = None
-        self._store: Store | None = None
-        self._starting = threading.Lock()
+        self._presence = PresenceCache()
+        self._threads: DaemonThreadPool | None = None
+        self._store: StoreProcess | None = None
+        self._start_lock = threading.Lock()
         self._is_closed = False
 
     # Start and end
 
     async def open(self) -> None:
-        if 0 < self._order.segment_bytes < MIN_SEGMENT_BYTES:
+        if 0 < self._config.segment_bytes < MIN_SEGMENT_BYTES:
             raise ConfigError(
-                f"tier {self.name}: segment = {self._order.segment_bytes} bytes, and Mooncake takes no less than "
-                "16MiB; give more, or 0 for none"
+                f"tier {self.name}: segment={self._config.segment_bytes} is too small for Mooncake; give at least "
+                "16MiB, or 0 for none"
             )
-        self._threads = Threads(self._num_threads, "kvpool-tier-mooncake")
+        self._threads = DaemonThreadPool(self._num_threads, "kvpool-tier-mooncake")
         try:
-            await self._threads.call(self._running)
+            await self._threads.call(self._running_store)
         except TierError as error:
             await self.close()
             raise ConfigError(
@@ -96,18 +121,23 @@ class MooncakeTier(Tier):
         if threads is not None:
             threads.close(CLOSE_S)
 
-    def _running(self) -> Store:
-        """The process, started if need be; for the tier's threads. Raises TierError."""
-        with self._starting:
+    @property
+    def store(self) -> StoreProcess | None:
+        """Mooncake's client process; None before the first call, and once closed."""
+        return self._store
+
+    def _running_store(self) -> StoreProcess:
+        """The process, started if necessary; for the tier's threads. Raises TierError."""
+        with self._start_lock:
             if self._is_closed:
                 raise TierError(f"{self.name} is closed")
-            if self._store is not None and self._store.alive:
+            if self._store is not None and self._store.is_alive:
                 return self._store
             if self._store is not None:
-                log.error("Mooncake's client has died and is started again", tier=self.name)
+                log.error("Mooncake's client process has died and is started again", tier=self.name)
                 self._store.end()
             try:
-                store = Store(self._order, self._num_threads)
+                store = StoreProcess(self._config, self._num_threads)
             except (StoreError, OSError) as error:
                 raise TierError(f"{self.name}: {error}") from None
             if self._is_closed:
@@ -119,22 +149,20 @@ class MooncakeTier(Tier):
     # What is there
 
     def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
-        """All True for what was written, found or read a moment ago; else only the master knows."""
-        there = all(self._memo.has((namespace.fingerprint, group_idx, block_hash)) for block_hash in block_hashes)
-        return [True] * len(block_hashes) if there else None
+        """All True for blocks that were lately written, found or read; else only the master can tell."""
+        is_fresh = all(map(self._presence.has, _block_keys(namespace, group_idx, block_hashes)))
+        return [True] * len(block_hashes) if is_fresh else None
 
     async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        keys = _keys(namespace, group_idx, block_hashes)
         codes: list[int] = []
-        for part in _parts(keys, MAX_KEYS):
+        for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
             codes += await self._call(self._ask, "exist", part)
         self._check(codes)
-        for block_hash, code in zip(block_hashes, codes, strict=True):
-            key = (namespace.fingerprint, group_idx, block_hash)
+        for key, code in zip(_block_keys(namespace, group_idx, block_hashes), codes, strict=True):
             if code == IS_THERE:
-                self._memo.saw(key)
+                self._presence.add(key)
             else:
-                self._memo.forget(key)
+                self._presence.discard([key])
         return [code == IS_THERE for code in codes]
 
     # Down
@@ -143,121 +171,116 @@ class MooncakeTier(Tier):
         there = await self.find(namespace, group_idx, [block.block_hash for block in blocks])
         new = {block.block_hash: block for block, is_there in zip(blocks, there, strict=True) if not is_there}
         slot_bytes = namespace.groups[group_idx].spec.slot_bytes
-        most = self._most(namespace, group_idx)
+        most = _max_blocks(namespace, group_idx)
         if not most:
             self.counters["refused_blocks"] += len(new)
             return sum(there)
         written = 0
         for part in _parts(list(new.values()), most):
-            keys = _keys(namespace, group_idx, [block.block_hash for block in part])
-            codes = await self._call(self._put, keys, part)
+            hashes = [block.block_hash for block in part]
+            codes = await self._call(self._put, _object_keys(namespace, group_idx, hashes), part)
             self._check(codes)
-            for block, code in zip(part, codes, strict=True):
+            for key, code in zip(_block_keys(namespace, group_idx, hashes), codes, strict=True):
                 if code == 0:
                     written += 1
-                    self._memo.saw((namespace.fingerprint, group_idx, block.block_hash), slot_bytes)
+                    self._presence.add(key, slot_bytes)
             self.counters["written_bytes"] += codes.count(0) * slot_bytes
             if refused := Counter(code for code in codes if code):
                 self.counters["refused_blocks"] += refused.total()
-                # No room is for the cluster to see to; anything else is a segment, or a network, that has gone.
-                tell = log.debug if set(refused) == {NO_SPACE} else log.warning
-                tell("Mooncake has not taken blocks", tier=self.name, codes=dict(refused))
+                # A full cluster is normal; any other code means that a segment or a network has failed.
+                report = log.debug if set(refused) == {NO_SPACE} else log.warning
+                report("Mooncake has refused blocks", tier=self.name, codes=dict(refused))
         return sum(there) + written
 
     def _put(self, keys: Sequence[str], blocks: Sequence[Block]) -> list[int]:
-        with self._running().lane() as lane:
+        with self._running_store().channel() as channel:
             nbytes = blocks[0].payload.nbytes
-            size = nbytes + trailer_bytes(len(blocks[0].checksums))
+            size = nbytes + footer_bytes(len(blocks[0].checksums))
             offsets = [nth * size for nth in range(len(blocks))]
             for offset, key, block in zip(offsets, keys, blocks, strict=True):
-                lane.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
-                trailer = pack(key, nbytes, block.checksums)
-                lane.memory[offset + nbytes : offset + size] = np.frombuffer(trailer, np.uint8)
-            return lane.ask("put", keys, offsets, [size] * len(keys))
+                channel.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
+                footer = encode_footer(key, nbytes, block.checksums)
+                channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
+            return channel.call("put", keys, offsets, [size] * len(keys))
 
     # Up
 
     async def read(
         self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        most = self._most(namespace, group_idx)
+        most = _max_blocks(namespace, group_idx)
         if not most:
             return [None] * len(block_hashes)
         num_shards = namespace.groups[group_idx].spec.num_shards
         found: list[Sequence[int] | None] = []
         for part in _parts(list(zip(block_hashes, into, strict=True)), most):
             hashes = [block_hash for block_hash, _ in part]
-            reading = _Reading(_keys(namespace, group_idx, hashes), [view for _, view in part], num_shards)
+            keys = _object_keys(namespace, group_idx, hashes)
+            reading = StagedRead(keys, [view for _, view in part], num_shards)
             try:
                 codes = await self._call(self._get, reading)
             finally:
-                reading.give_up()  # A thread may still be at it, if this task was cancelled.
+                reading.cancel()  # A thread may still copy, if this task was cancelled.
             self._check(codes)
-            self._note(namespace, group_idx, hashes, reading)
-            await self._drop_corrupt(reading)
+            self._note(_block_keys(namespace, group_idx, hashes), reading)
+            await self._remove_corrupt(reading.corrupt)
             found += reading.found
         return found
 
-    def _get(self, reading: _Reading) -> list[int]:
-        with self._running().lane() as lane:
-            size = reading.object_bytes
-            offsets = [nth * size for nth in range(len(reading.keys))]
-            codes = lane.ask("get", reading.keys, offsets, [size] * len(reading.keys))
-            for nth, code in enumerate(codes):
-                reading.take(nth, code, lane, offsets[nth])
-            return codes
+    def _get(self, reading: StagedRead) -> list[int]:
+        with self._running_store().channel() as channel:
+            return reading.run(channel)
 
-    def _note(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], reading: _Reading) -> None:
-        for block_hash, sums, view in zip(block_hashes, reading.found, reading.views, strict=True):
-            key = (namespace.fingerprint, group_idx, block_hash)
+    def _note(self, keys: Iterable[BlockKey], reading: StagedRead) -> None:
+        for key, sums, view in zip(keys, reading.found, reading.views, strict=True):
             if sums is None:
-                self._memo.forget(key)
+                self._presence.discard([key])
             else:
-                self._memo.saw(key)
+                self._presence.add(key)
                 self.counters["read_bytes"] += view.nbytes
 
-    async def _drop_corrupt(self, reading: _Reading) -> None:
-        if reading.corrupt:
-            self.counters["corrupt_blocks"] += len(reading.corrupt)
-            log.error("objects are not what was stored, and are removed", tier=self.name, blocks=len(reading.corrupt))
-            self._check(await self._call(self._ask, "remove", reading.corrupt))
+    async def _remove_corrupt(self, keys: Sequence[str]) -> None:
+        if keys:
+            self.counters["corrupt_blocks"] += len(keys)
+            log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(keys))
+            self._check(await self._call(self._ask, "remove", keys))
 
-    # Forgetting
+    # Removal
 
     async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        self._memo.forget_each((namespace.fingerprint, group_idx, block_hash) for block_hash in block_hashes)
-        for part in _parts(_keys(namespace, group_idx, block_hashes), MAX_KEYS):
+        self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
+        for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
             self._check(await self._call(self._ask, "remove", part))
 
     async def clear(self, fingerprint: bytes = b"") -> None:
-        self._memo.forget_all(fingerprint)
+        self._presence.clear(fingerprint)
         prefix = f"kvpool/{fingerprint.hex()}/" if fingerprint else "kvpool/"
         self._check(await self._call(self._ask, "clear", [f"^{re.escape(prefix)}"]))
 
     # State
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
-        """What this server has put there and not found gone since, of the latest blocks it has to do with.
+        """Blocks that this server has written and not found gone since, of the latest MAX_BLOCKS it has seen.
 
-        What the cluster has evicted meanwhile is among it; what other servers have put there is not.
+        Blocks that the cluster has evicted meanwhile are among them; blocks that other servers have written are not.
         """
-        return TierHoldings(self.name, self._memo.num_own[fingerprint], self._memo.own_bytes[fingerprint])
+        return TierHoldings(self.name, self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint])
 
     def stats(self) -> TierStats:
-        """As `holdings`, of all namespaces. How large the cluster is only its master knows."""
+        """As `holdings`, of all namespaces. The size is unknown: only the master knows the cluster's."""
         return TierStats(
             self.name,
             size_bytes=0,
-            used_bytes=sum(list(self._memo.own_bytes.values())),  # A copy: a scrape asks from another thread.
-            num_entries=sum(list(self._memo.num_own.values())),
+            used_bytes=sum(list(self._presence.own_bytes.values())),  # A copy: a scrape asks from another thread.
+            num_entries=sum(list(self._presence.num_own.values())),
             counters=dict(self.counters),
         )
 
     # Helpers
 
     def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
-        with self._running().lane() as lane:
-            return lane.ask(what, keys)
+        with self._running_store().channel() as channel:
+            return channel.call(what, keys)
 
     async def _call(self, function: Callable[..., T], *args: object) -> T:
         if self._threads is None:
@@ -272,53 +295,18 @@ class MooncakeTier(Tier):
         if (worst := min(codes, default=0)) <= RPC_FAILED:
             raise TierError(f"{self.name}: the master does not answer (code {worst})")
 
-    def _most(self, namespace: Namespace, group_idx: int) -> int:
-        """Blocks that go through a lane at once; 0: not even one."""
-        spec = namespace.groups[group_idx].spec
-        return min(MAX_KEYS, LANE_BYTES // (spec.slot_bytes + trailer_bytes(spec.num_shards)))
+
+def _max_blocks(namespace: Namespace, group_idx: int) -> int:
+    """Blocks that fit into a channel's staging memory at once; 0: not even one."""
+    spec = namespace.groups[group_idx].spec
+    return min(MAX_KEYS, STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards)))
 
 
-class _Reading:
-    """Blocks that are being read: a thread brings them, unless who wants them has gone.
-
-    Attributes:
-        found: checksums of each that came.
-        corrupt: keys of objects that are not what was stored.
-    """
-
-    def __init__(self, keys: Sequence[str], views: Sequence[memoryview], num_shards: int):
-        self.keys = keys
-        self.views = views
-        self.object_bytes = views[0].nbytes + trailer_bytes(num_shards)
-        self.found: list[Sequence[int] | None] = [None] * len(keys)
-        self.corrupt: list[str] = []
-        self._num_shards = num_shards
-        self._lock = threading.Lock()
-        self._is_over = False
-
-    def take(self, nth: int, code: int, lane: Lane, offset: int) -> None:
-        """Copies a block from where it was staged, and verifies what lies in its view then."""
-        if code == TOO_SMALL or (code >= 0 and code != self.object_bytes):
-            self.corrupt.append(self.keys[nth])
-        if code != self.object_bytes:
-            return
-        view = self.views[nth]
-        staged = lane.memory[offset : offset + code]
-        with self._lock:
-            if self._is_over:
-                return
-            np.frombuffer(view, np.uint8)[:] = staged[: view.nbytes]
-            self.found[nth] = verify(self.keys[nth], view, self._num_shards, staged[view.nbytes :].tobytes())
-        if self.found[nth] is None:
-            self.corrupt.append(self.keys[nth])
-
-    def give_up(self) -> None:
-        """No view is touched from now on."""
-        with self._lock:
-            self._is_over = True
+def _block_keys(namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> Iterator[BlockKey]:
+    return ((namespace.fingerprint, group_idx, block_hash) for block_hash in block_hashes)
 
 
-def _keys(namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
+def _object_keys(namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
     prefix = f"kvpool/{namespace.fingerprint.hex()}/{group_idx}/"
     return [prefix + block_hash.hex() for block_hash in block_hashes]
 

@@ -1,17 +1,16 @@
-"""The process that is Mooncake's client: `python -m kvpool_server.tiers.mooncake.worker`, started by `store.py` alone.
+"""Mooncake's client: `python -m kvpool_server.tiers.mooncake.worker`, started by `store_process.py` alone.
 
-It is a process of its own because Mooncake's client cannot be held to a deadline within another: its start and its end
-keep Python's lock (a master that is stopped: 70 s and 8 s), its destructor waits for such a master for as long, a
-process that ends while a call is under way is aborted, and a transfer that was given up goes on writing to its buffer.
-A process can be killed.
+The client runs in a process of its own because nothing within a process can hold it to a deadline: its start and its
+end keep Python's lock (with a stopped master for 70 s and 8 s), its destructor waits as long for such a master, a
+process that ends during a call is aborted, and a transfer that was given up goes on writing to its buffer. A process
+can be killed.
 
-What it is told comes as one line of JSON on standard input, which stays open as long as the server lives: it ends with
-it. Calls come over one socket a lane, each with a thread here and a part of the memory that is shared with the server.
+The process ends with its server (`child_process.py`). Calls come over one socket a channel; each channel has a thread
+here and a part of the staging memory that is shared with the server.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import signal
@@ -19,43 +18,44 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from kvpool.errors import ConfigError
-from kvpool.mooncake import package, starting
+from kvpool.mooncake import engine_start, import_mooncake
+from kvpool_server.child_process import receive_settings, wait_for_server_end
 
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "5000",  # Of a call to the master; else 30 s.
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects.
-    # In which a byte has to move over TCP; else 30 s, and a host that stops dead holds up its readers for 60 s.
+    # A TCP transfer fails if no byte moves for so long; else 30 s, and a host that stops dead delays readers for 60 s.
     "MC_TCP_STATUS_TIMEOUT_SEC": "3",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
 }
-"""For all of this process's life, where they are not set: Mooncake reads some of them at the first transfer only."""
+"""Defaults for the life of this process: Mooncake reads some of them at the first transfer only."""
 CONNECT_S = 3.0
 END_S = 4
-"""For saying goodbye to the master, which then gives the segment to nobody any more."""
+"""For leaving the cluster: the master then allocates nothing more in this process's segment."""
 
 Request = tuple[str, Sequence[str], Sequence[int], Sequence[int]]
-"""(what, keys, offsets in the shared memory, sizes in bytes)"""
+"""(what, keys, offsets in the staging memory, sizes in bytes)"""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What the process is told.
+class StoreConfig:
+    """What the process needs to join a cluster.
 
     Args:
-        master: HOST:PORT.
+        master: HOST:PORT of mooncake_master.
         metadata: metadata server of the Transfer Engine.
-        host: by which others reach this machine.
-        segment_bytes: memory that it gives to the cluster; 0 for none.
+        host: name or address by which other hosts reach this one.
+        segment_bytes: memory that this process gives to the cluster; 0 for none.
         protocol, device: of the Transfer Engine.
-        memory_fd: of the memory that is shared with the server.
-        lane_fds: of the sockets over which calls come.
+        memory_fd: descriptor of the staging memory.
+        channel_fds: descriptors of the sockets over which calls come.
     """
 
     master: str
@@ -65,48 +65,39 @@ class Order:
     protocol: str
     device: str
     memory_fd: int = -1
-    lane_fds: Sequence[int] = ()
-
-    def encode(self) -> bytes:
-        """One line."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def decode(cls, line: bytes) -> Order:
-        """What `encode` made."""
-        return cls(**json.loads(line))
+    channel_fds: Sequence[int] = ()
 
 
-def _set_up(order: Order, address: int, nbytes: int) -> Any:
-    """A client of the cluster, which may move bytes from and to the shared memory. Raises ConfigError."""
-    with starting(order.protocol, order.device):
-        made = package("store", "tier mooncake").MooncakeDistributedStore()
-        host, _, port = order.master.rpartition(":")
+def _join(config: StoreConfig, address: int, nbytes: int) -> Any:
+    """A client of the cluster that moves bytes to and from the staging memory. Raises ConfigError."""
+    with engine_start(config.protocol, config.device):
+        made = import_mooncake("store", "tier mooncake").MooncakeDistributedStore()
+        host, _, port = config.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         except OSError as error:
-            raise ConfigError(f"nobody listens at {order.master} ({error})") from None
-        engine = (order.protocol, order.device)
-        if code := made.setup(order.host, order.metadata, order.segment_bytes, 0, *engine, order.master):
+            raise ConfigError(f"no mooncake_master listens at {config.master} ({error})") from None
+        engine = (config.protocol, config.device)
+        if code := made.setup(config.host, config.metadata, config.segment_bytes, 0, *engine, config.master):
             raise ConfigError(
-                f"Mooncake's client does not start (code {code}; its log is on stderr): either {order.master} is no "
-                f"mooncake_master, or this machine cannot give segment={order.segment_bytes} bytes, or host="
-                f"{order.host} is not its name"
+                f"Mooncake's client does not start (code {code}; its log is on stderr): check that {config.master} is "
+                f"a mooncake_master, that this host can give segment={config.segment_bytes} bytes, and that other "
+                f"hosts reach this one as host={config.host}"
             )
     if made.register_buffer(address, nbytes):
-        raise ConfigError(f"Mooncake cannot register {nbytes} bytes; over RDMA they must be lockable (ulimit -l)")
+        raise ConfigError(f"Mooncake cannot register {nbytes} bytes of staging memory; for RDMA raise ulimit -l")
     return made
 
 
-def _serve(store: Any, lane: Connection, base: int) -> None:
-    """Answers the calls of one lane until the server hangs up."""
-    with lane:  # Whatever ends this thread, the server hears of it.
+def _serve(store: Any, channel: Connection, base: int) -> None:
+    """Answers the calls of one channel until the server closes it."""
+    with channel:  # Whatever ends this thread, the server sees the end of the channel.
         while True:
             try:
-                what, keys, offsets, sizes = lane.recv()
+                what, keys, offsets, sizes = channel.recv()
             except (EOFError, OSError):
                 return
-            lane.send(_answer(store, what, keys, [base + offset for offset in offsets], sizes))
+            channel.send(_answer(store, what, keys, [base + offset for offset in offsets], sizes))
 
 
 def _answer(store: Any, what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -118,35 +109,33 @@ def _answer(store: Any, what: str, keys: Sequence[str], addresses: Sequence[int]
         case "get":
             return list(store.batch_get_into(keys, addresses, sizes))
         case "remove":
-            # By force: without, Mooncake keeps for seconds what was read or asked for lately. Who is just reading it
-            # finds other bytes then, and they do not verify.
+            # By force: otherwise Mooncake refuses for seconds to remove what was read or looked up lately. A reader
+            # that is reading the object gets other bytes, which do not verify.
             return list(store.batch_remove(keys, True))
         case _:
             return [store.remove_by_regex(pattern, True) for pattern in keys]
 
 
 def main() -> None:
-    """Serves until standard input ends."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # The server's business, which goes on calling while it drains.
+    """Serves until the server ends."""
+    config = StoreConfig(**receive_settings())
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # What Mooncake prints is not for the server's output.
-    order = Order.decode(sys.stdin.buffer.readline())
-    lanes = [Connection(fd) for fd in order.lane_fds]
-    memory = np.frombuffer(mmap.mmap(order.memory_fd, 0), np.uint8)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Mooncake prints; that is no output of the server.
+    channels = [Connection(fd) for fd in config.channel_fds]
+    memory = np.frombuffer(mmap.mmap(config.memory_fd, 0), np.uint8)
     try:
-        store = _set_up(order, memory.ctypes.data, memory.nbytes)
+        store = _join(config, memory.ctypes.data, memory.nbytes)
     except ConfigError as error:
-        lanes[0].send(str(error))
+        channels[0].send(str(error))
         return
-    lanes[0].send("")
-    for lane in lanes:
-        threading.Thread(target=_serve, args=(store, lane, memory.ctypes.data), daemon=True).start()
-    sys.stdin.buffer.read()
+    channels[0].send("")
+    for channel in channels:
+        threading.Thread(target=_serve, args=(store, channel, memory.ctypes.data), daemon=True).start()
+    wait_for_server_end()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(END_S)  # Ends the process even where Mooncake keeps Python's lock.
-    if order.segment_bytes:
+    signal.alarm(END_S)  # Ends the process even while Mooncake keeps Python's lock.
+    if config.segment_bytes:
         store.close()
     os._exit(0)  # Mooncake's destructors would wait for the master.
 

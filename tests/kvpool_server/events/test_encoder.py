@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvpool_server.cache.entry import Group
-from kvpool_server.events.batch import Batch, Change, split
+from kvpool_server.events.changes import Change, ChangeBatch, split
 from kvpool_server.events.encoder import Encoder
 from tests.support.events import low_64_bits
 from tests.support.values import block_hash, group_spec
@@ -42,7 +42,7 @@ CHANGES = [
 
 
 def _events(changes: list[Change], encoder: Encoder | None = None, *, cleared: bool = False) -> list[dict[str, Any]]:
-    _, payload, num_events = (encoder or Encoder())(Batch(7, 1.5, changes, cleared))
+    _, payload, num_events = (encoder or Encoder())(ChangeBatch(7, 1.5, changes, cleared))
     ts, events, rank = msgspec.msgpack.decode(payload)
     assert (ts, rank, num_events) == (1.5, 0, len(events))
     return events
@@ -84,8 +84,8 @@ def test_full_hashes_are_named_by_all_their_bytes() -> None:
 
 def test_topics_name_the_namespace_and_clearing_is_about_all() -> None:
     encoder = Encoder(topic="pool")
-    assert encoder(Batch(1, 0.0, [_stored(OTHER, "a")]))[0] == b"pool@cd34@other@model"
-    assert encoder(Batch(1, 0.0, [], cleared=True))[0] == b"pool@@"
+    assert encoder(ChangeBatch(1, 0.0, [_stored(OTHER, "a")]))[0] == b"pool@cd34@other@model"
+    assert encoder(ChangeBatch(1, 0.0, [], cleared=True))[0] == b"pool@@"
     assert _events([], cleared=True) == [{"type": "AllBlocksCleared"}]
     assert _events([]) == []
 
@@ -138,7 +138,7 @@ def test_vllm_decodes_what_it_would_have_encoded(full_hashes: bool, monkeypatch:
         ],
         data_parallel_rank=0,
     )
-    _, payload, _ = Encoder(full_hashes=full_hashes)(Batch(7, 1.5, CHANGES, cleared=True))
+    _, payload, _ = Encoder(full_hashes=full_hashes)(ChangeBatch(7, 1.5, CHANGES, cleared=True))
     found = msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode(payload)
     assert found == expected
     assert payload == msgspec.msgpack.encode(expected)

@@ -189,7 +189,7 @@ def test_a_port_that_is_taken_ends_the_server_with_one_sentence(pool_server: Sta
     taken = _endpoints(pool_server(*BOTH))[0]
     done = run_command(*server_command("--kv-events", taken, "--listen", "127.0.0.1:0", "--http-listen", ""))
     assert done.returncode == 2
-    assert f"cannot listen on {taken} for KV events" in done.stderr and "see --kv-events" in done.stderr
+    assert f"cannot listen on {taken} for KV events" in done.stderr and "give --kv-events" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -337,7 +337,7 @@ def test_a_server_whose_predecessor_does_not_stop_says_so_and_harms_nothing(
     )
     done = run_command(*server_command(*flags, *tier), timeout_s=60)
     assert done.returncode == 2 and "belongs to another running server" in done.stderr
-    assert "stop the other server first" in done.stderr and "Traceback" not in done.stderr
+    assert "stop that server, or give this one another path" in done.stderr and "Traceback" not in done.stderr
     assert os.listdir(shm_dir) == segments
     wait_for(lambda: _demoted(client) == len(NAMES), "the old one goes on writing")
     assert _hits(client, namespace, NAMES) == len(NAMES)
@@ -378,18 +378,18 @@ def test_a_path_that_is_not_there_is_made_if_that_is_wanted(pool_server: StartSe
 @pytest.mark.parametrize(
     ("tier", "says"),
     [
-        ("tape:/dev/st0", "begin with file:/PATH,size=... or mooncake:master=HOST:PORT"),
-        ("file:/tmp/kv", "size= is missing"),
-        ("file:/tmp/kv,size=1KiB", "size=1KiB: give at least"),
-        ("file:/tmp/kv,size=1GiB,sice=2GiB", "sice is no option of a file tier"),
-        ("file:/tmp/kv,size=1GiB,size=2GiB", "'size=2GiB' is not one NAME=VALUE"),
+        ("tape:/dev/st0", "choose file or mooncake, as in file:/mnt/kv,size=200GiB"),
+        ("file:/tmp/kv", "option 'size' is missing"),
+        ("file:/tmp/kv,size=1KiB", "size=1KiB is not possible; give at least"),
+        ("file:/tmp/kv,size=1GiB,sice=2GiB", "unknown option 'sice'"),
+        ("file:/tmp/kv,size=1GiB,size=2GiB", "option 'size' is given twice"),
         ("file:/proc/nothing,size=1GiB,create=yes", "give a directory that this server can write to"),
         ("file:/proc,size=1GiB", "give a directory that this server can write to"),
-        ("file:/tmp/kv,size=1GiB,create=perhaps", "create=perhaps: give yes or no"),
-        ("file:kv,size=1GiB", "give a path from the root on"),
-        ("file:~/kv,size=1GiB", "give a path from the root on"),
-        ("file:,size=1GiB", "give a path from the root on"),
-        ("mooncake:master=nowhere", "master=nowhere: it does not match"),
+        ("file:/tmp/kv,size=1GiB,create=perhaps", "create=perhaps is not possible; give yes or no"),
+        ("file:kv,size=1GiB", "give an absolute path"),
+        ("file:~/kv,size=1GiB", "give an absolute path"),
+        ("file:,size=1GiB", "give an absolute path"),
+        ("mooncake:master=nowhere", "master=nowhere is not possible"),
         ("file:/tmp/kv,size=1GiB file:/tmp/kv,size=2GiB,name=b", "file:/tmp/kv is given twice"),
     ],
 )

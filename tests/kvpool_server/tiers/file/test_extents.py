@@ -65,7 +65,7 @@ def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: Namespace) 
         assert tier.known(namespace, 0, [block_hash(name) for name in "bcd"]) == [True, False, True]
         disk.bad_slots = {0}
         assert await _read(tier, namespace, "a") == "", "one alone says nothing about the disk"
-        tier._pool.check_integrity()
+        tier.pool.check_integrity()
         await tier.close()
 
     run(test)
@@ -89,7 +89,7 @@ def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batc
             await _read(tier, namespace, "cdef")
         disk.bad_slots = set()
         assert await _read(tier, namespace, "cdef") == "cdef", "forgotten, where the file system was away"
-        tier._pool.check_integrity()
+        tier.pool.check_integrity()
         await tier.close()
 
     run(test)

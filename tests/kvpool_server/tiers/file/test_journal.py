@@ -1,15 +1,17 @@
-"""The journal of a file tier: what it says after whatever has happened to it."""
+"""The journal of a file tier, after whatever has happened to it."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
 
 from kvpool_server.cache.entry import Record
-from kvpool_server.tiers.file import journal
+from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.journal import Inventory, Journal
+from kvpool_server.tiers.file.inventory import Inventory
+from kvpool_server.tiers.file.journal import Journal
 from tests.contracts.tier_contract import TierContract
 from tests.support.values import block_hash
 
@@ -24,48 +26,53 @@ def _records(count: int) -> list[Record]:
 def test_a_namespace_without_blocks_outlives_compaction() -> None:
     """Who appends has told of it, and does not tell again: blocks that follow would be lost at the next start."""
     before = Inventory()
-    before.apply(journal.head(1 << 20) + journal.opened(SPEC))
+    before.apply(frames.encode_head(1 << 20) + frames.encode_namespace(SPEC))
     after = Inventory()
-    after.apply(b"".join(before.encode()) + journal.stored(GROUP, _records(1)))
+    after.apply(b"".join(before.encode()) + frames.encode_stored(GROUP, _records(1)))
     assert after.specs == {GROUP[0]: SPEC} and len(after) == 1
 
 
 def test_no_frame_is_larger_than_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_FRAME_BYTES", 1 << 16)
-    monkeypatch.setattr(journal, "RECORDS_A_FRAME", 512)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 1 << 16)
+    monkeypatch.setattr(frames, "RECORDS_A_FRAME", 512)
     records = _records(10_000)
     inventory = Inventory()
-    text = journal.head(1 << 20) + journal.opened(SPEC) + journal.stored(GROUP, records)
+    text = frames.encode_head(1 << 20) + frames.encode_namespace(SPEC) + frames.encode_stored(GROUP, records)
     assert inventory.apply(text) == len(text) and len(inventory) == 10_000
-    text = journal.removed(range(0, 10_000 * 4096, 4096))
+    text = frames.encode_removed(range(0, 10_000 * 4096, 4096))
     assert inventory.apply(text) == len(text) and len(inventory) == 0
     with pytest.raises(AssertionError):
-        journal._frame(journal.REMOVED, bytes((1 << 16) + 8))
+        frames.encode_frame(frames.REMOVED, bytes((1 << 16) + 8))
 
 
 def test_as_many_removals_as_there_may_be_can_be_read() -> None:
-    offsets = range(0, (journal.MAX_FRAME_BYTES // 8 + 1) * 8, 8)
-    text = journal.removed(offsets)
+    offsets = range(0, (frames.MAX_FRAME_BYTES // 8 + 1) * 8, 8)
+    text = frames.encode_removed(offsets)
     assert Inventory().apply(text) == len(text)
 
 
-NONSENSE = {
-    "namespace": journal._frame(journal.NAMESPACE, b"{"),
-    "head": journal._frame(journal.HEAD, b"short"),
-    "version": journal._frame(journal.HEAD, journal._HEAD.pack(journal.FORMAT_VERSION + 1, 1)),
-    "blocks": journal._frame(journal.STORED, b"short"),
-    "part of a block": journal._frame(journal.STORED, journal._STORED.pack(*GROUP, 1) + b"short"),
-    "no checksums": journal._frame(journal.STORED, journal._STORED.pack(*GROUP, 0)),
-    "too many checksums": journal._frame(journal.STORED, journal._STORED.pack(*GROUP, 3)),
-    "no such group": journal._frame(journal.STORED, journal._STORED.pack(GROUP[0], 9, 2)),
-    "offsets": journal._frame(journal.REMOVED, b"short"),
+def _stored(fingerprint: bytes, group_idx: int, num_shards: int) -> bytes:
+    """The beginning of a frame of blocks."""
+    return fingerprint + struct.pack("<II", group_idx, num_shards)
+
+
+INVALID = {
+    "namespace": frames.encode_frame(frames.NAMESPACE, b"{"),
+    "head": frames.encode_frame(frames.HEAD, b"short"),
+    "version": frames.encode_head(1, frames.FORMAT_VERSION + 1),
+    "blocks": frames.encode_frame(frames.STORED, b"short"),
+    "part of a block": frames.encode_frame(frames.STORED, _stored(*GROUP, 1) + b"short"),
+    "no checksums": frames.encode_frame(frames.STORED, _stored(*GROUP, 0)),
+    "too many checksums": frames.encode_frame(frames.STORED, _stored(*GROUP, 3)),
+    "no such group": frames.encode_frame(frames.STORED, _stored(GROUP[0], 9, 2)),
+    "offsets": frames.encode_frame(frames.REMOVED, b"short"),
 }
 
 
-@pytest.mark.parametrize("what", sorted(NONSENSE))
-def test_a_journal_ends_at_a_frame_that_makes_no_sense(tmp_path: Path, what: str) -> None:
-    sound = journal.head(1 << 20) + journal.opened(SPEC) + journal.stored(GROUP, _records(2))
-    (tmp_path / "journal").write_bytes(sound + NONSENSE[what] + journal.removed([0]))
+@pytest.mark.parametrize("what", sorted(INVALID))
+def test_a_journal_ends_at_an_invalid_frame(tmp_path: Path, what: str) -> None:
+    sound = frames.encode_head(1 << 20) + frames.encode_namespace(SPEC) + frames.encode_stored(GROUP, _records(2))
+    (tmp_path / "journal").write_bytes(sound + INVALID[what] + frames.encode_removed([0]))
     own = Journal(tmp_path, Disk())
     inventory = own.load()
     assert len(inventory) == 2 and inventory.nbytes == len(sound) and not inventory.is_exact
@@ -76,7 +83,9 @@ def test_a_journal_ends_at_a_frame_that_makes_no_sense(tmp_path: Path, what: str
     assert len(again) == 2 and again.is_exact
 
 
-def test_a_compaction_that_fails_is_not_the_appends_failure(tmp_path: Path) -> None:
+def test_an_append_succeeds_though_the_compaction_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_server.tiers.file.journal.COMPACT_AT_LEAST_BYTES", 4096)
+
     class Full(Disk):
         tries = 0
 
@@ -88,13 +97,12 @@ def test_a_compaction_that_fails_is_not_the_appends_failure(tmp_path: Path) -> N
 
     disk = Full()
     own = Journal(tmp_path, disk)
-    own.COMPACT_AT_LEAST = 4096  # type: ignore[misc]
     own.begin(own.load())
-    frames = journal.removed(range(16))
+    removal = frames.encode_removed(range(16))
     for _ in range(200):
-        own.append(frames)
+        own.append(removal)
     written = (tmp_path / "journal").stat().st_size
-    assert written > 200 * len(frames), "an append is missing"
+    assert written > 200 * len(removal), "an append is missing"
     assert 1 <= disk.tries <= written // 4096, "tried again each time"
     assert not (tmp_path / "journal.new").exists()
     own.close()

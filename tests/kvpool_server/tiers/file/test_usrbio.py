@@ -79,7 +79,7 @@ class TestUsrbio(TierContract):
 
 
 def test_a_path_that_is_not_on_3fs_is_an_error(registered: set[int]) -> None:
-    with pytest.raises(ConfigError, match="io=usrbio: /elsewhere is on no mount of 3FS"):
+    with pytest.raises(ConfigError, match="io=usrbio: /elsewhere is not on a mount of 3FS"):
         UsrbioDisk(Path("/elsewhere"))
 
 

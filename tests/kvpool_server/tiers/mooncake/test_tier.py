@@ -17,14 +17,13 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.mooncake import RDMA_DEVICES
 from kvpool_server.cache.namespaces import Namespace
-from kvpool_server.tiers.mooncake.memo import GOOD_S, Memo
-from kvpool_server.tiers.mooncake.store import LANE_BYTES, Store
-from kvpool_server.tiers.mooncake.tier import MooncakeTier, _Reading
-from kvpool_server.tiers.mooncake.trailer import pack, trailer_bytes
-from kvpool_server.tiers.mooncake.worker import Order
+from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
+from kvpool_server.tiers.mooncake.staged_read import StagedRead
+from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES
+from kvpool_server.tiers.mooncake.tier import MooncakeTier
+from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import Tier, TierError
 from tests.contracts.tier_contract import SHARDS, SLOT, Memory, TierContract, blocks_of, namespace_of, run
-from tests.support.clock import FakeClock
 from tests.support.effort import some
 from tests.support.mooncake import Cluster
 from tests.support.processes import run_command, server_command
@@ -34,8 +33,8 @@ MakeCluster = Callable[..., Cluster]
 ENDS_S = 5.0
 
 
-def _order(master: str, segment_bytes: int = 0, protocol: str = "tcp") -> Order:
-    return Order(master, "P2PHANDSHAKE", "127.0.0.1", segment_bytes, protocol, "")
+def _config(master: str, segment_bytes: int = 0, protocol: str = "tcp") -> StoreConfig:
+    return StoreConfig(master, "P2PHANDSHAKE", "127.0.0.1", segment_bytes, protocol, "")
 
 
 def _key(namespace: Namespace, name: str) -> str:
@@ -67,11 +66,11 @@ def own_cluster() -> Iterator[MakeCluster]:
 class TestMooncakeTier(TierContract):
     @pytest.fixture
     def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
-        return lambda: MooncakeTier(_order(cluster.address))
+        return lambda: MooncakeTier(_config(cluster.address))
 
     def test_servers_on_one_cluster_read_each_others_blocks(self, cluster: Cluster, namespace: Namespace) -> None:
         async def test() -> None:
-            one, two = (MooncakeTier(_order(cluster.address)) for _ in range(2))
+            one, two = (MooncakeTier(_config(cluster.address)) for _ in range(2))
             await one.open()
             await two.open()
             try:
@@ -91,29 +90,29 @@ class TestMooncakeTier(TierContract):
 
         run(test)
 
-    @pytest.mark.parametrize("harm", ["payload", "trailer", "another's", "shorter", "longer", "foreign"])
+    @pytest.mark.parametrize("harm", ["payload", "footer", "another's", "shorter", "longer", "foreign"])
     def test_what_is_not_what_was_stored_is_a_miss_once_and_then_gone(
         self, cluster: Cluster, namespace: Namespace, harm: str
     ) -> None:
         (block, other) = blocks_of("a", "b")
-        sound = bytes(block.payload) + pack(_key(namespace, "a"), SLOT, block.checksums)
+        sound = bytes(block.payload) + encode_footer(_key(namespace, "a"), SLOT, block.checksums)
         harmed = {
             "payload": bytes([sound[0] ^ 1]) + sound[1:],
-            "trailer": sound[:-1] + bytes([sound[-1] ^ 1]),
-            "another's": bytes(other.payload) + pack(_key(namespace, "b"), SLOT, other.checksums),
+            "footer": sound[:-1] + bytes([sound[-1] ^ 1]),
+            "another's": bytes(other.payload) + encode_footer(_key(namespace, "b"), SLOT, other.checksums),
             "shorter": sound[1:],
             "longer": sound + b"\0",
             "foreign": os.urandom(len(sound)),
         }[harm]
 
         async def test() -> None:
-            tier = MooncakeTier(_order(cluster.address))
+            tier = MooncakeTier(_config(cluster.address))
             await tier.open()
             try:
-                assert tier._store is not None
-                with tier._store.lane() as lane:
-                    lane.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
-                    assert lane.ask("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
+                assert tier.store is not None
+                with tier.store.channel() as channel:
+                    channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
+                    assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
                 await tier.write(namespace, 0, [other])
                 assert await self._there(tier, namespace, ["a", "b"]) == [True, True]
                 assert await self._read(tier, namespace, ["a", "b"]) == [None, "b"]
@@ -128,7 +127,7 @@ class TestMooncakeTier(TierContract):
 
     def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: Namespace) -> None:
         async def test() -> None:
-            tier = MooncakeTier(_order(cluster.address))
+            tier = MooncakeTier(_config(cluster.address))
             await tier.open()
             try:
                 names = [f"m{nth}" for nth in range(2500)]
@@ -141,16 +140,16 @@ class TestMooncakeTier(TierContract):
 
         run(test)
 
-    def test_a_block_that_no_lane_holds_is_refused(self, cluster: Cluster) -> None:
-        namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=LANE_BYTES)))
+    def test_a_block_larger_than_the_staging_memory_is_refused(self, cluster: Cluster) -> None:
+        namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=STAGING_BYTES)))
 
         async def test() -> None:
-            tier = MooncakeTier(_order(cluster.address))
+            tier = MooncakeTier(_config(cluster.address))
             await tier.open()
             try:
-                assert await tier.write(namespace, 0, blocks_of("huge", nbytes=LANE_BYTES, shards=1)) == 0
+                assert await tier.write(namespace, 0, blocks_of("huge", nbytes=STAGING_BYTES, shards=1)) == 0
                 assert tier.stats().counters["refused_blocks"] == 1
-                into = Memory(1, LANE_BYTES).views
+                into = Memory(1, STAGING_BYTES).views
                 assert await tier.read(namespace, 0, [block_hash("huge")], into) == [None]
             finally:
                 await tier.close()
@@ -162,7 +161,7 @@ class TestMooncakeTier(TierContract):
         address = own_cluster(16 << 20).address
 
         async def test() -> None:
-            tier = MooncakeTier(_order(address))
+            tier = MooncakeTier(_config(address))
             await tier.open()
             try:
                 names = [f"f{nth}" for nth in range(32)]
@@ -174,16 +173,18 @@ class TestMooncakeTier(TierContract):
 
         run(test)
 
-    def test_what_is_given_up_does_not_touch_its_view(self, cluster: Cluster, namespace: Namespace) -> None:
+    def test_a_cancelled_read_does_not_write_to_its_view(self, cluster: Cluster, namespace: Namespace) -> None:
         async def test() -> None:
-            tier = MooncakeTier(_order(cluster.address))
+            tier = MooncakeTier(_config(cluster.address))
             await tier.open()
             try:
                 await tier.write(namespace, 0, blocks_of("a"))
                 memory = Memory(1)
-                reading = _Reading([_key(namespace, "a")], memory.views, SHARDS)
-                reading.give_up()
-                assert tier._get(reading) == [SLOT + trailer_bytes(SHARDS)]
+                reading = StagedRead([_key(namespace, "a")], memory.views, SHARDS)
+                reading.cancel()
+                assert tier.store is not None
+                with tier.store.channel() as channel:
+                    assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
                 assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
             finally:
                 await tier.close()
@@ -196,12 +197,12 @@ def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
     address = own_cluster().address
 
     async def test() -> None:
-        tier = MooncakeTier(_order(address))
+        tier = MooncakeTier(_config(address))
         await tier.open()
         try:
             assert await tier.write(namespace, 0, blocks_of("a")) == 1
-            assert tier._store is not None
-            os.kill(tier._store._process.pid, signal.SIGKILL)
+            assert tier.store is not None
+            os.kill(tier.store.pid, signal.SIGKILL)
             with contextlib.suppress(TierError):  # If its death was not seen before the call.
                 await tier.find(namespace, 0, [block_hash("a")])
             memory = Memory(1)
@@ -219,7 +220,7 @@ def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCl
     cluster = own_cluster()
 
     async def test() -> None:
-        tier = MooncakeTier(_order(cluster.address, segment_bytes=16 << 20))
+        tier = MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))
         await tier.open()
         try:
             await tier.write(namespace, 0, blocks_of("a"))
@@ -264,7 +265,7 @@ def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster:
     names = [f"h{nth}" for nth in range(16)]
 
     async def test() -> None:
-        tier = MooncakeTier(_order(cluster.address))
+        tier = MooncakeTier(_config(cluster.address))
         await tier.open()
         try:
             assert await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1)) == 16
@@ -289,10 +290,9 @@ def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluste
     cluster = own_cluster()
 
     async def test() -> None:
-        tier = MooncakeTier(_order(cluster.address, segment_bytes=16 << 20))
+        tier = MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))
         await tier.open()
-        assert tier._store is not None
-        process = tier._store._process
+        assert (store := tier.store) is not None
         if way == "killed":
             cluster.kill_master()
         elif way == "stopped":
@@ -302,7 +302,7 @@ def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluste
         began_at = time.monotonic()
         await tier.close()
         assert time.monotonic() - began_at < ENDS_S
-        assert process.poll() is not None
+        assert not Path(f"/proc/{store.pid}").exists()
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -319,7 +319,7 @@ def test_a_master_that_is_not_there_is_said_at_the_start(who: str) -> None:
                 listener.close()
             began_at = time.monotonic()
             with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*start mooncake_master first"):
-                await MooncakeTier(_order(f"127.0.0.1:{port}")).open()
+                await MooncakeTier(_config(f"127.0.0.1:{port}")).open()
             assert time.monotonic() - began_at < 13
 
     run(test)
@@ -333,7 +333,9 @@ def _say(*flags: str, **environment: str) -> str:
 
 
 def test_a_segment_that_cannot_be_is_said_at_the_start(cluster: Cluster) -> None:
-    assert "Mooncake takes no less than 16MiB" in _say("--tier", f"mooncake:master={cluster.address},segment=1MiB")
+    assert "segment=1048576 is too small for Mooncake; give at least 16MiB" in _say(
+        "--tier", f"mooncake:master={cluster.address},segment=1MiB"
+    )
     assert "segment=109951162777600" in _say("--tier", f"mooncake:master={cluster.address},segment=100TiB")
 
 
@@ -352,37 +354,3 @@ def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) 
 def test_rdma_without_a_device_is_an_error_and_not_tcp(cluster: Cluster) -> None:
     said = _say("--tier", f"mooncake:master={cluster.address},protocol=rdma")
     assert f"no RDMA device in {RDMA_DEVICES}" in said
-
-
-def test_a_store_whose_server_has_gone_ends(cluster: Cluster) -> None:
-    store = Store(_order(cluster.address), 1)
-    assert store._process.stdin is not None
-    store._process.stdin.close()
-    assert store._process.wait(ENDS_S) == 0
-    store.end()
-
-
-class TestMemo:
-    def test_what_was_seen_is_believed_for_a_while(self) -> None:
-        clock = FakeClock()
-        memo = Memo(clock)
-        key = (b"ns", 0, b"a")
-        assert not memo.has(key)
-        memo.saw(key, 100)
-        clock.advance(GOOD_S - 0.1)
-        assert memo.has(key)
-        clock.advance(0.2)
-        assert not memo.has(key)
-        assert memo.num_own[b"ns"] == 1, "how old it is says nothing about whether it has gone"
-        memo.saw(key)
-        assert memo.has(key) and memo.own_bytes[b"ns"] == 100
-        memo.forget(key)
-        assert not memo.has(key) and not memo.num_own[b"ns"] and not memo.own_bytes[b"ns"]
-
-    def test_it_keeps_the_latest(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvpool_server.tiers.mooncake.memo.MAX_BLOCKS", 3)
-        memo = Memo(FakeClock())
-        for name in (b"a", b"b", b"c", b"a", b"d"):
-            memo.saw((b"ns", 0, name), 10)
-        assert [memo.has((b"ns", 0, name)) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-        assert memo.num_own[b"ns"] == 3 and memo.own_bytes[b"ns"] == 30

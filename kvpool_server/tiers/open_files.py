@@ -1,7 +1,8 @@
-"""Descriptors: as many as a process can spare, whatever number of directories it reads.
+"""Open files: as many as a process can spare, whatever number of directories its tiers read.
 
-Which are open is one list, in the order of their last use; each directory has its share of it. Nothing is opened or
-closed under the lock: a file system may hang, and only those who use it shall.
+All tiers of a server share one `OpenFiles`, which lists its files in the order of their last use and bounds their
+number; each directory has a `DirectoryFiles`. Files are opened and closed outside of the lock: a file system that hangs
+stops only its own users.
 """
 
 from __future__ import annotations
@@ -14,38 +15,45 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 MAX_OPEN_FILES = 256
-"""Of all directories of a process."""
+"""Files that the tiers of a server keep open."""
 WANTED_DESCRIPTORS = 65_536
 
 Key = tuple[int, bool]
-"""(extent, whether it passes by the page cache)"""
+"""(extent, whether it bypasses the page cache)"""
 
 
 class _Handle:
-    """An open file, how many use it, and whether the last of them closes it."""
+    """An open file.
 
-    __slots__ = ("fd", "is_last_use", "num_users")
+    Attributes:
+        close_after_use: the last of its users closes it.
+    """
+
+    __slots__ = ("close_after_use", "fd", "num_users")
 
     def __init__(self, fd: int):
         self.fd = fd
         self.num_users = 0
-        self.is_last_use = False
+        self.close_after_use = False
 
 
 class OpenFiles:
-    """All of them. Thread-safe.
+    """The open files of several directories. Thread-safe.
 
     Args:
-        most: open at once, besides those that more users than that need at the same time.
+        most: files kept open; more are open while more are in use at once.
     """
 
     def __init__(self, most: int = MAX_OPEN_FILES):
         self.most = most
         self.lock = threading.Lock()
-        self.handles: OrderedDict[tuple[DirectoryFiles, Key], _Handle] = OrderedDict()  # Used last, last.
+        self.handles: OrderedDict[tuple[DirectoryFiles, Key], _Handle] = OrderedDict()  # Least recently used first.
 
-    def surplus(self) -> list[tuple[DirectoryFiles, int]]:
-        """Takes out what is too much and in nobody's use, for the caller to close. Needs the lock."""
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def pop_surplus(self) -> list[tuple[DirectoryFiles, int]]:
+        """Removes unused files beyond the bound; the caller closes them. Needs the lock."""
         found: list[tuple[DirectoryFiles, int]] = []
         for (directory, key), handle in list(self.handles.items()):
             if len(self.handles) <= self.most:
@@ -57,7 +65,7 @@ class OpenFiles:
 
 
 class DirectoryFiles:
-    """Those of one directory. Thread-safe.
+    """The open files of one directory. Thread-safe.
 
     Args:
         open_file: returns a descriptor, or raises OSError.
@@ -71,25 +79,25 @@ class DirectoryFiles:
 
     @contextlib.contextmanager
     def use(self, key: Key) -> Iterator[int]:
-        """A descriptor, open meanwhile. Raises FileNotFoundError once closed, and OSError."""
-        handle = self._take(key) or self._open(key)
+        """A descriptor that stays open meanwhile. Raises FileNotFoundError once closed, and OSError."""
+        handle = self._acquire(key) or self._open(key)
         try:
             yield handle.fd
         finally:
             with self._all.lock:
                 handle.num_users -= 1
-                is_done = handle.is_last_use and not handle.num_users
-            if is_done:
+                is_last_use = handle.close_after_use and not handle.num_users
+            if is_last_use:
                 self.close_file(handle.fd)
 
     def close(self) -> None:
-        """Nothing is opened any more; what is in use is closed by its last user. Idempotent."""
+        """Opens no file any more; the last user of an open file closes it. Idempotent."""
         with self._all.lock:
             self._is_closed = True
             mine = [place for place in self._all.handles if place[0] is self]
             handles = [self._all.handles.pop(place) for place in mine]
             for handle in handles:
-                handle.is_last_use = True
+                handle.close_after_use = True
             unused = [handle for handle in handles if not handle.num_users]
         for handle in unused:
             self.close_file(handle.fd)
@@ -99,22 +107,22 @@ class DirectoryFiles:
         surplus: list[tuple[DirectoryFiles, int]] = [(self, fd)]
         try:
             with self._all.lock:
-                handle = self._find(key)  # Another thread may have opened it meanwhile.
+                handle = self._acquire_locked(key)  # Another thread may have opened the file meanwhile.
                 if handle is None:
                     handle = self._all.handles[self, key] = _Handle(fd)
                     handle.num_users = 1
-                    surplus = self._all.surplus()
+                    surplus = self._all.pop_surplus()
             return handle
         finally:
             for directory, surplus_fd in surplus:
                 directory.close_file(surplus_fd)
 
-    def _take(self, key: Key) -> _Handle | None:
+    def _acquire(self, key: Key) -> _Handle | None:
         with self._all.lock:
-            return self._find(key)
+            return self._acquire_locked(key)
 
-    def _find(self, key: Key) -> _Handle | None:
-        """The file, for one more user, if it is open. Needs the lock."""
+    def _acquire_locked(self, key: Key) -> _Handle | None:
+        """The file, with one more user, if it is open. Needs the lock."""
         if self._is_closed:
             raise FileNotFoundError(errno.ENOENT, "this directory is closed")
         handle = self._all.handles.get((self, key))
@@ -124,14 +132,10 @@ class DirectoryFiles:
         return handle
 
 
-OPEN_FILES = OpenFiles()
-"""Of this process: descriptors are the process's, however many tiers it has."""
-
-
 def raise_descriptor_limit() -> None:
-    """Lets this process have as many descriptors as the host allows, within reason."""
+    """Raises this process's limit of descriptors to what the host allows, WANTED_DESCRIPTORS at most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # A sandbox may forbid it: then those that there are must do.
+        with contextlib.suppress(OSError, ValueError):  # A sandbox may forbid it: the present limit stays.
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,4 +1,4 @@
-"""What happened to the pool's blocks, in order, on its way to subscribers."""
+"""Changes of the pool's blocks, in order, on their way to subscribers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpool_server.cache.entry import Group
 
 
 class Change(NamedTuple):
-    """One block became readable (`stored`), or stopped being so."""
+    """One block became readable (`stored`), or ceased to be."""
 
     stored: bool
     group: Group
@@ -16,14 +16,14 @@ class Change(NamedTuple):
     parent_hash: bytes
 
 
-class Batch(NamedTuple):
-    """One message.
+class ChangeBatch(NamedTuple):
+    """The content of one message.
 
     Args:
-        seq: its number; each message has one more than the one before.
+        seq: its number, one more than that of the message before.
         ts: seconds since the epoch.
         changes: all of one namespace, in the order in which they happened.
-        cleared: everything was gone before them.
+        cleared: the pool was empty before these changes.
     """
 
     seq: int
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 def split(changes: list[Change], max_blocks: int) -> list[list[Change]]:
-    """Cuts changes into lists of one namespace and at most `max_blocks` each; the order stays."""
+    """Cuts changes, in their order, into lists of one namespace and at most `max_blocks` each."""
     lists: list[list[Change]] = []
     namespace = None
     for change in changes:

@@ -1,0 +1,114 @@
+"""Child processes that end with the server, and get their settings from it.
+
+The server keeps a pipe to each child's standard input open. The pipe's first line is the child's settings, as JSON; the
+pipe closes when the server ends, however it ends, and the child ends then. The settings may hold keys, which therefore
+appear in no command line and no environment.
+
+The server side is `ChildProcess`; the child side is `receive_settings`, then `wait_for_server_end` or
+`exit_with_server`. Standard library only: a data worker imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+
+class ChildProcess:
+    """`python -m MODULE`, which imports from the same release as this process.
+
+    Args:
+        settings: the first line on the child's standard input; bytes travel as hex.
+        pass_fds: descriptors that the child inherits under the same numbers.
+        stdout: as `subprocess.Popen` takes it.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self, module: str, settings: Mapping[str, Any], pass_fds: Sequence[int], stdout: int | None = None):
+        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            pass_fds=pass_fds,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        )
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):  # The child died at once: `exit_status` says so.
+            self._popen.stdin.write(json.dumps(settings, default=bytes.hex).encode() + b"\n")
+            self._popen.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        return self._popen.stdout
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while the child runs."""
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        """SIGKILL, without waiting. Callable from any thread."""
+        self._popen.kill()
+
+    def request_end(self) -> None:
+        """Closes the child's standard input, without waiting. Idempotent."""
+        with contextlib.suppress(OSError):
+            assert self._popen.stdin is not None
+            self._popen.stdin.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Requests the end, kills the child after `timeout_s`, and closes the pipes. Idempotent."""
+        self.request_end()
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
+
+
+def receive_settings() -> dict[str, Any]:
+    """In the child: the server's settings. Ends the process if the server has ended.
+
+    From now on the process ignores SIGINT and SIGTERM: a terminal or a supervisor sends them to the server, too, which
+    drains and needs its children meanwhile.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        raise SystemExit(0)
+    settings: dict[str, Any] = json.loads(line)
+    return settings
+
+
+def wait_for_server_end() -> None:
+    """In the child: returns when the server has ended, or has requested this process's end."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+
+
+def exit_with_server() -> None:
+    """In the child: starts a thread that ends the process with the server, at once, whatever runs."""
+
+    def run() -> None:
+        wait_for_server_end()
+        os._exit(0)
+
+    threading.Thread(target=run, name="kvpool-end", daemon=True).start()

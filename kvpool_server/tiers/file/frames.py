@@ -1,0 +1,160 @@
+"""The frames of a journal, which says of a file tier which block lies where, with its checksums.
+
+frame       MAGIC, kind, nbytes, xxh3-64 of the payload; the payload
+HEAD        of the journal: format version and bytes of an extent, uint64 each
+NAMESPACE   its spec, as JSON
+STORED      fingerprint, group, number of shards; blocks: hash, parent's hash, offset, xxh3-64 of each shard
+REMOVED     offsets of slots, uint64 each
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvpool.hashing import checksum
+from kvpool.namespace import NamespaceSpec
+from kvpool.types import HASH_BYTES
+from kvpool_server.cache.entry import Record
+
+FORMAT_VERSION = 1
+MAX_FRAME_BYTES = 1 << 26
+RECORDS_A_FRAME = 4096
+HEAD, NAMESPACE, STORED, REMOVED = range(1, 5)
+
+_MAGIC = b"kvptier\n"
+_FRAME = struct.Struct("<8sIIQ")
+_HEAD = struct.Struct("<QQ")
+_STORED = struct.Struct(f"<{HASH_BYTES}sII")
+_ROOT = bytes(HASH_BYTES)
+
+GroupKey = tuple[bytes, int]
+"""(fingerprint, group_idx)"""
+Items = TypeVar("Items", Sequence[Record], "array[int]")
+
+
+class Frame(NamedTuple):
+    """A whole frame in a buffer.
+
+    Args:
+        end: offset behind it.
+    """
+
+    kind: int
+    payload: memoryview
+    end: int
+
+
+def encode_frame(kind: int, payload: bytes) -> bytes:
+    """One frame of any payload."""
+    assert len(payload) <= MAX_FRAME_BYTES, "no reader accepts this frame, nor any frame behind it"
+    return _FRAME.pack(_MAGIC, kind, len(payload), checksum(payload)) + payload
+
+
+def encode_head(extent_bytes: int, version: int = FORMAT_VERSION) -> bytes:
+    """The first frame."""
+    return encode_frame(HEAD, _HEAD.pack(version, extent_bytes))
+
+
+def encode_namespace(spec: NamespaceSpec) -> bytes:
+    """A namespace, of which blocks may follow."""
+    return encode_frame(NAMESPACE, msgspec.json.encode(spec))
+
+
+def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
+    """Blocks of a group that are stored; all have the same number of checksums."""
+    frames = []
+    for some in _at_most(records, RECORDS_A_FRAME):
+        lines = b"".join(
+            b"".join(
+                (
+                    record.block_hash,
+                    record.parent_hash or _ROOT,
+                    record.offset.to_bytes(8, "little"),
+                    array("Q", record.checksums).tobytes(),
+                )
+            )
+            for record in some
+        )
+        frames.append(encode_frame(STORED, _STORED.pack(*group, len(some[0].checksums)) + lines))
+    return b"".join(frames)
+
+
+def encode_removed(offsets: Iterable[int]) -> bytes:
+    """Slots that are empty."""
+    return b"".join(encode_frame(REMOVED, some.tobytes()) for some in _at_most(array("Q", offsets), RECORDS_A_FRAME))
+
+
+def _at_most(items: Items, count: int) -> Iterator[Items]:
+    return (items[start : start + count] for start in range(0, len(items), count))
+
+
+def decode_frames(text: memoryview) -> Iterator[Frame]:
+    """The frames up to the first that is not whole, or whose checksum is wrong."""
+    at = 0
+    while at + _FRAME.size <= len(text):
+        magic, kind, nbytes, expected = _FRAME.unpack_from(text, at)
+        start = at + _FRAME.size
+        at = start + nbytes
+        if magic != _MAGIC or nbytes > MAX_FRAME_BYTES or at > len(text):
+            return
+        payload = text[start:at]
+        if checksum(payload) != expected:
+            return
+        yield Frame(kind, payload, at)
+
+
+def decode_head(payload: memoryview) -> int:
+    """Bytes of an extent. Raises ValueError for a journal that this version cannot read."""
+    version, extent_bytes = _HEAD.unpack(payload)
+    if version != FORMAT_VERSION or not 0 < extent_bytes < 1 << 63:
+        raise ValueError(f"a journal of version {version} with extents of {extent_bytes} bytes")
+    return int(extent_bytes)
+
+
+def decode_namespace(payload: memoryview) -> NamespaceSpec:
+    """The spec. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(payload, type=NamespaceSpec)
+
+
+def decode_stored(payload: memoryview) -> tuple[GroupKey, int, Iterator[Record]]:
+    """Group, number of shards, and the blocks. Raises ValueError or struct.error."""
+    fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
+    fields = [
+        ("hash", f"V{HASH_BYTES}"),
+        ("parent", f"V{HASH_BYTES}"),
+        ("offset", "<u8"),
+        ("sums", f"V{8 * num_shards}"),
+    ]
+    lines = np.frombuffer(payload[_STORED.size :], np.dtype(fields))
+    columns = (lines[name].tolist() for name, _ in fields)
+    records = (
+        Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums))
+        for block_hash, parent_hash, offset, sums in zip(*columns, strict=True)
+    )
+    return (fingerprint, group_idx), num_shards, records
+
+
+def decode_removed(payload: memoryview) -> list[int]:
+    """Offsets of slots. Raises ValueError."""
+    offsets: list[int] = np.frombuffer(payload, np.uint64).tolist()
+    return offsets
+
+
+def is_journal_or_empty(path: Path) -> bool:
+    """True if a file is missing or empty, or begins as a journal of any version does. Raises OSError."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_FRAME.size)
+    except FileNotFoundError:
+        return True
+    if len(start) < _FRAME.size:
+        return not start
+    magic, kind, *_ = _FRAME.unpack(start)
+    return bool(magic == _MAGIC and kind == HEAD)

@@ -1,0 +1,65 @@
+"""The options of a file tier."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ByteSize, Field, field_validator
+
+from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.tier import FileTier
+from kvpool_server.tiers.file.usrbio import UsrbioDisk
+from kvpool_server.tiers.options import TierContext, TierOptions
+
+
+class FileOptions(TierOptions):
+    """A directory, on a local disk or shared."""
+
+    EXAMPLE: ClassVar[str] = "file:/mnt/kv,size=200GiB"
+    PLACE: ClassVar[str] = "path"
+
+    path: Path = Field(description="directory, on a local disk or shared")
+    size: ByteSize = Field(ge=4 << 20, description="bytes that this server may take there, as 200GiB")
+    name: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]*$", description="this server's directory below; default: host and port"
+    )
+    io: Literal["direct", "buffered", "usrbio"] = Field(
+        "direct", description="direct bypasses the page cache where possible; usrbio is for mounts of 3FS"
+    )
+    create: bool = Field(False, description="yes: make the directory if it does not exist")
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: Path) -> Path:
+        """A relative path depends on where the server was started; ~ would be a directory of that name."""
+        if not path.is_absolute():
+            raise ValueError("an absolute path, as in file:/mnt/kv")
+        return path
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        """`.` and `..` are other directories, and a directory that is being deleted begins with a dot."""
+        if name.startswith("."):
+            raise ValueError("a name that does not begin with a dot")
+        return name
+
+    @property
+    def tier_name(self) -> str:
+        return f"file:{self.path}"
+
+    def make(self, context: TierContext) -> FileTier:
+        return FileTier(
+            self.path,
+            self.name or f"{socket.gethostname()}-{context.listen[1]}",
+            self.size,
+            context.policy,
+            threads=self.threads,
+            direct=self.io == "direct",
+            create=self.create,
+            handover_s=context.handover_s,
+            disk=UsrbioDisk(self.path) if self.io == "usrbio" else Disk(),
+            open_files=context.open_files,
+        )

@@ -1,0 +1,70 @@
+"""Blocks that this server has lately written to the cluster, or found or read there: no question to the master."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+FRESH_S = 10.0
+"""How long a block is believed to be there: the cluster evicts, and other servers remove, without notice."""
+MAX_BLOCKS = 1 << 17
+
+BlockKey = tuple[bytes, int, bytes]
+"""(fingerprint, group_idx, block_hash)"""
+
+
+@dataclass(slots=True)
+class _Presence:
+    fresh_until: float
+    own_bytes: int
+
+
+class PresenceCache:
+    """The latest MAX_BLOCKS blocks. Belongs to the event loop.
+
+    Attributes:
+        num_own: blocks by namespace that this server has written, and has not found gone since.
+        own_bytes: bytes of their slots, by namespace.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._blocks: OrderedDict[BlockKey, _Presence] = OrderedDict()
+        self.num_own: Counter[bytes] = Counter()
+        self.own_bytes: Counter[bytes] = Counter()
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether the block was there within the last FRESH_S. False means unknown."""
+        presence = self._blocks.get(key)
+        return presence is not None and self._clock() < presence.fresh_until
+
+    def add(self, key: BlockKey, own_bytes: int = 0) -> None:
+        """Notes that a block is there.
+
+        Args:
+            own_bytes: bytes of its slot if this server has just written the block, else 0.
+        """
+        if (presence := self._blocks.get(key)) is None:
+            presence = self._blocks[key] = _Presence(0.0, 0)
+        presence.fresh_until = self._clock() + FRESH_S
+        if own_bytes and not presence.own_bytes:
+            presence.own_bytes = own_bytes
+            self.num_own[key[0]] += 1
+            self.own_bytes[key[0]] += own_bytes
+        self._blocks.move_to_end(key)
+        while len(self._blocks) > MAX_BLOCKS:
+            self.discard([next(iter(self._blocks))])
+
+    def discard(self, keys: Iterable[BlockKey]) -> None:
+        """Notes that blocks are gone, or about to be removed."""
+        for key in keys:
+            presence = self._blocks.pop(key, None)
+            if presence is not None and presence.own_bytes:
+                self.num_own[key[0]] -= 1
+                self.own_bytes[key[0]] -= presence.own_bytes
+
+    def clear(self, fingerprint: bytes = b"") -> None:
+        """Notes that all blocks of a namespace, or of all namespaces, are gone."""
+        self.discard([key for key in self._blocks if not fingerprint or key[0] == fingerprint])

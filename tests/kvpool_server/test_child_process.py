@@ -1,0 +1,61 @@
+"""Child processes: they get their settings, and end with their server, however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool_server.child_process import ChildProcess
+from tests.support.processes import wait_for
+
+ROOT = Path(__file__).parents[2]
+CHILD = "tests.support.child"
+SERVER = f"""
+import subprocess, sys
+from kvpool_server.child_process import ChildProcess
+child = ChildProcess("{CHILD}", {{"ends": sys.argv[1], "key": b"secret"}}, (), stdout=subprocess.PIPE)
+print(child.pid, flush=True)
+print(child.stdout.readline().decode(), end="", flush=True)
+sys.stdin.read()
+"""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("ends", ["by its main thread", "whatever runs"])
+def test_a_child_ends_with_a_server_that_is_killed(ends: str) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, ends], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    assert server.stdout.readline() == f"{b'secret'.hex()}\n"
+    assert "secret" not in Path(f"/proc/{pid}/cmdline").read_text() and _is_running(pid)
+    server.kill()
+    server.communicate()
+    wait_for(lambda: not _is_running(pid), "the child's end", 10)
+
+
+def test_end_asks_and_waits() -> None:
+    child = ChildProcess(CHILD, {"ends": "by its main thread", "key": b""}, (), stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() and child.exit_status is None
+    child.end(10)
+    assert child.exit_status == 0
+    child.end(0)
+
+
+def test_end_kills_a_child_that_does_not_end() -> None:
+    child = ChildProcess(CHILD, {"ends": "never", "key": b""}, (), stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    began_at = time.monotonic()
+    child.end(0.1)
+    assert child.exit_status == -9 and time.monotonic() - began_at < 5

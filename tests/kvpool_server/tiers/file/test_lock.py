@@ -1,0 +1,81 @@
+"""Who owns a directory, also while it is renamed, deleted and made again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, acquire, heartbeat_age_s
+
+LONG_S = 4_000.0
+
+
+def _age(directory: Path) -> None:
+    then = time.time() - LONG_S
+    os.utime(directory / "lock", (then, then))
+
+
+def test_a_directory_that_is_deleted_while_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "one"
+    acquire(directory).close()
+    really = fcntl.flock
+
+    def renamed_meanwhile(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", really)
+        directory.rename(tmp_path / ".removed-one-1")
+        really(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", renamed_meanwhile)
+    lock = acquire(directory)
+    lock.send_heartbeat()  # Raises unless the lock is that of the directory at the path.
+    with pytest.raises(BlockingIOError):
+        DirectoryLock(directory)
+    lock.close()
+
+
+def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = Path.mkdir
+
+    def gone_meanwhile(path: Path, **options: bool) -> None:
+        monkeypatch.setattr(Path, "mkdir", really)
+        raise FileExistsError(17, "File exists", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", gone_meanwhile)
+    acquire(tmp_path / "one").close()
+    assert (tmp_path / "one" / "lock").exists()
+
+
+def test_an_owner_sends_a_heartbeat_at_once_and_an_inspection_sends_none(tmp_path: Path) -> None:
+    acquire(tmp_path / "one").close()
+    _age(tmp_path / "one")
+    DirectoryLock(tmp_path / "one", is_owner=False).close()
+    assert heartbeat_age_s(tmp_path / "one") > LONG_S - 1
+    DirectoryLock(tmp_path / "one").close()
+    assert heartbeat_age_s(tmp_path / "one") < LONG_S / 2
+
+
+def test_an_inspection_makes_no_lock_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError):
+        DirectoryLock(tmp_path / "empty", is_owner=False)
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_the_lock_of_a_directory_that_has_gone_says_so(tmp_path: Path) -> None:
+    lock = acquire(tmp_path / "one")
+    lock.send_heartbeat()
+    (tmp_path / "one").rename(tmp_path / "two")
+    with pytest.raises(DirectoryGoneError):
+        lock.send_heartbeat()
+    acquire(tmp_path / "one").close()
+    with pytest.raises(DirectoryGoneError):
+        lock.send_heartbeat()
+    lock.close()

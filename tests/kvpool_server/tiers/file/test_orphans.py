@@ -1,0 +1,180 @@
+"""Directories of servers that have gone: what is deleted, and what never is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.tiers.command import app
+from kvpool_server.tiers.file import frames, orphans
+from kvpool_server.tiers.file.lock import DirectoryLock, acquire
+from kvpool_server.tiers.file.tier import FileTier
+from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
+
+
+def _age(directory: Path) -> None:
+    then = time.time() - orphans.MIN_AGE_S - 60
+    os.utime(directory / "lock", (then, then))
+
+
+def _orphan(directory: Path) -> None:
+    """A directory that a server has used and left."""
+
+    async def use() -> None:
+        tier = FileTier(directory.parent, directory.name, 8 << 20, PrefixLRU, direct=False)
+        await tier.open()
+        await tier.write(namespace_of(TierContract.spec), 0, blocks_of(directory.name))
+        await tier.close()
+
+    asyncio.run(use())
+    _age(directory)
+
+
+def _foreign(kind: str, directory: Path) -> None:
+    directory.mkdir()
+    (directory / "lock").touch()
+    if kind == "a program's":
+        (directory / "data.db").write_text("precious")
+    elif kind == "another journal":
+        (directory / "journal").write_text("Dear diary, today I have written a journal of my own")
+    elif kind == "with a note":
+        (directory / "journal").write_bytes(frames.encode_head(4096))
+        (directory / "README").write_text("precious")
+    elif kind == "with a directory":
+        (directory / "extent-00000").mkdir()
+        (directory / "extent-00000" / "precious").touch()
+    else:
+        (directory / "lock").write_text("4711")
+    _age(directory)
+
+
+KINDS = ["a program's", "another journal", "with a note", "with a directory", "a lock with a process in it"]
+
+
+@pytest.mark.parametrize("name", ["other", ".removed-by-hand"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_directory_that_is_no_servers_is_never_deleted(tmp_path: Path, kind: str, name: str) -> None:
+    _foreign(kind, tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
+    (found,) = orphans.survey(tmp_path)
+    assert (found.is_candidate, found.reason) == (False, "not a server's directory")
+    assert not orphans.delete(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_a_directory_is_never_deleted(tmp_path: Path) -> None:
+    for name in ("elsewhere", "path"):
+        (tmp_path / name).mkdir()
+    _orphan(tmp_path / "elsewhere" / "dead")
+    (tmp_path / "path" / "link").symlink_to(tmp_path / "elsewhere" / "dead")
+    (found,) = orphans.survey(tmp_path / "path")
+    assert not found.is_candidate
+    assert not orphans.delete(tmp_path / "path" / "link")
+    assert (tmp_path / "path" / "link").is_symlink()
+
+
+def test_a_server_that_comes_back_after_the_survey_keeps_its_directory(tmp_path: Path) -> None:
+    _orphan(tmp_path / "one")
+    assert orphans.survey(tmp_path)[0].is_candidate
+    acquire(tmp_path / "one").close()
+    assert not orphans.delete(tmp_path / "one")
+    lock = acquire(tmp_path / "one")
+    _age(tmp_path / "one")
+    with pytest.raises(BlockingIOError):
+        orphans.delete(tmp_path / "one")
+    lock.close()
+    assert (tmp_path / "one" / "journal").exists()
+
+
+def _gc(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["gc", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def _rows(result: Result) -> dict[str, list[str]]:
+    """The cells of the table by directory."""
+    lines = [line.strip("│┃ ") for line in result.stdout.splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("dead", "interrupted", "running", "young"):
+        _orphan(tmp_path / name)
+    (tmp_path / "interrupted").rename(tmp_path / ".removed-interrupted-0123")
+    acquire(tmp_path / "young").close()
+    _foreign("with a note", tmp_path / "foreign")
+    (tmp_path / "without lock").mkdir()
+    (tmp_path / "a file").touch()
+    return tmp_path
+
+
+def test_gc_lists_every_directory_with_its_reason_and_deletes_nothing(root: Path) -> None:
+    lock = DirectoryLock(root / "running", is_owner=False)
+    before = sorted(root.rglob("*"))
+    result = _gc(root)
+    lock.close()
+    assert result.exit_code == 0 and sorted(root.rglob("*")) == before
+    rows = _rows(result)
+    assert {name: row[2:] for name, row in rows.items()} == {
+        "dead": ["yes", "no server holds its lock"],
+        ".removed-interrupted-0123": ["yes", "its deletion was interrupted"],
+        "running": ["no", "a running server holds its lock"],
+        "young": ["no", "its last heartbeat is younger than 60 min"],
+        "foreign": ["no", "not a server's directory"],
+        "without lock": ["no", "it has no lock file"],
+    }
+    assert rows["dead"][0] == "61 min ago" and rows["dead"][1].endswith("KiB")
+    assert "candidates: 2 of 6 directories" in result.stdout and "--delete" in result.stdout
+
+
+def test_gc_deletes_the_candidates_alone(root: Path) -> None:
+    lock = DirectoryLock(root / "running", is_owner=False)
+    result = _gc(root, "--delete")
+    lock.close()
+    assert result.exit_code == 0 and "deleted 2 of 2 candidates" in result.stdout
+    assert sorted(path.name for path in root.iterdir()) == ["a file", "foreign", "running", "without lock", "young"]
+    assert (root / "foreign" / "README").exists() and (root / "running" / "journal").exists()
+
+
+def test_gc_takes_another_age(root: Path) -> None:
+    assert "candidates: 1 of 6" in _gc(root, "--min-age-s", 10_000).stdout
+    assert _gc(root, "--min-age-s", 1).exit_code == 2, "a running server on another host would be a candidate"
+
+
+def test_gc_says_what_it_could_not_delete(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(directory: Path, min_age_s: float) -> bool:
+        if directory.name == "dead":
+            raise PermissionError(13, "Permission denied")
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(orphans, "delete", busy)
+    result = _gc(root, "--delete")
+    assert result.exit_code == 1 and "deleted 0 of 3" in result.stdout
+    assert "dead cannot be deleted: Permission denied" in result.output
+    assert "a server has locked" in result.output
+
+
+def test_gc_of_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    assert _gc(tmp_path / "nothing").exit_code == 2
+
+
+def test_a_server_deletes_nobodys_directory(root: Path) -> None:
+    async def use() -> None:
+        tier = FileTier(root, "one", 8 << 20, PrefixLRU, direct=False)
+        await tier.open()
+        await tier.refresh()
+        namespace = namespace_of(TierContract.spec)
+        hashes = [blocks_of("dead")[0].block_hash]
+        assert tier.known(namespace, 0, hashes) == [True], "blocks of a server that has gone can be read"
+        await tier.close()
+
+    before = sorted(root.iterdir())
+    asyncio.run(use())
+    assert sorted(root.iterdir()) == sorted([*before, root / "one"])

@@ -1,0 +1,90 @@
+"""What `--tier` takes, and what its errors say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.tiers.file.options import FileOptions
+from kvpool_server.tiers.open_files import OpenFiles
+from kvpool_server.tiers.options import TierContext
+from kvpool_server.tiers.registry import KINDS, parse
+from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of, run
+
+
+@pytest.mark.parametrize("name", [".", "..", ".hidden", ".removed-one-1"])
+def test_a_name_that_begins_with_a_dot_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"name=\..* is not possible; give a name that does not begin with a dot"):
+        parse(f"file:/mnt/kv,size=1GiB,name={name}")
+
+
+@pytest.mark.parametrize("name", ["a", "host-50051", "a..b", "_.x"])
+def test_other_names_are_taken(name: str) -> None:
+    spec = parse(f"file:/mnt/kv,size=1GiB,name={name}")
+    assert isinstance(spec, FileOptions) and spec.name == name
+
+
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        ("file:/mnt/kv,size=1MiB", "size=1MiB is not possible; give at least 4.0MiB"),
+        ("file:/mnt/kv,size=lots", "size=lots is not possible; give a number of bytes, as 200GiB"),
+        ("file:/mnt/kv,size=1GiB,threads=0", "threads=0 is not possible; give at least 1"),
+        ("file:/mnt/kv,size=1GiB,threads=65", "threads=65 is not possible; give at most 64"),
+        ("file:/mnt/kv,size=1GiB,threads=few", "threads=few is not possible; give a whole number"),
+        ("file:/mnt/kv,size=1GiB,io=fast", "io=fast is not possible; give direct, buffered or usrbio"),
+        ("file:/mnt/kv,size=1GiB,write=evict", "write=evict is not possible; give through or back"),
+        ("file:/mnt/kv,size=1GiB,create=perhaps", "create=perhaps is not possible; give yes or no"),
+        ("file:/mnt/kv,size=1GiB,name=a/b", "name=a/b is not possible; give a text that matches ^[A-Za-z0-9._-]*$"),
+        ("file:/mnt/kv,size=1GiB,size=2GiB", "option 'size' is given twice; give it once"),
+        ("file:/mnt/kv,size=1GiB,direct", "'direct' is no option; write NAME=VALUE, as in file:/mnt/kv,size=200GiB"),
+        (
+            "file:/mnt/kv,size=1GiB,colour=red",
+            "unknown option 'colour'; choose threads, write, size, name, io or create",
+        ),
+        ("file:/mnt/kv,name=a", "option 'size' is missing; add size= (bytes that this server may take there"),
+        ("file:kv,size=1GiB", "path=kv is not possible; give an absolute path, as in file:/mnt/kv"),
+        ("file:", "path is missing; write file:/mnt/kv,size=200GiB"),
+        ("mooncake:", "option 'master' is missing; add master= (HOST:PORT of mooncake_master)"),
+        ("mooncake:master=here", r"master=here is not possible; give a text that matches ^.+:\d+$"),
+        (
+            "tape:/dev/st0",
+            "unknown kind 'tape'; choose file or mooncake, as in file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT",
+        ),
+    ],
+)
+def test_an_error_names_the_tier_the_option_its_value_and_the_fix(tier: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(tier)
+    assert str(caught.value).startswith(f"tier {tier!r}: {says}")
+    assert "Input should" not in str(caught.value)
+
+
+def test_every_kind_has_an_example_that_works() -> None:
+    for kind, options in KINDS.items():
+        example = options.EXAMPLE.replace("HOST:PORT", "host:1")
+        assert example.startswith(f"{kind}:") and type(parse(example)) is options
+
+
+def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -> None:
+    """Descriptors are the process's, however many tiers it has."""
+    context = TierContext(("127.0.0.1", 0), PrefixLRU, open_files=OpenFiles(2))
+    namespace = namespace_of(TierContract.spec)
+
+    async def test() -> None:
+        tiers = []
+        for name in "abc":
+            options = parse(f"file:{tmp_path / name},size=8MiB,create=yes,io=buffered")
+            tiers.append(options.make(context))
+            await tiers[-1].open()
+            assert tiers[-1].name == options.tier_name
+            await tiers[-1].write(namespace, 0, blocks_of(name))
+        assert len(context.open_files) == 2
+        for tier in tiers:
+            await tier.close()
+        assert len(context.open_files) == 0
+
+    run(test)
