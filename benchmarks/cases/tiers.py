@@ -49,12 +49,12 @@ from benchmarks.harness.measuring import (
 )
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
 from kvpool.client import Client
-from kvpool.client import Namespace as OpenNamespace
 from kvpool.config import ClientConfig
 from kvpool.hashing import checksum
+from kvpool.rpc import Namespace
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
@@ -125,7 +125,7 @@ class TierRun:
         self._blocks = block_bytes
         self._views = pages.views(block_bytes)
         self._sums = [[checksum(view)] for view in self._views]
-        self._namespace = Namespace(spec(block_bytes), spec(block_bytes).fingerprint())
+        self._namespace = PoolNamespace(spec(block_bytes), spec(block_bytes).fingerprint())
         self._loop = asyncio.new_event_loop()
         self._tier = FileTier(
             self._root, "one", 2 * TOTAL_BYTES, POLICIES[DEFAULT_POLICY], threads=THREADS, direct=direct, create=True
@@ -335,7 +335,7 @@ def measure_warm(directory: Path, rounds: int) -> list[Row]:
     ]
 
 
-def _bring_up(client: Client, namespace: OpenNamespace, run: BlockRun) -> None:
+def _bring_up(client: Client, namespace: Namespace, run: BlockRun) -> None:
     found = client.lookup(namespace, [run])
     while found.retry_after_ms:
         time.sleep(found.retry_after_ms / 1e3)
@@ -345,7 +345,7 @@ def _bring_up(client: Client, namespace: OpenNamespace, run: BlockRun) -> None:
     client.release([found.lease_id])
 
 
-def _get(client: Client, namespace: OpenNamespace, run: BlockRun) -> None:
+def _get(client: Client, namespace: Namespace, run: BlockRun) -> None:
     lease_id = client.lookup(namespace, [run]).lease_id
     assert all(block is not None for block in client.get_blocks(namespace, lease_id, run))
     client.release([lease_id])

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvpool.errors import LeaseExpiredError
 from kvpool.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 
 SWEEP_AT_LEAST = 1_000
 
@@ -48,7 +48,7 @@ class Found(NamedTuple):
         lease_id: 0: no lease.
     """
 
-    namespace: Namespace
+    namespace: PoolNamespace
     hits: tuple[RunHits, ...]
     num_blocks: int
     entries: Sequence[Entry]

@@ -14,7 +14,7 @@ from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.limits import Limits
 
 
-class Namespace:
+class PoolNamespace:
     """An open namespace and its groups.
 
     Attributes:
@@ -84,16 +84,16 @@ class Namespaces:
     def __init__(self, limits: Limits, max_block_bytes: int):
         self._limits = limits
         self._max_block_bytes = max_block_bytes
-        self._open: dict[bytes, Namespace] = {}
+        self._open: dict[bytes, PoolNamespace] = {}
         self._uses = itertools.count(1)
         self.num_opened = 0
 
-    def values(self) -> list[Namespace]:
+    def values(self) -> list[PoolNamespace]:
         return list(self._open.values())
 
     def open(
         self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float, opener: str = ""
-    ) -> tuple[Namespace, bool]:
+    ) -> tuple[PoolNamespace, bool]:
         """The namespace of a spec, and whether this call opened it. Raises as `Pool.open_namespace`."""
         spec.check()
         fingerprint = spec.fingerprint()
@@ -108,28 +108,28 @@ class Namespaces:
                     f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
                     f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
                 )
-        namespace = self._open[fingerprint] = Namespace(spec, fingerprint, now, opener)
+        namespace = self._open[fingerprint] = PoolNamespace(spec, fingerprint, now, opener)
         self.num_opened += 1
         namespace.last_use = next(self._uses)
         return namespace, True
 
-    def superseded(self, newest: Namespace) -> list[Namespace]:
+    def superseded(self, newest: PoolNamespace) -> list[PoolNamespace]:
         """Namespaces opened before `newest` that differ from it in their weights only, oldest first."""
         older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
         return [namespace for namespace in older if namespace.spec_without_weights == newest.spec_without_weights]
 
-    def pop_surplus(self) -> Namespace | None:
+    def pop_surplus(self) -> PoolNamespace | None:
         """Removes and returns the least recently used namespace, if there are too many; its clients open it again."""
         if len(self._open) <= self._limits.max_namespaces:
             return None
         oldest = min(self._open.values(), key=lambda namespace: namespace.last_use)
         return self._open.pop(oldest.fingerprint)
 
-    def find(self, fingerprint: bytes) -> Namespace | None:
+    def find(self, fingerprint: bytes) -> PoolNamespace | None:
         """An open namespace; does not count as a use of it."""
         return self._open.get(fingerprint)
 
-    def get(self, fingerprint: bytes) -> Namespace:
+    def get(self, fingerprint: bytes) -> PoolNamespace:
         namespace = self._open.get(fingerprint)
         if namespace is None:
             raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
@@ -139,7 +139,7 @@ class Namespaces:
     def group(self, fingerprint: bytes, group_idx: int) -> Group:
         return _group(self.get(fingerprint), group_idx)
 
-    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, list[Group]]:
+    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
         """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
         namespace = self.get(fingerprint)
         found = [_group(namespace, run.group_idx) for run in runs]
@@ -148,7 +148,7 @@ class Namespaces:
             raise InvalidRequestError(f"a batch of {total} blocks; give 1 to {most}, and split larger ones")
         return namespace, found
 
-    def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[Namespace, Group]:
+    def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, Group]:
         """The namespace, and the one group of all runs. Raises InvalidRequestError for runs of several groups."""
         namespace, found = self.groups(fingerprint, runs)
         if any(group is not found[0] for group in found):
@@ -163,7 +163,7 @@ class Namespaces:
         return f"the spec is not that of namespace {expected_fingerprint.hex()[:12]}: {fields}"
 
 
-def _group(namespace: Namespace, group_idx: int) -> Group:
+def _group(namespace: PoolNamespace, group_idx: int) -> Group:
     if group_idx >= len(namespace.groups):
         last = len(namespace.groups) - 1
         raise InvalidRequestError(f"group_idx {group_idx}: the namespace has groups 0 to {last}; name one of them")

@@ -43,7 +43,7 @@ from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import Namespace, Namespaces
+from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
@@ -99,7 +99,7 @@ class Pool:
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
-    ) -> tuple[Namespace, bool]:
+    ) -> tuple[PoolNamespace, bool]:
         """The namespace of a spec, and whether this call opened it.
 
         Args:
@@ -123,7 +123,7 @@ class Pool:
             self.placement.mark_superseded(older.groups)
         return namespace, created
 
-    def _mark_used(self, namespace: Namespace, now: float) -> None:
+    def _mark_used(self, namespace: PoolNamespace, now: float) -> None:
         """An engine uses the namespace: it is not superseded, whatever was opened after it."""
         namespace.used_at = now
         if namespace.superseded:
@@ -140,10 +140,10 @@ class Pool:
         """Namespaces opened since the start."""
         return self._namespaces.num_opened
 
-    def open_namespaces(self) -> list[Namespace]:
+    def open_namespaces(self) -> list[PoolNamespace]:
         return self._namespaces.values()
 
-    def namespace(self, fingerprint: bytes) -> Namespace | None:
+    def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
         """An open namespace; does not count as a use of it."""
         return self._namespaces.find(fingerprint)
 
@@ -167,7 +167,7 @@ class Pool:
         self._assign_quotas(self._namespaces.values())
         self.rebalance()
 
-    def _assign_quotas(self, namespaces: Sequence[Namespace]) -> None:
+    def _assign_quotas(self, namespaces: Sequence[PoolNamespace]) -> None:
         """Tells the placement which quotas cover each group of these namespaces."""
         covering = [(each.groups, self._quotas.covering(each.spec.tenant, each.fingerprint)) for each in namespaces]
         self.placement.assign_quotas((group, accounts) for groups, accounts in covering for group in groups)

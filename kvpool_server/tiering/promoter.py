@@ -19,7 +19,7 @@ import structlog
 from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.types import BlockRun, PutGrant, PutStatus
 from kvpool_server.cache.entry import Group
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.watermark import Watermark
@@ -50,7 +50,7 @@ class _Prefetch:
         prefix_only: blocks behind one that cannot be read are of no use.
     """
 
-    namespace: Namespace
+    namespace: PoolNamespace
     group_idx: int
     parent_hash: bytes
     block_hashes: list[bytes]
@@ -93,7 +93,7 @@ class Promoter:
     # Prefetch
 
     def prefetch(
-        self, namespace: Namespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
+        self, namespace: PoolNamespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
     ) -> int:
         """Queues the blocks that the tier has; returns how many are pending, those included that the tier may have.
 
@@ -160,14 +160,14 @@ class Promoter:
 
     # Find, where a tier has to be asked
 
-    def _search(self, namespace: Namespace, group_idx: int, block_hashes: list[bytes]) -> int:
+    def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> int:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
             self._searching.add(first)
             self._start(self._find(namespace, group_idx, block_hashes, first))
         return len(block_hashes)
 
-    async def _find(self, namespace: Namespace, group_idx: int, block_hashes: list[bytes], first: BlockKey) -> None:
+    async def _find(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes], first: BlockKey) -> None:
         try:
             with self._health.call():
                 found = await self._tier.find(namespace, group_idx, block_hashes)
@@ -217,7 +217,7 @@ class Promoter:
             self._queue.remove(request)
             request.block_hashes = []
 
-    async def _read(self, namespace: Namespace, run: BlockRun) -> bool:
+    async def _read(self, namespace: PoolNamespace, run: BlockRun) -> bool:
         """Reads blocks into the arena; False if any is not readable afterwards."""
         group = namespace.groups[run.group_idx]
         size = group.spec.slot_bytes
@@ -251,7 +251,9 @@ class Promoter:
                 self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
         return promoted == len(granted) and len(reserved) == len(run)
 
-    def _reserve(self, namespace: Namespace, group: Group, run: BlockRun) -> tuple[Sequence[bytes], PutGrant | None]:
+    def _reserve(
+        self, namespace: PoolNamespace, group: Group, run: BlockRun
+    ) -> tuple[Sequence[bytes], PutGrant | None]:
         """Reserves slots for a run or, if there are too few, for its first half, quarter and so on; None: for none."""
         hashes, count = list(run.block_hashes), len(run)
         grant = None
@@ -269,7 +271,7 @@ class Promoter:
             self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
         return hashes[:count], grant
 
-    def forget(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    def forget(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         """Prefetches none of these blocks for a while: they are being removed from the tier."""
         for block_hash in block_hashes:
             self._remember((namespace.fingerprint, group_idx, block_hash), False)

@@ -22,7 +22,7 @@ from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.leases import Found
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.demoter import Demoter
@@ -179,7 +179,7 @@ class TieredPool(Observer):
         return tuple(hits), retry_after_ms
 
     def _prefetch_run(
-        self, namespace: Namespace, group_idx: int, missing: list[tuple[bytes, bytes]], prefix_only: bool
+        self, namespace: PoolNamespace, group_idx: int, missing: list[tuple[bytes, bytes]], prefix_only: bool
     ) -> int:
         """Prefetches blocks, given with their parents' hashes; returns how many are pending."""
         num_pending = 0

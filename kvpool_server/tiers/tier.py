@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 
 COUNTERS = (
     "demoted_blocks",
@@ -71,11 +71,11 @@ class Tier(ABC):
     # Every tier
 
     @abstractmethod
-    async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         """Whether the tier has each block. Raises TierError."""
 
     @abstractmethod
-    async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         """Stores blocks; returns how many of them the tier has now, including those that it had before.
 
         The payloads are not read any more once the call has returned or raised.
@@ -86,7 +86,7 @@ class Tier(ABC):
 
     @abstractmethod
     async def read(
-        self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         """Reads and verifies blocks.
 
@@ -103,7 +103,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         """Removes blocks. Raises TierError."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Tier(ABC):
 
     # Tiers that know what they hold
 
-    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
 

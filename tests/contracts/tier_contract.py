@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.tier import Block, Tier
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -20,8 +20,8 @@ SHARDS = 2
 SLOT = SHARDS * CHUNK
 
 
-def namespace_of(spec: NamespaceSpec) -> Namespace:
-    return Namespace(spec, spec.fingerprint())
+def namespace_of(spec: NamespaceSpec) -> PoolNamespace:
+    return PoolNamespace(spec, spec.fingerprint())
 
 
 def blocks_of(*names: object, nbytes: int = SLOT, shards: int = SHARDS) -> list[Block]:
@@ -61,16 +61,18 @@ class TierContract:
     spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=SHARDS), group_spec(chunk_bytes=CHUNK))
 
     @pytest.fixture
-    def namespace(self) -> Namespace:
+    def namespace(self) -> PoolNamespace:
         return namespace_of(namespace_spec(*self.spec.groups))
 
-    async def _there(self, tier: Tier, namespace: Namespace, names: Sequence[object], group_idx: int = 0) -> list[bool]:
+    async def _there(
+        self, tier: Tier, namespace: PoolNamespace, names: Sequence[object], group_idx: int = 0
+    ) -> list[bool]:
         hashes = [block_hash(name) for name in names]
         found = await tier.find(namespace, group_idx, hashes)
         assert tier.known(namespace, group_idx, hashes) in (None, found)
         return found
 
-    async def _read(self, tier: Tier, namespace: Namespace, names: Sequence[object]) -> list[object]:
+    async def _read(self, tier: Tier, namespace: PoolNamespace, names: Sequence[object]) -> list[object]:
         """Of each name: itself if its bytes came, None for a miss; anything else fails."""
         memory = Memory(len(names))
         sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
@@ -82,7 +84,7 @@ class TierContract:
             got.append(None if expected is None else name)
         return got
 
-    def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+    def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = make_tier()
             await tier.open()
@@ -99,7 +101,7 @@ class TierContract:
 
         run(test)
 
-    def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+    def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = make_tier()
             await tier.open()
@@ -112,7 +114,7 @@ class TierContract:
 
         run(test)
 
-    def test_namespaces_and_groups_share_nothing(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+    def test_namespaces_and_groups_share_nothing(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             other = namespace_of(namespace_spec(*self.spec.groups))
             tier = make_tier()
@@ -130,7 +132,7 @@ class TierContract:
 
         run(test)
 
-    def test_what_is_removed_or_cleared_is_gone(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+    def test_what_is_removed_or_cleared_is_gone(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             other = namespace_of(namespace_spec(*self.spec.groups))
             tier = make_tier()
@@ -153,7 +155,7 @@ class TierContract:
 
         run(test)
 
-    def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+    def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             names = [f"n{nth}" for nth in range(10)]
             first = make_tier()
@@ -170,7 +172,7 @@ class TierContract:
 
         run(test)
 
-    def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: Namespace) -> None:
+    def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = make_tier()
             await tier.open()

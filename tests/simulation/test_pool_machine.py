@@ -15,7 +15,7 @@ from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Shar
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
 from tests.support.effort import effort
@@ -267,7 +267,7 @@ class QuotaBindsOthers(_Unchecked):
 class SupersededLikeOthers(_Unchecked):
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
-    ) -> tuple[Namespace, bool]:
+    ) -> tuple[PoolNamespace, bool]:
         opened = super().open_namespace(spec, expected_fingerprint, opener)
         for namespace in self.open_namespaces():
             self.placement.unmark_superseded(namespace.groups)

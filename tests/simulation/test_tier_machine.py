@@ -22,7 +22,7 @@ from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Lookup, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.file.extent_io import BlockSpot
@@ -95,7 +95,7 @@ class World:
         self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
         self.tiered = TieredPool(self.pool, self.memory, [self.tier], [self._write_back])
         self.do(self.tiered.open())
-        self.namespaces: list[Namespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
+        self.namespaces: list[PoolNamespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]
 
     # What clients do
 
@@ -338,7 +338,7 @@ def test_what_one_server_stored_comes_back_after_everything() -> None:
 class ReadsUnverified(FileTier):
     """Believes what lies in a slot."""
 
-    async def read(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Any) -> Any:
+    async def read(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Any) -> Any:
         is_sound, BlockSpot.is_sound = BlockSpot.is_sound, lambda spot: True  # type: ignore[assignment, method-assign]
         try:
             return await super().read(namespace, group_idx, block_hashes, into)

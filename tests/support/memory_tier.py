@@ -13,7 +13,7 @@ from kvpool.hashing import checksum
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import Block, Tier, TierError
@@ -57,21 +57,21 @@ class MemoryTier(Tier):
         if self.failure:
             raise TierError(self.failure)
 
-    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         return [name in self.kept for name in block_hashes] if self._answers_at_once else None
 
-    async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         await self._pass("find")
         return [name in self.kept for name in block_hashes]
 
-    async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         await self._pass("write")
         for block in blocks:
             self.kept[block.block_hash] = (bytes(block.payload), list(block.checksums))
         return len(blocks)
 
     async def read(
-        self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         await self._pass("read")
         sums: list[Sequence[int] | None] = []
@@ -82,7 +82,7 @@ class MemoryTier(Tier):
             sums.append(expected)
         return sums
 
-    async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         for name in block_hashes:
             self.kept.pop(name, None)
 

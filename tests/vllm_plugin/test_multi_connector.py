@@ -32,9 +32,9 @@ class MultiToy(ToyEngine):
         sessions += [child.worker_side.session for rank in self.ranks for child in rank.connector.sub_connectors]
         wait_for(lambda: all(session.namespace for session in sessions), "connections to the pool")
 
-    def _count(self, stats: dict[str, Any]) -> None:
+    def count_stats(self, stats: dict[str, Any]) -> None:
         for each in stats.values():
-            super()._count(each.get("data", each))
+            super().count_stats(each.get("data", each))
 
 
 def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, shared_server: ServerProcess) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool_server.cache.entry import Entry, Record
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.observer import Observer
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.frames import GroupKey
@@ -23,7 +23,7 @@ class JournalBuffer(Observer):
         """Notes that the journal names this namespace already."""
         self._namespaces.add(fingerprint)
 
-    def open_namespace(self, namespace: Namespace) -> None:
+    def open_namespace(self, namespace: PoolNamespace) -> None:
         """Names a namespace in the journal, once, before any block of it."""
         if namespace.fingerprint not in self._namespaces:
             self._encode_changes()

@@ -32,7 +32,7 @@ from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
 from kvpool_server.cache.entry import Entry, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve, restore
 from kvpool_server.collector import no_collections
@@ -199,7 +199,7 @@ class FileTier(Tier):
 
     # What is there
 
-    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         if self._own.is_gone:
             return [False] * len(block_hashes)
         index = self._index(namespace.fingerprint, group_idx)
@@ -211,7 +211,7 @@ class FileTier(Tier):
             for block_hash in block_hashes
         ]
 
-    async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         return self.known(namespace, group_idx, block_hashes)
 
     def _index(self, fingerprint: bytes, group_idx: int) -> dict[bytes, Entry]:
@@ -220,7 +220,7 @@ class FileTier(Tier):
 
     # Down
 
-    async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         async with self._writing:
             self._running_threads()
             there = self.known(namespace, group_idx, [block.block_hash for block in blocks])
@@ -236,7 +236,7 @@ class FileTier(Tier):
                 raise TierError(f"{self.name}: {error}") from None
         return sum(there) + written
 
-    async def _write_new(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def _write_new(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         opened = self.pool.namespace(namespace.fingerprint) or self.pool.open_namespace(namespace.spec)[0]
         self._buffer.open_namespace(namespace)
         group = opened.groups[group_idx]
@@ -267,7 +267,7 @@ class FileTier(Tier):
     # Up
 
     async def read(
-        self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         group = (namespace.fingerprint, group_idx)
         self._running_threads()
@@ -321,7 +321,7 @@ class FileTier(Tier):
 
     # Removal
 
-    async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
             self.pool.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)])
             await self._free_extents()

@@ -26,7 +26,7 @@ from pydantic import ByteSize, Field
 from kvpool.errors import ConfigError
 from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.presence_cache import BlockKey, PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
@@ -148,12 +148,12 @@ class MooncakeTier(Tier):
 
     # What is there
 
-    def known(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """All True for blocks that were lately written, found or read; else only the master can tell."""
         is_fresh = all(map(self._presence.has, _block_keys(namespace, group_idx, block_hashes)))
         return [True] * len(block_hashes) if is_fresh else None
 
-    async def find(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         codes: list[int] = []
         for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
             codes += await self._call(self._ask, "exist", part)
@@ -167,7 +167,7 @@ class MooncakeTier(Tier):
 
     # Down
 
-    async def write(self, namespace: Namespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         there = await self.find(namespace, group_idx, [block.block_hash for block in blocks])
         new = {block.block_hash: block for block, is_there in zip(blocks, there, strict=True) if not is_there}
         slot_bytes = namespace.groups[group_idx].spec.slot_bytes
@@ -206,7 +206,7 @@ class MooncakeTier(Tier):
     # Up
 
     async def read(
-        self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         most = _max_blocks(namespace, group_idx)
         if not most:
@@ -247,7 +247,7 @@ class MooncakeTier(Tier):
 
     # Removal
 
-    async def remove(self, namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
         for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
             self._check(await self._call(self._ask, "remove", part))
@@ -296,17 +296,17 @@ class MooncakeTier(Tier):
             raise TierError(f"{self.name}: the master does not answer (code {worst})")
 
 
-def _max_blocks(namespace: Namespace, group_idx: int) -> int:
+def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:
     """Blocks that fit into a channel's staging memory at once; 0: not even one."""
     spec = namespace.groups[group_idx].spec
     return min(MAX_KEYS, STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards)))
 
 
-def _block_keys(namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> Iterator[BlockKey]:
+def _block_keys(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> Iterator[BlockKey]:
     return ((namespace.fingerprint, group_idx, block_hash) for block_hash in block_hashes)
 
 
-def _object_keys(namespace: Namespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
+def _object_keys(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
     prefix = f"kvpool/{namespace.fingerprint.hex()}/{group_idx}/"
     return [prefix + block_hash.hex() for block_hash in block_hashes]
 

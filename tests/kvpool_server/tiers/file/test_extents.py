@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
@@ -43,18 +43,18 @@ def _tier(root: Path, disk: Disk | None = None, size: int = SIZE) -> FileTier:
 
 
 @pytest.fixture
-def namespace() -> Namespace:
+def namespace() -> PoolNamespace:
     return namespace_of(TierContract.spec)
 
 
-async def _read(tier: FileTier, namespace: Namespace, names: str) -> str:
+async def _read(tier: FileTier, namespace: PoolNamespace, names: str) -> str:
     """The names of the blocks that came."""
     memory = Memory(len(names))
     came = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
     return "".join(name for name, sums in zip(names, came, strict=True) if sums is not None)
 
 
-def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: Namespace) -> None:
+def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: PoolNamespace) -> None:
     async def test() -> None:
         disk = BadDisk()
         tier = _tier(tmp_path, disk)
@@ -72,7 +72,7 @@ def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: Namespace) 
 
 
 def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batch_only_once(
-    tmp_path: Path, namespace: Namespace
+    tmp_path: Path, namespace: PoolNamespace
 ) -> None:
     async def test() -> None:
         disk = BadDisk()
@@ -95,7 +95,7 @@ def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batc
     run(test)
 
 
-def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path, namespace: Namespace) -> None:
+def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path, namespace: PoolNamespace) -> None:
     async def test() -> None:
         tier = _tier(tmp_path)
         await tier.open()
@@ -121,7 +121,7 @@ def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path, namespac
     run(test)
 
 
-def test_an_extent_is_emptied_once(tmp_path: Path, namespace: Namespace) -> None:
+def test_an_extent_is_emptied_once(tmp_path: Path, namespace: PoolNamespace) -> None:
     async def test() -> None:
         disk = BadDisk()
         tier = _tier(tmp_path, disk)

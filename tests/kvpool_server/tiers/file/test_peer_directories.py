@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.lock import acquire
@@ -43,29 +43,29 @@ class BadDisk(Disk):
 
 
 @pytest.fixture
-def namespace() -> Namespace:
+def namespace() -> PoolNamespace:
     return namespace_of(TierContract.spec)
 
 
-async def _store(root: Path, owner: str, namespace: Namespace, names: Sequence[str]) -> None:
+async def _store(root: Path, owner: str, namespace: PoolNamespace, names: Sequence[str]) -> None:
     tier = _tier(root, owner)
     await tier.open()
     await tier.write(namespace, 0, blocks_of(*names))
     await tier.close()
 
 
-async def _read(tier: FileTier, namespace: Namespace, names: Sequence[str]) -> list[bool]:
+async def _read(tier: FileTier, namespace: PoolNamespace, names: Sequence[str]) -> list[bool]:
     memory = Memory(len(names))
     return [
         sums is not None for sums in await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
     ]
 
 
-def _known(tier: FileTier, namespace: Namespace, *names: str) -> list[bool]:
+def _known(tier: FileTier, namespace: PoolNamespace, *names: str) -> list[bool]:
     return tier.known(namespace, 0, [block_hash(name) for name in names])
 
 
-def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path, namespace: Namespace) -> None:
+def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path, namespace: PoolNamespace) -> None:
     async def test() -> None:
         tier = _tier(tmp_path)
         await tier.open()
@@ -104,7 +104,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", sorted(HARMS))
 def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
-    tmp_path: Path, namespace: Namespace, harm: str
+    tmp_path: Path, namespace: PoolNamespace, harm: str
 ) -> None:
     async def test() -> None:
         for name in "abcdefgh":  # Whatever the order of the directory: some come after it.
@@ -130,7 +130,7 @@ def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
 
 
 def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_until_its_journal_says_so(
-    tmp_path: Path, namespace: Namespace
+    tmp_path: Path, namespace: PoolNamespace
 ) -> None:
     async def test() -> None:
         disk = BadDisk()
@@ -202,7 +202,7 @@ def test_the_tier_refreshes_again_after_any_failure(tmp_path: Path, monkeypatch:
 
 
 def test_a_server_starts_before_it_has_read_what_others_have(
-    tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their journals may be large, and their file system may hang."""
     monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)

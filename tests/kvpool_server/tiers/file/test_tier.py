@@ -14,7 +14,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.open_files import OpenFiles
@@ -57,7 +57,7 @@ class TestFileTier(TierContract):
         return lambda: _tier(tmp_path / "tier", direct=request.param == "direct")
 
     def test_it_keeps_within_its_size_and_forgets_the_ends_of_old_prefixes(
-        self, tmp_path: Path, namespace: Namespace
+        self, tmp_path: Path, namespace: PoolNamespace
     ) -> None:
         async def test() -> None:
             tier = _tier(tmp_path)
@@ -82,7 +82,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_evicted_blocks_stay_gone_after_a_restart(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_evicted_blocks_stay_gone_after_a_restart(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = _tier(tmp_path)
             await tier.open()
@@ -103,7 +103,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_changed_bytes_are_a_miss_once_and_then_gone(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_changed_bytes_are_a_miss_once_and_then_gone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = _tier(tmp_path)
             await tier.open()
@@ -125,7 +125,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_a_file_that_is_cut_or_lost_is_a_miss(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_a_file_that_is_cut_or_lost_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             for harm in (lambda path: os.truncate(path, SLOT + 10), Path.unlink):
                 tier = _tier(tmp_path)
@@ -147,7 +147,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_a_torn_journal_ends_where_it_is_torn(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_a_torn_journal_ends_where_it_is_torn(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = _tier(tmp_path)
             await tier.open()
@@ -165,7 +165,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_a_smaller_or_larger_size_keeps_what_fits(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_a_smaller_or_larger_size_keeps_what_fits(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             names = [f"s{nth}" for nth in range(SIZE // SLOT)]
             tier = _tier(tmp_path)
@@ -189,7 +189,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_few_files_are_open_however_many_extents_there_are(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_few_files_are_open_however_many_extents_there_are(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = FileTier(tmp_path, "one", 2 * SIZE, PrefixLRU, threads=2, direct=False, open_files=OpenFiles(2))
             await tier.open()
@@ -238,7 +238,7 @@ class TestFileTier(TierContract):
         with pytest.raises(ConfigError, match=r"file.*give a directory"):
             asyncio.run(_tier(tmp_path / "file").open())
 
-    def test_servers_on_one_path_see_each_others_blocks(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_servers_on_one_path_see_each_others_blocks(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             one, two = _tier(tmp_path, "one"), _tier(tmp_path, "two")
             await one.open()
@@ -261,7 +261,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_what_a_neighbour_overwrites_is_a_miss(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_what_a_neighbour_overwrites_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             one, two = _tier(tmp_path, "one"), _tier(tmp_path, "two")
             await one.open()
@@ -281,7 +281,7 @@ class TestFileTier(TierContract):
 
         run(test)
 
-    def test_a_full_disk_is_a_failure_of_the_tier_alone(self, tmp_path: Path, namespace: Namespace) -> None:
+    def test_a_full_disk_is_a_failure_of_the_tier_alone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
             disk = FullDisk()
             tier = _tier(tmp_path, disk=disk)
@@ -302,7 +302,7 @@ class TestFileTier(TierContract):
         run(test)
 
     def test_the_journal_is_compacted(
-        self, tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvpool_server.tiers.file.journal.COMPACT_AT_LEAST_BYTES", 4096)
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.mooncake import RDMA_DEVICES
-from kvpool_server.cache.namespaces import Namespace
+from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES
@@ -37,7 +37,7 @@ def _config(master: str, segment_bytes: int = 0, protocol: str = "tcp") -> Store
     return StoreConfig(master, "P2PHANDSHAKE", "127.0.0.1", segment_bytes, protocol, "")
 
 
-def _key(namespace: Namespace, name: str) -> str:
+def _key(namespace: PoolNamespace, name: str) -> str:
     return f"kvpool/{namespace.fingerprint.hex()}/0/{block_hash(name).hex()}"
 
 
@@ -68,7 +68,7 @@ class TestMooncakeTier(TierContract):
     def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
         return lambda: MooncakeTier(_config(cluster.address))
 
-    def test_servers_on_one_cluster_read_each_others_blocks(self, cluster: Cluster, namespace: Namespace) -> None:
+    def test_servers_on_one_cluster_read_each_others_blocks(self, cluster: Cluster, namespace: PoolNamespace) -> None:
         async def test() -> None:
             one, two = (MooncakeTier(_config(cluster.address)) for _ in range(2))
             await one.open()
@@ -92,7 +92,7 @@ class TestMooncakeTier(TierContract):
 
     @pytest.mark.parametrize("harm", ["payload", "footer", "another's", "shorter", "longer", "foreign"])
     def test_what_is_not_what_was_stored_is_a_miss_once_and_then_gone(
-        self, cluster: Cluster, namespace: Namespace, harm: str
+        self, cluster: Cluster, namespace: PoolNamespace, harm: str
     ) -> None:
         (block, other) = blocks_of("a", "b")
         sound = bytes(block.payload) + encode_footer(_key(namespace, "a"), SLOT, block.checksums)
@@ -125,7 +125,7 @@ class TestMooncakeTier(TierContract):
 
         run(test)
 
-    def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: Namespace) -> None:
+    def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = MooncakeTier(_config(cluster.address))
             await tier.open()
@@ -173,7 +173,7 @@ class TestMooncakeTier(TierContract):
 
         run(test)
 
-    def test_a_cancelled_read_does_not_write_to_its_view(self, cluster: Cluster, namespace: Namespace) -> None:
+    def test_a_cancelled_read_does_not_write_to_its_view(self, cluster: Cluster, namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = MooncakeTier(_config(cluster.address))
             await tier.open()
