@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
 from kvpool_server.addresses import split_address
-from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, check_policy
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.service_links import service_links
 from kvpool_server.tiers.registry import parse
 
@@ -124,7 +125,9 @@ class ServerConfig(BaseModel):
     @field_validator("policy")
     @classmethod
     def _check_policy(cls, value: str) -> str:
-        return check_policy(value)
+        if value not in POLICIES:
+            raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
+        return value
 
     @field_validator("tier", mode="before")
     @classmethod

@@ -184,7 +184,8 @@ def test_http_can_be_switched_off(pool_server: StartServer) -> None:
 @pytest.mark.parametrize("data_listen", ["", "127.0.0.1:0"])
 def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, data_listen: str) -> None:
     server = pool_server("--data-listen", data_listen)
-    client = connect(server, transport="tcp")
+    transport = "tcp" if data_listen else "grpc"
+    client = connect(server, transport=transport)
     before = _metrics(server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     run = run_of("a", "b")
@@ -201,7 +202,6 @@ def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, 
     assert grown("kvpool_put_completed_blocks_total") == 2
     assert grown("kvpool_lookup_blocks_total") == 3 and grown("kvpool_lookup_hits_total") == 2
     assert client.admin.stats().counters.keys() <= COUNTERS.keys(), "a counter that no metric exports"
-    transport = "tcp" if data_listen else "grpc"
     lines = [
         f'kvpool_transferred_bytes_total{{direction="{direction}",transport="{transport}"}} 2000.0'
         for direction in ("read", "write")

@@ -165,7 +165,7 @@ def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
     metadata = two_pools.build_connector_meta(empty_step()).metadata
     assert [len(one.loads) for one in metadata] == [1, 0] if holding[0] == 0 else [0, 1]
     with Client(ClientConfig(sides[0].stages.sessions[0].client.config.endpoint)) as client:
-        wait_for(lambda: client.stats().num_leases == 1, "the lease that nobody wants to end")
+        wait_for(lambda: client.admin.stats().num_leases == 1, "the lease that nobody wants to end")
 
 
 # Numbers
