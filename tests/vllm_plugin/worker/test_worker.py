@@ -28,8 +28,16 @@ MakeWorker = Callable[..., KVPoolWorker]
 MIXED = kv_cache(full_attention(), mla(), num_blocks=8)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+    """A server without the blocks, leases and quarantined slots of other files' tests: every store must find room."""
+    server = ServerProcess(tmp_path_factory.mktemp("server"), shm_dir, "--memory", "16MiB")
+    yield server
+    server.stop()
+
+
 @pytest.fixture
-def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[MakeWorker]:
+def worker(vllm_config: MakeConfig, server: ServerProcess) -> Iterator[MakeWorker]:
     """`worker(cache, tp_rank=1, tp_size=2, drafts=True, register=False)`; they are shut down afterwards."""
     with ExitStack() as stack:
 
@@ -37,7 +45,7 @@ def worker(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Ma
             cache: KVCacheConfig, tp_rank: int = 0, tp_size: int = 1, drafts: bool = False, register: bool = True
         ) -> KVPoolWorker:
             drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2} if drafts else None
-            config = vllm_config(shared_server.endpoint if register else free_endpoint(), speculative_config=drafting)
+            config = vllm_config(server.endpoint if register else free_endpoint(), speculative_config=drafting)
             config.parallel_config.tensor_parallel_size = tp_size
             settings = ConnectorConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
             made = KVPoolWorker(config, cache, settings, tp_rank)
