@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "has worked for 1 ms": "vllm_plugin.scheduler.step_budget: MAX_BEGIN_S",
         "have a budget of 2 ms": "vllm_plugin.scheduler.step_budget: MAX_WALKS_S",
         "lookup 10 ms)": "vllm_plugin.scheduler.step_budget: MAX_LOOKUP_WALKS_S",
-        "or 50 ms, and then vLLM preempts": "vllm_plugin.scheduler.stores: RELIEF_S",
+        "or 50 ms, and then vLLM preempts": "vllm_plugin.scheduler.store_jobs: RELIEF_S",
         "batches of 32 MiB": "vllm_plugin.worker.copy.cuda: STAGING_BYTES",
         "pieces of 1 MiB": "kvpool.data_port: PIECE_BYTES",
         "bounded to 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",

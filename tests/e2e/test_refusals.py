@@ -33,8 +33,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "deepseek_v2",
         {},
         {"attention_backend": "CPU_MLA"},  # With AMX vLLM prefers another one, for which it enables both.
-        r"cannot go on from a loaded prefix with \S*deepseek_v2 here: neither prefix caching nor chunked prefill is "
-        r"enabled; enable one, or, where the platform cannot, serve without kvpool",
+        r"cannot resume \S*deepseek_v2 from a loaded prefix: neither prefix caching nor chunked prefill is enabled; "
+        r"enable one, or, where the platform supports neither, serve without kvpool",
     ),
     "states that are not kept": (
         "granite_hybrid",

@@ -257,11 +257,6 @@ def test_a_bad_value_names_its_source(toml: Path) -> None:
         load({"memory": "lots"}, None, {})
 
 
-def test_an_unknown_policy_is_an_error_that_lists_the_policies() -> None:
-    with pytest.raises(ConfigError, match=r"--policy\): unknown policy 'hit_density'; choose density or lru"):
-        load({"policy": "hit_density"}, None, {})
-
-
 def test_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
     with pytest.raises(ConfigError, match=f"config file {toml}: No such file or directory; give --config a TOML file"):
         load({}, toml, {})
