@@ -5,6 +5,7 @@ One core copies and sums 4 GB/s on a GPU's host; a network delivers more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -50,20 +51,24 @@ class Summer:
 
     def close(self) -> None:
         """Ends the threads after what they have begun. Idempotent; `begin` then leaves the work to its caller."""
-        self._num_threads = 0
-        if self._threads is not None and self._process_id == os.getpid():
-            self._threads.shutdown(wait=False)
+        with self._locked():
+            self._num_threads = 0
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)
 
     def _submit(self, chunks: Buffers) -> Checksums:
+        with self._locked():
+            if self._num_threads:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(self._num_threads, "kvpool-sums")
+                with contextlib.suppress(RuntimeError):  # The interpreter ends, and accepts no more work.
+                    return self._threads.submit(_sum_all, chunks).result
+        return _known(_sum_all(chunks))
+
+    def _locked(self) -> threading.Lock:
         if self._process_id != os.getpid():  # A fork, which has neither the threads nor the lock's holder.
             self._lock, self._threads, self._process_id = threading.Lock(), None, os.getpid()
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._num_threads, "kvpool-sums")
-            try:
-                return self._threads.submit(_sum_all, chunks).result
-            except RuntimeError:  # The interpreter ends, and accepts no more work.
-                return _known(_sum_all(chunks))
+        return self._lock
 
 
 def _known(sums: list[int]) -> Checksums:

@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -66,6 +67,20 @@ def test_after_its_end_a_summer_has_no_threads_and_the_caller_sums() -> None:
     summer.close()
     wait_for(lambda: not set(threading.enumerate()) - before, "the threads to end")
     assert list(summer.begin(buffers, MIN_THREADED_BYTES)()) == expected
+
+
+def test_a_summer_that_is_closed_while_a_call_begins_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    summer, buffers = Summer(1), _buffers(4, MIN_THREADED_BYTES)
+    process_id, before = os.getpid(), set(threading.enumerate())
+
+    def close_meanwhile() -> int:  # `begin` looks up the process after it has decided for threads.
+        monkeypatch.undo()
+        summer.close()
+        return process_id
+
+    monkeypatch.setattr(sums.os, "getpid", close_meanwhile)
+    assert list(summer.begin(buffers, MIN_THREADED_BYTES)()) == [checksum(buffer) for buffer in buffers]
+    assert not set(threading.enumerate()) - before
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 0), (2, 0), (4, 1), (16, 4), (192, 4)])
