@@ -84,6 +84,7 @@ class TieredPool(Observer):
             Promoter(pool, memory, tier, each, self._watermark, clock) for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, promoters))
+        self._num_open = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
         if self._levels:
@@ -94,6 +95,7 @@ class TieredPool(Observer):
         try:
             for level in self._levels:
                 await level.tier.open()
+                self._num_open += 1
         except BaseException:
             await self.close()
             raise
@@ -277,9 +279,9 @@ class TieredPool(Observer):
         return tuple(level.tier.holdings(fingerprint) for level in self._levels)
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
-        """A snapshot of the pool and of each tier."""
+        """A snapshot of the pool and of each tier that was opened; a scrape may come before `open` has ended."""
         tiers: list[TierStats] = []
-        for level in self._levels:
+        for level in self._levels[: self._num_open]:
             stats = level.tier.stats()
             counters = {**dict.fromkeys(COUNTERS, 0), **stats.counters}
             tiers.append(replace(stats, up=level.health.is_working, counters=counters))

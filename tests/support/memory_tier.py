@@ -102,7 +102,7 @@ class MemoryTier(Tier):
 class Rig:
     """A pool of sixteen slots of one shard, above tiers."""
 
-    def __init__(self, *tiers: MemoryTier, write_back: bool = False):
+    def __init__(self, *tiers: Tier, write_back: bool = False):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.pool = Pool(Arena(SLOTS * SLOT, 4 * SLOT), self.clock, lambda: next(ids))

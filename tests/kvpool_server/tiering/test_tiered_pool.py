@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool.errors import UnknownNamespaceError
 from kvpool.types import BlockRun, PoolStats, RunHits, ShardRange, TierStats
+from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.metrics import PoolCollector
 from kvpool_server.tiering import tiered_pool as tiering
+from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
-from tests.support.memory_tier import SLOT, MemoryTier, Rig, asked, play, turns
+from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, payload
 
 
@@ -206,3 +209,9 @@ async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier:
     tier.kept[block_hash("a")] = (payload("a", SLOT).tobytes(), [0])
     assert await rig.tiered.clear(bytes(32)) == 0
     assert not tier.kept
+
+
+def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path, "me", 4 << 20, PrefixLRU)
+    stats = Rig(tier).tiered.stats()
+    assert stats.tiers == () and stats.free_bytes == SLOTS * SLOT
