@@ -178,7 +178,7 @@ class Pool:
         Call it often: entries that are leased or being written stay until a later call.
         """
         now = self.expire()
-        self.entry_table.evict(self.placement.over_quota_puts(self._quotas.accounts()))
+        self.entry_table.evict(self.placement.over_quota(self._quotas.accounts()))
         self.entry_table.evict(self.placement.start_drain(now))
 
     # Lookup

@@ -177,7 +177,7 @@ class Placement:
         if self.evictor(entry.group) is chosen_by:
             chosen_by.restore([entry])
 
-    def over_quota_puts(self, accounts: Iterable[Account]) -> list[Entry]:
+    def over_quota(self, accounts: Iterable[Account]) -> list[Entry]:
         """The entries to evict so that no subject exceeds its quota; those that are held stay."""
         victims = Victims()
         for account in accounts:
@@ -280,9 +280,8 @@ class Placement:
             yield unheld[size].pop(0)
         if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
             self._drain.wanted_by = slot_bytes  # Each of their extents holds a leased or pending entry.
-        if (
-            num_mine == 0 and num_extents
-        ):  # There are more sizes than extents: the size idle longest gives up its extents.
+        if num_mine == 0 and num_extents:
+            # There are more sizes than extents: the size idle longest gives up its extents.
             for size in sorted(num_extents, key=lambda size: self._last_used.get(size, 0)):
                 yield from self._unheld(size, given)
 

@@ -64,5 +64,9 @@ class Policy(ABC):
         """What keeping a candidate is worth at a stamp; comparable between instances of the policy."""
 
     @abstractmethod
-    def oldest_stamp(self, next_victim: Entry | None) -> int | None:
-        """A stamp before which no candidate was used; None if there is no candidate."""
+    def oldest_stamp(self, next_victim: Callable[[], Entry | None]) -> int | None:
+        """A stamp before which no candidate was used; None if there is no candidate.
+
+        Args:
+            next_victim: finds the next victim; visits the leased entries that would be evicted before it.
+        """

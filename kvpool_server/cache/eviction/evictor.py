@@ -131,7 +131,7 @@ class Evictor:
 
     def oldest_stamp(self, chosen: Chosen) -> int | None:
         """A stamp before which no candidate was used; None if there is no candidate."""
-        return self._policy.oldest_stamp(self._next_victim(chosen))
+        return self._policy.oldest_stamp(lambda: self._next_victim(chosen))
 
     # Helpers
 

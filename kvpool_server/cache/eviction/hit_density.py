@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.base import TICK, Policy
@@ -136,7 +136,7 @@ class HitDensity(Policy):
         self._advance(stamp)  # The policy may not have been called for long.
         return self.queue.density(entry)
 
-    def oldest_stamp(self, next_victim: Entry | None) -> int | None:
+    def oldest_stamp(self, next_victim: Callable[[], Entry | None]) -> int | None:
         return self.queue.oldest_stamp()  # The next victim need not be the oldest candidate.
 
     def _advance(self, stamp: int) -> int:

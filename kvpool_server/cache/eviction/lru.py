@@ -24,8 +24,9 @@ class PrefixLRU(Policy):
     def worth(self, entry: Entry, stamp: int) -> float:
         return entry.used
 
-    def oldest_stamp(self, next_victim: Entry | None) -> int | None:
-        return None if next_victim is None else next_victim.used
+    def oldest_stamp(self, next_victim: Callable[[], Entry | None]) -> int | None:
+        victim = next_victim()
+        return None if victim is None else victim.used
 
 
 class StampHeap(VictimQueue):

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import TICK, Evictor
 from kvpool_server.cache.eviction.hit_density import MAX_TURN, MIN_GHOSTS, HitDensity, is_tail, turn_of
@@ -138,3 +140,12 @@ def test_chains_keep_working_with_entries_that_have_no_beginning() -> None:
     evictor.used([], 3 * TICK)
     evictor.add(orphan[1])
     assert evict(evictor, 1) == [orphan[1]]
+
+
+def test_the_oldest_stamp_is_found_without_visiting_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = Traffic()
+    leased, idle = traffic.store("leased", 1), traffic.store("idle", 1)
+    leased[0].leases = 1
+    monkeypatch.setattr(traffic.policy.queue, "pop", lambda: pytest.fail("a put would pay for every leased candidate"))
+    oldest = traffic.evictor.oldest_stamp({})
+    assert oldest is not None and oldest <= min(leased[0].used, idle[0].used)
