@@ -1,1 +1,1 @@
-"""Places under the arena: what they have in common, each of them, and what moves blocks up and down."""
+"""Places under the arena: what they have in common, and each kind of them."""

@@ -61,7 +61,7 @@ class Tier(ABC):
         name: what operators call the tier, for example "file:/mnt/kv".
 
     Attributes:
-        counters: of COUNTERS, since the start. Whoever moves blocks counts here, too.
+        counters: of COUNTERS, since the start. The demoter and the promoter count here, too.
     """
 
     def __init__(self, name: str):
