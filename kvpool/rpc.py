@@ -76,8 +76,6 @@ class PendingLookup:
             return self._decode(self._call.result(timeout=timeout_s))
         except grpc.FutureTimeoutError:
             return None
-        except grpc.FutureCancelledError:
-            raise PoolTimeoutError(f"the lookup at kvpool-server {self._endpoint} was cancelled") from None
         except grpc.RpcError as error:
             raise wire.error_of(error, self._endpoint) from None
 
@@ -146,17 +144,11 @@ class PoolRpc:
         return self._decode_lookup(namespace, self.call(self._lookups, lambda: request))
 
     def lookup_async(
-        self,
-        namespace: Namespace,
-        runs: Sequence[BlockRun],
-        *,
-        prefix_only: bool,
-        lease: bool,
-        timeout_ms: int | None = None,
+        self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
     ) -> PendingLookup:
-        """Sends a lookup without waiting. Another thread encodes `runs`: do not change them."""
+        """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them."""
         request = functools.partial(self._lookup_request, namespace, runs, prefix_only, lease)
-        call = self.send(self._lookups, request, timeout_ms)
+        call = self.send(self._lookups, request)
         return PendingLookup(call, functools.partial(self._decode_lookup, namespace), self.config.endpoint)
 
     def _lookup_request(
@@ -291,6 +283,19 @@ class PoolRpc:
 
     def timeout_s(self, timeout_ms: int | None = None) -> float:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+
+    def check(self, namespace: Namespace) -> int:
+        """Asks the server whether a namespace is still valid.
+
+        Returns:
+            How many namespaces were opened on the server since its start; 0 from an older server.
+
+        Raises:
+            UnavailableError: the server cannot be reached, or has restarted since the namespace was opened.
+        """
+        reply = self.ping()
+        self.check_boot(namespace, reply.boot_token)
+        return int(reply.namespaces_opened)
 
     def check_boot(self, namespace: Namespace, boot_token: int) -> None:
         """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""
