@@ -42,9 +42,7 @@ class InlineChunks:
         found: list[Chunk | None] = [None] * len(keys)
         request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
         try:
-            for reply in self._rpc.stub.GetChunks(
-                request, timeout=self._rpc.timeout_s(self._rpc.config.data_timeout_ms)
-            ):
+            for reply in self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms):
                 if reply.found:
                     chunk = wire.decode_chunk(reply.chunk)
                     if checksum(chunk.payload) != chunk.checksum:
