@@ -34,11 +34,7 @@ class InlineChunks:
         return wire.decode_statuses(reply.statuses)
 
     def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
-        """The chunks of `keys`, verified; None for each miss.
-
-        Raises:
-            ChecksumError: a chunk has arrived with other bytes than were stored.
-        """
+        """The chunks of `keys`, verified; None for each miss. Raises ChecksumError for wrong bytes."""
         found: list[Chunk | None] = [None] * len(keys)
         request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
         try:

@@ -72,11 +72,7 @@ class StreamedLookup(Future[pb.LookupResponse]):
 
 
 class LookupStream:
-    """The lookups of one client. Thread-safe.
-
-    Args:
-        method: the stub's `LookupStream`.
-    """
+    """The lookups of one client, over the stub's `LookupStream`. Thread-safe."""
 
     def __init__(self, method: Any):
         self._method = method

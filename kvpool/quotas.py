@@ -15,11 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_quota(text: str) -> Quota:
-    """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0.
-
-    Raises:
-        InvalidRequestError: names the fault.
-    """
+    """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0. Raises InvalidRequestError."""
     subject, equals, size = text.strip().rpartition("=")
     if not equals:
         raise InvalidRequestError(f"quota {text!r} has no size; give SUBJECT=SIZE, such as tenant:acme=20GiB")

@@ -286,13 +286,9 @@ class PoolRpc:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
 
     def check(self, namespace: Namespace) -> int:
-        """Asks the server whether a namespace is still valid.
+        """Returns how many namespaces the server has opened since its start; 0 from an older server.
 
-        Returns:
-            How many namespaces were opened on the server since its start; 0 from an older server.
-
-        Raises:
-            UnavailableError: the server cannot be reached, or has restarted since the namespace was opened.
+        Raises UnavailableError if the server has restarted since `namespace` was opened.
         """
         reply = self.ping()
         self.check_boot(namespace, reply.boot_token)

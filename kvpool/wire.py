@@ -6,6 +6,7 @@ Decoding validates what a proto type cannot say (hash lengths, known enums); mea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -196,13 +197,7 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
         )
         for run, hit in zip(runs, lookup.hits, strict=True)
     ]
-    return pb.LookupResponse(
-        boot_token=boot_token,
-        hits=hits,
-        lease_id=lookup.lease_id,
-        lease_ttl_ms=lookup.lease_ttl_ms,
-        retry_after_ms=lookup.retry_after_ms,
-    )
+    return _encode(lookup, pb.LookupResponse, boot_token=boot_token, hits=hits)
 
 
 def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
@@ -217,14 +212,7 @@ def decode_lookup(message: pb.LookupResponse) -> Lookup:
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
-    return pb.PutStartResponse(
-        boot_token=boot_token,
-        ticket_id=grant.ticket_id,
-        ticket_ttl_ms=grant.ticket_ttl_ms,
-        statuses=bytes(grant.statuses),
-        offsets=grant.offsets,
-        permit=grant.permit,
-    )
+    return _encode(grant, pb.PutStartResponse, boot_token=boot_token, statuses=bytes(grant.statuses))
 
 
 _PUT_STATUSES = tuple(PutStatus)
@@ -240,9 +228,7 @@ def decode_grant(message: pb.PutStartResponse) -> PutGrant:
 
 
 def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
-    return pb.PutEndResponse(
-        boot_token=boot_token, num_committed=receipt.num_committed, num_complete=receipt.num_complete
-    )
+    return _encode(receipt, pb.PutEndResponse, boot_token=boot_token)
 
 
 def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
@@ -250,14 +236,7 @@ def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
 
 
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
-    return pb.GetResponse(
-        boot_token=boot_token,
-        lease_remaining_ms=located.lease_remaining_ms,
-        present=bytes(located.present),
-        offsets=located.offsets,
-        checksums=located.checksums,
-        permit=located.permit,
-    )
+    return _encode(located, pb.GetResponse, boot_token=boot_token, present=bytes(located.present))
 
 
 def decode_located(message: pb.GetResponse) -> Located:
@@ -295,7 +274,7 @@ def decode_piece(message: bytes) -> Piece:
 
 
 def encode_key(key: PoolKey) -> pb.PoolKey:
-    return pb.PoolKey(namespace=key.namespace, group_idx=key.group_idx, block_hash=key.block_hash, shard=key.shard)
+    return _encode(key, pb.PoolKey)
 
 
 def decode_key(message: pb.PoolKey) -> PoolKey:
@@ -305,9 +284,7 @@ def decode_key(message: pb.PoolKey) -> PoolKey:
 
 
 def encode_chunk(chunk: Chunk) -> pb.Chunk:
-    return pb.Chunk(
-        key=encode_key(chunk.key), parent_hash=chunk.parent_hash, payload=chunk.payload, checksum=chunk.checksum
-    )
+    return _encode(chunk, pb.Chunk, key=encode_key(chunk.key))
 
 
 def decode_chunk(message: pb.Chunk) -> Chunk:
@@ -350,13 +327,19 @@ _V = TypeVar("_V")
 
 def _encode(value: Any, message_type: type[_M], **others: Any) -> _M:
     """The message of a dataclass: `others`, and the fields that both have by the same name."""
-    known = message_type.DESCRIPTOR.fields_by_name
-    names = [each.name for each in dataclasses.fields(value) if each.name in known and each.name not in others]
-    return message_type(**{name: getattr(value, name) for name in names}, **others)
+    for name in _shared(type(value), message_type).difference(others):
+        others[name] = getattr(value, name)
+    return message_type(**others)
 
 
 def _decode(value_type: type[_V], message: Message, **others: Any) -> _V:
     """The dataclass of a message: `others`, and the fields that both have by the same name."""
-    known = {each.name for each in dataclasses.fields(value_type)} - others.keys()  # type: ignore[arg-type]
-    names = [name for name in message.DESCRIPTOR.fields_by_name if name in known]
-    return value_type(**{name: getattr(message, name) for name in names}, **others)
+    for name in _shared(value_type, type(message)).difference(others):
+        others[name] = getattr(message, name)
+    return value_type(**others)
+
+
+@functools.cache
+def _shared(value_type: Any, message_type: type[Message]) -> frozenset[str]:
+    known = message_type.DESCRIPTOR.fields_by_name
+    return frozenset(field.name for field in dataclasses.fields(value_type) if field.name in known)

@@ -92,11 +92,7 @@ class MooncakeTransport:
         return pipeline
 
     def prove(self, timeout_s: float) -> None:
-        """Reads the server's nonce through the engine.
-
-        Raises:
-            TransferError, PoolTimeoutError, UnavailableError: the engine does not reach the server's memory.
-        """
+        """Reads the server's nonce through the engine. Raises as `read`, and TransferError for another server."""
         read: list[bytes] = []
         transfer = Transfer(0, [self.info.nonce_offset], len(self.info.nonce), timeout_s)
         self.pipeline.read(transfer, lambda _, rows: read.append(rows[0].tobytes()), stall_timeout_s=math.inf)

@@ -149,16 +149,15 @@ def _name_of(address: tuple[str, int]) -> str:
 
 
 def prove(info: DataPortInfo, host: str, timeout_s: float) -> None:
-    """Connects to the data port once, and checks its greeting.
-
-    Raises:
-        TransferError, UnavailableError: the data port cannot be reached, or belongs to another server.
-    """
+    """Connects to the data port once, and checks its greeting. Raises as `connect`."""
     connect((info.host or host, info.port), info.nonce, timeout_s).close()
 
 
 def connect(address: tuple[str, int], nonce: bytes, timeout_s: float) -> socket.socket:
-    """A connection whose greeting has been checked. Raises TransferError, UnavailableError."""
+    """A connection whose greeting has been checked.
+
+    Raises UnavailableError if the data port cannot be reached, TransferError if it belongs to another server.
+    """
     peer = _name_of(address)
     connection: socket.socket | None = None
     try:
@@ -236,20 +235,14 @@ class _TcpChannel:
         """Closes the connection on an error: what it would receive next belongs to the failed batch."""
         try:
             yield
-        except BlockingIOError:  # The socket's timeout: the deadline, or the stall timeout.
-            self._drop()
-            self._raise_late(batch)
-        except (OSError, EOFError) as error:
-            self._drop()
-            raise TransferError(f"the connection to {self._peer} ended: {_reason(error)}") from None
-        except KVPoolError:
-            self._drop()
-            raise
-        except Exception as error:
+        except BaseException as error:
             self._drop()  # Nothing accesses the buffer once the connection is closed: the channel can be reused.
-            raise TransferError(f"a transfer channel to {self._peer} failed: {error!r}") from error
-        except BaseException:
-            self._drop()
+            if isinstance(error, BlockingIOError):  # The socket's timeout: the deadline, or the stall timeout.
+                self._raise_late(batch)
+            if isinstance(error, (OSError, EOFError)):
+                raise TransferError(f"the connection to {self._peer} ended: {_reason(error)}") from None
+            if isinstance(error, Exception) and not isinstance(error, KVPoolError):
+                raise TransferError(f"a transfer channel to {self._peer} failed: {error!r}") from error
             raise
 
     def _bound_wait(self, connection: socket.socket, batch: TransferBatch) -> None:

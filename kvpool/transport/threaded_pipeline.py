@@ -25,8 +25,7 @@ class ThreadedPipeline:
     """Channels with threads to one peer.
 
     Args:
-        make: makes a channel.
-        peer: the peer's name in errors.
+        make, peer: as of `ChannelPool`.
         depth: most batches of one call in flight.
         stall_timeout_s: a read without progress for so long fails.
 
