@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
@@ -327,19 +328,18 @@ _V = TypeVar("_V")
 
 def _encode(value: Any, message_type: type[_M], **others: Any) -> _M:
     """The message of a dataclass: `others`, and the fields that both have by the same name."""
-    for name in _shared(type(value), message_type).difference(others):
+    for name in _shared(value.__class__, message_type.DESCRIPTOR).difference(others):
         others[name] = getattr(value, name)
     return message_type(**others)
 
 
-def _decode(value_type: type[_V], message: Message, **others: Any) -> _V:
+def _decode(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
     """The dataclass of a message: `others`, and the fields that both have by the same name."""
-    for name in _shared(value_type, type(message)).difference(others):
+    for name in _shared(value_type, message.DESCRIPTOR).difference(others):
         others[name] = getattr(message, name)
     return value_type(**others)
 
 
 @functools.cache
-def _shared(value_type: Any, message_type: type[Message]) -> frozenset[str]:
-    known = message_type.DESCRIPTOR.fields_by_name
-    return frozenset(field.name for field in dataclasses.fields(value_type) if field.name in known)
+def _shared(value_type: Any, message: Descriptor) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(value_type) if field.name in message.fields_by_name)
