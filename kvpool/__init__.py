@@ -9,33 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool.client import Client, PutResult
-    from kvpool.config import ClientConfig
-    from kvpool.errors import KVPoolError
-    from kvpool.hashing import block_hashes, checksum
-    from kvpool.namespace import GroupSpec, NamespaceSpec
-    from kvpool.rpc import Namespace, PendingLookup
-    from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
-    from kvpool.version import __version__
-
-__all__ = [
-    "BlockRun",
-    "Chunk",
-    "Client",
-    "ClientConfig",
-    "GroupSpec",
-    "KVPoolError",
-    "Namespace",
-    "NamespaceSpec",
-    "PendingLookup",
-    "PoolKey",
-    "PutResult",
-    "PutStatus",
-    "ShardRange",
-    "__version__",
-    "block_hashes",
-    "checksum",
-]
+    from kvpool.client import Client as Client
+    from kvpool.client import PutResult as PutResult
+    from kvpool.config import ClientConfig as ClientConfig
+    from kvpool.errors import KVPoolError as KVPoolError
+    from kvpool.hashing import block_hashes as block_hashes
+    from kvpool.hashing import checksum as checksum
+    from kvpool.namespace import GroupSpec as GroupSpec
+    from kvpool.namespace import NamespaceSpec as NamespaceSpec
+    from kvpool.rpc import Namespace as Namespace
+    from kvpool.rpc import PendingLookup as PendingLookup
+    from kvpool.types import BlockRun as BlockRun
+    from kvpool.types import Chunk as Chunk
+    from kvpool.types import PoolKey as PoolKey
+    from kvpool.types import PutStatus as PutStatus
+    from kvpool.types import ShardRange as ShardRange
+    from kvpool.version import __version__ as __version__
 
 _HOMES = {
     "client": ("Client", "PutResult"),
@@ -47,6 +36,7 @@ _HOMES = {
     "types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
     "version": ("__version__",),
 }
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,11 +27,7 @@ class Admin:
         return reply.version, reply.uptime_seconds
 
     def try_transport(self) -> Choice:
-        """Attaches to the server as `Client.open_namespace` does. Close the choice's transport after use.
-
-        Raises:
-            TransferError, ConfigError: the configured transport does not work here.
-        """
+        """Attaches to the server as `Client.open_namespace` does, and raises as it. Close the choice's transport."""
         return choose(self._rpc.config, wire.decode_offer(self._rpc.ping()), self._rpc.channel)
 
     def stats(self) -> PoolStats:
@@ -57,8 +53,7 @@ class Admin:
 
         Blocks beyond a subject's new quota are evicted at once, except leased ones and those being written.
 
-        Raises:
-            InvalidRequestError: one of the quotas is invalid; none is set.
+        Raises InvalidRequestError if one of the quotas is invalid; none is set.
         """
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
         return wire.decode_quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,7 @@ class DrainBlocks(Protocol):
         """
 
 
+@dataclass(slots=True)
 class BlockWriter:
     """The bytes of one put.
 
@@ -64,20 +65,17 @@ class BlockWriter:
         fill_error: what the caller's callback raised. If `write` raises the same, no byte is in flight any more.
     """
 
-    def __init__(
-        self, transport: Transport, summer: Summer, fill: FillBlocks, granted: Sequence[int], chunk_bytes: int
-    ):
-        self._transport = transport
-        self._summer = summer
-        self._fill = fill
-        self._granted = granted
-        self._chunk_bytes = chunk_bytes
-        self._sums: list[Checksums] = []
-        self.fill_error: Exception | None = None
+    transport: Transport
+    summer: Summer
+    fill: FillBlocks
+    granted: Sequence[int]
+    chunk_bytes: int
+    fill_error: Exception | None = None
+    _sums: list[Checksums] = field(default_factory=list)
 
     def write(self, transfer: Transfer) -> list[int]:
         """Moves the blocks; returns one checksum a chunk, region-major. Raises as `Transport.write` and `fill`."""
-        self._transport.write(transfer, self._fill_batch)
+        self.transport.write(transfer, self._fill_batch)
         return _all_of(self._sums)
 
     def wait(self) -> None:
@@ -88,55 +86,51 @@ class BlockWriter:
 
     def _fill_batch(self, first: int, buffers: Buffers) -> Buffers | None:
         try:
-            filled = self._fill(self._granted[first : first + len(buffers)], buffers)
+            filled = self.fill(self.granted[first : first + len(buffers)], buffers)
             if isinstance(filled, InPlace):
                 check_blocks(filled.buffers, len(buffers), len(buffers[0]))
         except Exception as error:
             self.fill_error = error
             raise
         if isinstance(filled, InPlace):
-            if self._transport.in_place:
-                self._sums.append(self._summer.begin(filled.buffers, self._chunk_bytes))
+            if self.transport.in_place:
+                self._sums.append(self.summer.begin(filled.buffers, self.chunk_bytes))
                 return filled.buffers
             for buffer, block in zip(buffers, filled.buffers, strict=True):
                 buffer[:] = block
             filled = None
-        self._sums.append(filled or self._summer.begin(buffers, self._chunk_bytes))
-        if not filled and self._transport.memory is None:
+        self._sums.append(filled or self.summer.begin(buffers, self.chunk_bytes))
+        if not filled and self.transport.memory is None:
             self._sums[-1]()  # The transport reuses its buffers.
         return None
 
 
+@dataclass(slots=True)
 class BlockReader:
-    """The bytes of one get, which may take several transfers.
+    """The bytes of one get, which may take several transfers; `chunk_bytes` is what each checksum covers."""
 
-    Args:
-        chunk_bytes: what each checksum covers.
-    """
-
-    def __init__(self, transport: Transport, summer: Summer, drain: DrainBlocks, chunk_bytes: int):
-        self._transport = transport
-        self._summer = summer
-        self._drain = drain
-        self._chunk_bytes = chunk_bytes
-        self._indices: Sequence[int] = ()
-        self._sums: list[Checksums] = []
+    transport: Transport
+    summer: Summer
+    drain: DrainBlocks
+    chunk_bytes: int
+    _indices: Sequence[int] = ()
+    _sums: list[Checksums] = field(default_factory=list)
 
     def read(self, transfer: Transfer, indices: Sequence[int]) -> None:
         """Moves blocks `indices`, one a region of the transfer. Raises as `Transport.read` and `drain`."""
         self._indices = indices
-        self._transport.read(transfer, self._drain_batch)
+        self.transport.read(transfer, self._drain_batch)
 
     def checksums(self) -> list[int]:
         """One checksum a chunk that was read, in order; waits for the callback's copies."""
         return _all_of(self._sums)
 
     def _drain_batch(self, first: int, buffers: Buffers) -> Checksums | None:
-        drained = self._drain(self._indices[first : first + len(buffers)], buffers)
+        drained = self.drain(self._indices[first : first + len(buffers)], buffers)
         if drained is not None:
             self._sums.append(drained)
             return None
-        self._sums.append(self._summer.begin(buffers, self._chunk_bytes))
+        self._sums.append(self.summer.begin(buffers, self.chunk_bytes))
         return self._sums[-1]
 
 

@@ -11,7 +11,7 @@ Every call has a deadline. A wrong checksum, an expired lease and a restarted se
 never in bytes.
 
 Beside the client: `client.admin` has operators' calls, `client.chunks` puts and gets without regions, `client.rpc` the
-single steps of a put and get; `EngineClient` adds what an inference engine needs.
+single steps of a put and get, and calls that do not wait; `client.attachment` has the transport in use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Client:
         self.rpc = rpc or PoolRpc.connect(self.config)
         self.admin = Admin(self.rpc)
         self.chunks = InlineChunks(self.rpc)
-        self._attachment = Attachment(lambda offer: choose(self.config, offer, self.rpc.channel))
+        self.attachment = Attachment(lambda offer: choose(self.config, offer, self.rpc.channel))
         self._summer = Summer()
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Client:
     def close(self) -> None:
         """Ends the connection; calls in flight fail. Idempotent."""
         self.rpc.close()
-        self._attachment.detach()
+        self.attachment.detach()
         self._summer.close()
 
     def open_namespace(
@@ -110,7 +110,7 @@ class Client:
             TransferError, ConfigError: the configured transport does not work here.
         """
         opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
-        transport = self._attachment.attach(opened.offer, boot_token)
+        transport = self.attachment.attach(opened.offer, boot_token)
         return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks)
 
     def lookup(

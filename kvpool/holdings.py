@@ -9,13 +9,7 @@ from kvpool.namespace import NamespaceSpec
 
 @dataclass(frozen=True, slots=True)
 class TierHoldings:
-    """What one tier holds of a namespace.
-
-    Args:
-        tier: the tier's name.
-        num_entries: blocks that the tier holds.
-        nbytes: size of those blocks.
-    """
+    """What the tier named `tier` holds of a namespace: `num_entries` blocks of `nbytes` together."""
 
     tier: str
     num_entries: int

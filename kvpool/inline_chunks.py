@@ -34,17 +34,11 @@ class InlineChunks:
         return wire.decode_statuses(reply.statuses)
 
     def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
-        """The chunks of `keys`, verified; None for each miss.
-
-        Raises:
-            ChecksumError: a chunk has arrived with other bytes than were stored.
-        """
+        """The chunks of `keys`, verified; None for each miss. Raises ChecksumError for wrong bytes."""
         found: list[Chunk | None] = [None] * len(keys)
         request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
         try:
-            for reply in self._rpc.stub.GetChunks(
-                request, timeout=self._rpc.timeout_s(self._rpc.config.data_timeout_ms)
-            ):
+            for reply in self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms):
                 if reply.found:
                     chunk = wire.decode_chunk(reply.chunk)
                     if checksum(chunk.payload) != chunk.checksum:

@@ -6,19 +6,17 @@ The server answers in the order of the requests.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
 import grpc
 
 from kvpool.v1 import pool_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 MAX_UNSENT = 1024
@@ -34,32 +32,28 @@ class StreamedError(grpc.RpcError):
     """The error of a lookup, as of a call of its own."""
 
     def __init__(self, code: grpc.StatusCode, details: str):
-        super().__init__(details)
-        self._code = code
-        self._details = details
+        super().__init__(code, details)
 
     def code(self) -> grpc.StatusCode:
-        return self._code
+        return self.args[0]  # type: ignore[no-any-return]
 
     def details(self) -> str:
-        return self._details
+        return self.args[1]  # type: ignore[no-any-return]
 
 
-class StreamedLookup:
-    """A lookup that was sent: the parts of `grpc.Future` that clients use."""
+class StreamedLookup(Future[pb.LookupResponse]):
+    """A lookup that was sent: the parts of `grpc.Future` that clients use.
+
+    Callbacks run once the server has answered, even after the deadline, or once the stream has ended, on the thread
+    that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
+    """
 
     def __init__(self, timeout_s: float):
+        super().__init__()
         self._ends_at = time.monotonic() + timeout_s
-        self._lock = threading.Lock()
-        self._has_ended = False
-        self._ended = threading.Lock()  # Held until the lookup has ended: cheaper to wait for than an Event.
-        self._ended.acquire()
-        self._reply: pb.LookupResponse | None = None
-        self._error: grpc.RpcError | None = None
-        self._callbacks: list[Callable[[Any], None]] = []
 
     def done(self) -> bool:
-        return self._has_ended or time.monotonic() >= self._ends_at
+        return super().done() or time.monotonic() >= self._ends_at
 
     def result(self, timeout: float | None = None) -> pb.LookupResponse:
         """The answer.
@@ -68,49 +62,17 @@ class StreamedLookup:
             grpc.FutureTimeoutError: the answer has not arrived within `timeout` seconds.
             grpc.RpcError: the lookup failed, or its deadline has passed without an answer.
         """
-        remaining = max(0.0, self._ends_at - time.monotonic())
-        if not self._ended.acquire(timeout=remaining if timeout is None else max(0.0, min(timeout, remaining))):
+        remaining = self._ends_at - time.monotonic()
+        try:
+            return super().result(max(0.0, remaining if timeout is None else min(timeout, remaining)))
+        except TimeoutError:
             if time.monotonic() < self._ends_at:
-                raise grpc.FutureTimeoutError
-            raise StreamedError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        self._ended.release()  # For other threads that wait.
-        if self._error is not None:
-            raise self._error
-        assert self._reply is not None
-        return self._reply
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls back once the server has answered, even after the deadline, or once the stream has ended.
-
-        The callback runs on the thread that finds out, which may be the one that reads the answers: it must not wait
-        for another lookup. What it raises is logged.
-        """
-        with self._lock:
-            if not self._has_ended:
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def end(self, reply: pb.LookupResponse | None, error: grpc.RpcError | None) -> None:
-        """Sets the answer or the error, and runs the callbacks. Called once."""
-        with self._lock:
-            self._reply, self._error = reply, error
-            self._has_ended = True
-            self._ended.release()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:
-                log.exception("a callback of a lookup failed")
+                raise grpc.FutureTimeoutError from None
+            raise StreamedError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
 
 
 class LookupStream:
-    """The lookups of one client. Thread-safe.
-
-    Args:
-        method: the stub's `LookupStream`.
-    """
+    """The lookups of one client, over the stub's `LookupStream`. Thread-safe."""
 
     def __init__(self, method: Any):
         self._method = method
@@ -128,7 +90,7 @@ class LookupStream:
             if self._stream is None or not self._stream.send(make, lookup):
                 self._stream = _Stream(self._method)
                 if not self._stream.send(make, lookup):
-                    lookup.end(None, self._stream.error)  # The server cannot be reached.
+                    lookup.set_exception(self._stream.error)  # The server cannot be reached.
         return lookup
 
     @property
@@ -171,7 +133,7 @@ class _Stream:
                 return False
             if self._unsent.qsize() >= MAX_UNSENT:
                 too_many = f"{MAX_UNSENT} lookups wait to be sent: kvpool-server has stopped reading"
-                lookup.end(None, StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
+                lookup.set_exception(StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
                 return True
             self._waiting.append(lookup)
             self._unsent.put(make)
@@ -197,13 +159,13 @@ class _Stream:
             self._unsent.put(None)  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
             for lookup in waiting:
-                lookup.end(None, self.error)
+                lookup.set_exception(self.error)
 
     def _end_next(self, reply: pb.LookupReply) -> None:
         with self._lock:
             lookup = self._waiting.popleft()
         if reply.HasField("found"):
-            lookup.end(reply.found, None)
+            lookup.set_result(reply.found)
         else:
             code = _CODES.get(reply.error.code, grpc.StatusCode.UNKNOWN)
-            lookup.end(None, StreamedError(code, reply.error.message))
+            lookup.set_exception(StreamedError(code, reply.error.message))

@@ -31,7 +31,6 @@ from kvpool.errors import ConfigError, TransferError
 
 Bytes = npt.NDArray[np.uint8]
 
-PROTOCOLS = ("tcp", "rdma")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LISTEN_WAIT_US = 50_000
 _start_lock = threading.Lock()
@@ -131,13 +130,9 @@ def address_towards(host: str) -> str:
 
 
 def import_mooncake(module: str, needed_by: str) -> Any:
-    """Imports a module of Mooncake's package.
+    """Imports a module of Mooncake's package, for what the error names as `needed_by`: "transport mooncake".
 
-    Args:
-        needed_by: for the message: "transport mooncake".
-
-    Raises:
-        ConfigError: the package or a library is missing; the message says which.
+    Raises ConfigError, which says which package or library is missing.
     """
     try:
         return importlib.import_module(f"mooncake.{module}")
@@ -155,14 +150,9 @@ def import_mooncake(module: str, needed_by: str) -> Any:
 
 @contextmanager
 def engine_start(protocol: str, device: str = "") -> Iterator[None]:
-    """Around the start of an engine, one at a time.
+    """Around the start of an engine, one at a time. `protocol` and `device` as of `Engine.start`.
 
-    Args:
-        protocol: "tcp" or "rdma".
-        device: of RDMA; empty: any.
-
-    Raises:
-        ConfigError: the RDMA device is missing.
+    Raises ConfigError if the RDMA device is missing.
     """
     if protocol == "rdma":
         _check_rdma(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvpool.errors import InvalidRequestError
 from kvpool.types import Quota
@@ -14,11 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_quota(text: str) -> Quota:
-    """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0.
-
-    Raises:
-        InvalidRequestError: names the fault.
-    """
+    """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0. Raises InvalidRequestError."""
     subject, equals, size = text.strip().rpartition("=")
     if not equals:
         raise InvalidRequestError(f"quota {text!r} has no size; give SUBJECT=SIZE, such as tenant:acme=20GiB")
@@ -32,10 +29,8 @@ def _nbytes(text: str, size: str) -> int:
     match = _SIZE.fullmatch(size.strip())
     if match is None or match[2].lower() not in _BY_LOWER:
         raise InvalidRequestError(f"quota {text!r}: {size!r} is not a size; give bytes, or 512MiB, 20GiB, 1.5TiB")
-    nbytes = int(float(match[1]) * _BY_LOWER[match[2].lower()]) if "." in match[1] else int(match[1])
-    if "." not in match[1]:
-        nbytes *= _BY_LOWER[match[2].lower()]
-    if nbytes >= 1 << 63 or (nbytes == 0 and float(match[1])):
+    nbytes = int(Fraction(match[1]) * _BY_LOWER[match[2].lower()])
+    if nbytes >= 1 << 63 or (nbytes == 0 and Fraction(match[1])):
         raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
     return nbytes
 

@@ -17,7 +17,14 @@ import grpc
 
 from kvpool import wire
 from kvpool.config import ClientConfig
-from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.errors import (
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+)
 from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.transport.base import Transport
@@ -31,6 +38,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+
+CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError, ValueError)
+"""What gRPC raises for a call; a ValueError if the channel is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +71,10 @@ class Namespace:
 class PendingLookup:
     """A lookup that was sent and may have been answered."""
 
-    def __init__(self, call: Any, decode: Callable[[Any], Lookup], endpoint: str):
+    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace):
         self._call = call
-        self._decode = decode
-        self._endpoint = endpoint
+        self._rpc = rpc
+        self._namespace = namespace
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
@@ -73,13 +83,11 @@ class PendingLookup:
     def result(self, timeout_s: float | None = None) -> Lookup | None:
         """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
         try:
-            return self._decode(self._call.result(timeout=timeout_s))
+            return self._rpc.decode_lookup(self._namespace, self._call.result(timeout=timeout_s))
         except grpc.FutureTimeoutError:
             return None
-        except grpc.FutureCancelledError:
-            raise PoolTimeoutError(f"the lookup at kvpool-server {self._endpoint} was cancelled") from None
-        except grpc.RpcError as error:
-            raise wire.error_of(error, self._endpoint) from None
+        except CALL_ERRORS as error:
+            raise self._rpc.error_of(error) from None
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         """Calls back from another thread once the lookup has ended."""
@@ -122,10 +130,8 @@ class PoolRpc:
     ) -> tuple[OpenedNamespace, int]:
         """Declares a namespace; returns what the server says of it, and the server's boot token.
 
-        Raises:
-            InvalidRequestError: the spec cannot name a namespace.
-            IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
-            TransferError: client and server are of releases that compute different fingerprints.
+        Raises InvalidRequestError, IncompatibleNamespaceError, and TransferError if the server is of a release that
+        computes another fingerprint.
         """
         request = pb.OpenNamespaceRequest(
             spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint, opener=socket.gethostname()
@@ -143,21 +149,14 @@ class PoolRpc:
 
     def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool, lease: bool) -> Lookup:
         request = self._lookup_request(namespace, runs, prefix_only, lease)
-        return self._decode_lookup(namespace, self.call(self._lookups, lambda: request))
+        return self.decode_lookup(namespace, self.call(self._lookups, lambda: request))
 
     def lookup_async(
-        self,
-        namespace: Namespace,
-        runs: Sequence[BlockRun],
-        *,
-        prefix_only: bool,
-        lease: bool,
-        timeout_ms: int | None = None,
+        self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
     ) -> PendingLookup:
-        """Sends a lookup without waiting. Another thread encodes `runs`: do not change them."""
+        """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them."""
         request = functools.partial(self._lookup_request, namespace, runs, prefix_only, lease)
-        call = self.send(self._lookups, request, timeout_ms)
-        return PendingLookup(call, functools.partial(self._decode_lookup, namespace), self.config.endpoint)
+        return PendingLookup(self.send(self._lookups, request), self, namespace)
 
     def _lookup_request(
         self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool
@@ -169,7 +168,7 @@ class PoolRpc:
             lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
         )
 
-    def _decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse) -> Lookup:
+    def decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse) -> Lookup:
         self.check_boot(namespace, reply.boot_token)
         return wire.decode_lookup(reply)
 
@@ -261,28 +260,22 @@ class PoolRpc:
         """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
         try:
             return method(request, timeout=self.timeout_s(timeout_ms))
-        except grpc.RpcError as error:
-            raise wire.error_of(error, self.config.endpoint) from None
-        except ValueError:  # What gRPC raises for a closed channel.
-            raise self._closed_error() from None
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
 
     def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
         """Starts a call without waiting; returns its `grpc.Future`."""
         try:
             return method.future(request, timeout=self.timeout_s(timeout_ms))
-        except ValueError:
-            raise self._closed_error() from None
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
 
     def _result(self, call: Any) -> Any:
         """Waits for the answer of a call that was sent, until the call's own deadline."""
         try:
             return call.result(timeout=self.timeout_s())
-        except grpc.FutureTimeoutError:
-            raise PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time") from None
-        except grpc.FutureCancelledError:
-            raise self._closed_error() from None
-        except grpc.RpcError as error:
-            raise wire.error_of(error, self.config.endpoint) from None
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
 
     def _send_and_forget(self, method: Any, request: Any) -> None:
         with contextlib.suppress(UnavailableError):
@@ -292,10 +285,24 @@ class PoolRpc:
     def timeout_s(self, timeout_ms: int | None = None) -> float:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
 
+    def check(self, namespace: Namespace) -> int:
+        """Returns how many namespaces the server has opened since its start; 0 from an older server.
+
+        Raises UnavailableError if the server has restarted since `namespace` was opened.
+        """
+        reply = self.ping()
+        self.check_boot(namespace, reply.boot_token)
+        return int(reply.namespaces_opened)
+
     def check_boot(self, namespace: Namespace, boot_token: int) -> None:
         """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""
         if boot_token != namespace.boot_token:
             raise UnavailableError(f"kvpool-server at {self.config.endpoint} has restarted; open the namespace again")
 
-    def _closed_error(self) -> UnavailableError:
+    def error_of(self, error: Exception) -> KVPoolError:
+        """The kvpool error for one of `CALL_ERRORS`."""
+        if isinstance(error, grpc.RpcError):
+            return wire.error_of(error, self.config.endpoint)
+        if isinstance(error, grpc.FutureTimeoutError):
+            return PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time")
         return UnavailableError(f"the client of kvpool-server at {self.config.endpoint} is closed; make a new one")

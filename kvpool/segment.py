@@ -70,8 +70,7 @@ class Segment:
     def create(cls, directory: str, nbytes: int) -> Segment:
         """Makes a segment of `nbytes`, not yet backed by memory (see `populate`).
 
-        Raises:
-            ConfigError: the directory cannot hold it.
+        Raises ConfigError if the directory cannot hold the segment.
         """
         path = os.path.join(directory, f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         unlocked = os.path.join(directory, f".{os.path.basename(path)}")  # A name that `sweep` skips.
@@ -104,8 +103,7 @@ class Segment:
     def attach(cls, info: SegmentInfo) -> Segment:
         """Maps another process's segment.
 
-        Raises:
-            TransferError: the segment is not on this host, or belongs to another server.
+        Raises TransferError if the segment is not on this host, or belongs to another server.
         """
         try:
             fd = os.open(info.path, os.O_RDWR | os.O_CLOEXEC)
@@ -115,11 +113,10 @@ class Segment:
             if os.fstat(fd).st_size != info.nbytes + TRAILER_BYTES:
                 raise TransferError(f"the shared memory at {info.path} has another size than the server's")
             segment = cls(fd, info.path, info.nbytes, owner=False)
-        except (OSError, ValueError) as error:
+        except BaseException as error:
             os.close(fd)
-            raise TransferError(f"cannot map the shared memory at {info.path}: {error}") from error
-        except TransferError:
-            os.close(fd)
+            if isinstance(error, (OSError, ValueError)):
+                raise TransferError(f"cannot map the shared memory at {info.path}: {error}") from error
             raise
         if segment.nonce != info.nonce:
             segment.close()
@@ -132,8 +129,7 @@ class Segment:
     def populate(self, start: int, nbytes: int) -> None:
         """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
 
-        Raises:
-            MemoryError: the system has no free memory.
+        Raises MemoryError if the system has no free memory.
         """
         error = self._advise(start, nbytes, _MADV_POPULATE_WRITE)
         if error == 0:

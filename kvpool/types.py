@@ -260,9 +260,7 @@ class Offer:
 
     Args:
         piece_bytes: largest payload of one message of the gRPC transport.
-        segment: None if the server offers no shared memory.
-        mooncake: None if it has no Transfer Engine.
-        data_port: None if the server has none.
+        segment, mooncake, data_port: None where the server has none.
     """
 
     piece_bytes: int

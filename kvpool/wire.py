@@ -5,11 +5,15 @@ Decoding validates what a proto type cannot say (hash lengths, known enums); mea
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from kvpool import errors
 from kvpool.holdings import NamespaceInfo, TierHoldings, printable
@@ -135,46 +139,20 @@ def decode_opener(opener: str) -> str:
 
 
 def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
-    message = pb.NamespaceSpec(extra=dict(spec.extra))
-    for name in _SPEC_SCALARS:
-        setattr(message, name, getattr(spec, name))
-    for group in spec.groups:
-        added = message.groups.add(layer_names=group.layer_names, layer_formats=group.layer_formats)
-        for name in _GROUP_SCALARS:
-            setattr(added, name, getattr(group, name))
-    return message
+    groups = [_encode(group, pb.GroupSpec) for group in spec.groups]
+    return _encode(spec, pb.NamespaceSpec, groups=groups, extra=dict(spec.extra))
 
 
 def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
     groups = tuple(
-        GroupSpec(
-            layer_names=tuple(group.layer_names),
-            layer_formats=tuple(group.layer_formats),
-            **{name: getattr(group, name) for name in _GROUP_SCALARS},
-        )
+        _decode(GroupSpec, group, layer_names=tuple(group.layer_names), layer_formats=tuple(group.layer_formats))
         for group in message.groups
     )
-    scalars = {name: getattr(message, name) for name in _SPEC_SCALARS}
-    return NamespaceSpec(groups=groups, extra=tuple(message.extra.items()), **scalars)
-
-
-_SPEC_SCALARS = tuple(
-    field.name for field in pb.NamespaceSpec.DESCRIPTOR.fields if field.name not in ("groups", "extra")
-)
-_GROUP_SCALARS = tuple(
-    field.name for field in pb.GroupSpec.DESCRIPTOR.fields if field.name not in ("layer_names", "layer_formats")
-)
+    return _decode(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
 
 
 def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceResponse:
-    message = pb.OpenNamespaceResponse(
-        boot_token=boot_token,
-        fingerprint=opened.fingerprint,
-        created=opened.created,
-        max_batch_blocks=opened.max_batch_blocks,
-    )
-    _put_offer(opened.offer, message)
-    return message
+    return _encode(opened, pb.OpenNamespaceResponse, boot_token=boot_token, **_encode_offer(opened.offer))
 
 
 def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
@@ -184,42 +162,31 @@ def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
 def encode_pong(
     version: str, uptime_s: float, offer: Offer, boot_token: int, namespaces_opened: int = 0
 ) -> pb.PingResponse:
-    message = pb.PingResponse(
-        boot_token=boot_token, version=version, uptime_seconds=uptime_s, namespaces_opened=namespaces_opened
+    return pb.PingResponse(
+        boot_token=boot_token,
+        version=version,
+        uptime_seconds=uptime_s,
+        namespaces_opened=namespaces_opened,
+        **_encode_offer(offer),
     )
-    _put_offer(offer, message)
-    return message
 
 
-def _put_offer(offer: Offer, message: pb.OpenNamespaceResponse | pb.PingResponse) -> None:
-    message.piece_bytes = offer.piece_bytes
-    for name, info in (
-        ("segment", offer.segment),
-        ("mooncake", offer.mooncake),
-        ("data_port", offer.data_port),
-    ):
-        if info is not None:
-            part = getattr(message, name)
-            for field in part.DESCRIPTOR.fields:
-                setattr(part, field.name, getattr(info, field.name))
+def _encode_offer(offer: Offer) -> dict[str, Any]:
+    return {
+        "piece_bytes": offer.piece_bytes,
+        "segment": offer.segment and _encode(offer.segment, pb.Segment),
+        "mooncake": offer.mooncake and _encode(offer.mooncake, pb.MooncakeEngine),
+        "data_port": offer.data_port and _encode(offer.data_port, pb.DataPort),
+    }
 
 
 def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
-    def part(name: str, kind: Callable[..., _Info]) -> _Info | None:
-        if not message.HasField(name):
-            return None
-        sent = getattr(message, name)
-        return kind(**{field.name: getattr(sent, field.name) for field in sent.DESCRIPTOR.fields})
-
     return Offer(
         message.piece_bytes,
-        part("segment", SegmentInfo),
-        part("mooncake", MooncakeInfo),
-        part("data_port", DataPortInfo),
+        _decode(SegmentInfo, message.segment) if message.HasField("segment") else None,
+        _decode(MooncakeInfo, message.mooncake) if message.HasField("mooncake") else None,
+        _decode(DataPortInfo, message.data_port) if message.HasField("data_port") else None,
     )
-
-
-_Info = TypeVar("_Info")
 
 
 def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> pb.LookupResponse:
@@ -231,13 +198,7 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
         )
         for run, hit in zip(runs, lookup.hits, strict=True)
     ]
-    return pb.LookupResponse(
-        boot_token=boot_token,
-        hits=hits,
-        lease_id=lookup.lease_id,
-        lease_ttl_ms=lookup.lease_ttl_ms,
-        retry_after_ms=lookup.retry_after_ms,
-    )
+    return _encode(lookup, pb.LookupResponse, boot_token=boot_token, hits=hits)
 
 
 def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
@@ -252,14 +213,7 @@ def decode_lookup(message: pb.LookupResponse) -> Lookup:
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
-    return pb.PutStartResponse(
-        boot_token=boot_token,
-        ticket_id=grant.ticket_id,
-        ticket_ttl_ms=grant.ticket_ttl_ms,
-        statuses=bytes(grant.statuses),
-        offsets=grant.offsets,
-        permit=grant.permit,
-    )
+    return _encode(grant, pb.PutStartResponse, boot_token=boot_token, statuses=bytes(grant.statuses))
 
 
 _PUT_STATUSES = tuple(PutStatus)
@@ -275,9 +229,7 @@ def decode_grant(message: pb.PutStartResponse) -> PutGrant:
 
 
 def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
-    return pb.PutEndResponse(
-        boot_token=boot_token, num_committed=receipt.num_committed, num_complete=receipt.num_complete
-    )
+    return _encode(receipt, pb.PutEndResponse, boot_token=boot_token)
 
 
 def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
@@ -285,14 +237,7 @@ def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
 
 
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
-    return pb.GetResponse(
-        boot_token=boot_token,
-        lease_remaining_ms=located.lease_remaining_ms,
-        present=bytes(located.present),
-        offsets=located.offsets,
-        checksums=located.checksums,
-        permit=located.permit,
-    )
+    return _encode(located, pb.GetResponse, boot_token=boot_token, present=bytes(located.present))
 
 
 def decode_located(message: pb.GetResponse) -> Located:
@@ -330,7 +275,7 @@ def decode_piece(message: bytes) -> Piece:
 
 
 def encode_key(key: PoolKey) -> pb.PoolKey:
-    return pb.PoolKey(namespace=key.namespace, group_idx=key.group_idx, block_hash=key.block_hash, shard=key.shard)
+    return _encode(key, pb.PoolKey)
 
 
 def decode_key(message: pb.PoolKey) -> PoolKey:
@@ -340,9 +285,7 @@ def decode_key(message: pb.PoolKey) -> PoolKey:
 
 
 def encode_chunk(chunk: Chunk) -> pb.Chunk:
-    return pb.Chunk(
-        key=encode_key(chunk.key), parent_hash=chunk.parent_hash, payload=chunk.payload, checksum=chunk.checksum
-    )
+    return _encode(chunk, pb.Chunk, key=encode_key(chunk.key))
 
 
 def decode_chunk(message: pb.Chunk) -> Chunk:
@@ -352,56 +295,51 @@ def decode_chunk(message: pb.Chunk) -> Chunk:
 
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
-    return pb.StatsResponse(
-        boot_token=boot_token,
-        counters=stats.counters,
-        tiers=[
-            pb.TierStats(counters=tier.counters, **{name: getattr(tier, name) for name in _TIER_SCALARS})
-            for tier in stats.tiers
-        ],
-        **{name: getattr(stats, name) for name in _STATS_SCALARS},
-    )
+    tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers)
 
 
 def decode_stats(message: pb.StatsResponse) -> PoolStats:
-    tiers = tuple(
-        TierStats(counters=dict(tier.counters), **{name: getattr(tier, name) for name in _TIER_SCALARS})
-        for tier in message.tiers
-    )
-    scalars = {name: getattr(message, name) for name in _STATS_SCALARS}
-    return PoolStats(counters=dict(message.counters), tiers=tiers, **scalars)
-
-
-_STATS_SCALARS = tuple(
-    field.name for field in pb.StatsResponse.DESCRIPTOR.fields if field.name not in ("boot_token", "counters", "tiers")
-)
-_TIER_SCALARS = tuple(field.name for field in pb.TierStats.DESCRIPTOR.fields if field.name != "counters")
+    tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
+    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers)
 
 
 def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
-    return pb.NamespaceInfo(
-        spec=encode_spec(info.spec),
-        tiers=[
-            pb.TierHoldings(tier=tier.tier, num_entries=tier.num_entries, nbytes=tier.nbytes) for tier in info.tiers
-        ],
-        **{name: getattr(info, name) for name in _INFO_SCALARS},
-    )
+    tiers = [_encode(tier, pb.TierHoldings) for tier in info.tiers]
+    return _encode(info, pb.NamespaceInfo, spec=encode_spec(info.spec), tiers=tiers)
 
 
 def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
-    tiers = tuple(TierHoldings(tier.tier, tier.num_entries, tier.nbytes) for tier in message.tiers)
-    scalars = {name: getattr(message, name) for name in _INFO_SCALARS}
-    return NamespaceInfo(spec=decode_spec(message.spec), tiers=tiers, **scalars)
-
-
-_INFO_SCALARS = tuple(field.name for field in pb.NamespaceInfo.DESCRIPTOR.fields if field.name not in ("spec", "tiers"))
+    tiers = tuple(_decode(TierHoldings, tier) for tier in message.tiers)
+    return _decode(NamespaceInfo, message, spec=decode_spec(message.spec), tiers=tiers)
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:
-    return [
-        pb.Quota(subject=quota.subject, limit_bytes=quota.limit_bytes, used_bytes=quota.used_bytes) for quota in quotas
-    ]
+    return [_encode(quota, pb.Quota) for quota in quotas]
 
 
 def decode_quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
-    return [Quota(message.subject, message.limit_bytes, message.used_bytes) for message in messages]
+    return [_decode(Quota, message) for message in messages]
+
+
+_M = TypeVar("_M", bound=Message)
+_V = TypeVar("_V")
+
+
+def _encode(value: Any, message_type: type[_M], **others: Any) -> _M:
+    """The message of a dataclass: `others`, and the fields that both have by the same name."""
+    for name in _shared(value.__class__, message_type.DESCRIPTOR).difference(others):
+        others[name] = getattr(value, name)
+    return message_type(**others)
+
+
+def _decode(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
+    """The dataclass of a message: `others`, and the fields that both have by the same name."""
+    for name in _shared(value_type, message.DESCRIPTOR).difference(others):
+        others[name] = getattr(message, name)
+    return value_type(**others)
+
+
+@functools.cache
+def _shared(value_type: Any, message: Descriptor) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(value_type) if field.name in message.fields_by_name)

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.engine_client import EngineClient
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.processes import ServerProcess
 
@@ -30,7 +30,7 @@ LONG_FILES = (
 """Files, or folders of files, that take long, the longest first."""
 
 StartServer = Callable[..., ServerProcess]
-Connect = Callable[..., EngineClient]
+Connect = Callable[..., Client]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,26 +84,26 @@ def connect() -> Iterator[Connect]:
     """Makes clients of a server: `connect(server, transport="shm", ticket_ttl_ms=100)`."""
     with ExitStack() as stack:
 
-        def make(server: ServerProcess, **config: object) -> EngineClient:
+        def make(server: ServerProcess, **config: object) -> Client:
             # On a busy machine a process that is alive may say nothing for seconds.
             defaults = {"timeout_ms": 10_000, "data_timeout_ms": 10_000, "stall_timeout_ms": 5_000}
-            return stack.enter_context(EngineClient(ClientConfig(endpoint=server.endpoint, **{**defaults, **config})))
+            return stack.enter_context(Client(ClientConfig(endpoint=server.endpoint, **{**defaults, **config})))
 
         yield make
 
 
 @pytest.fixture
-def shm_client(shared_server: ServerProcess, connect: Connect) -> EngineClient:
+def shm_client(shared_server: ServerProcess, connect: Connect) -> Client:
     return connect(shared_server, transport="shm")
 
 
 @pytest.fixture
-def tcp_client(shared_server: ServerProcess, connect: Connect) -> EngineClient:
+def tcp_client(shared_server: ServerProcess, connect: Connect) -> Client:
     return connect(shared_server, transport="tcp")
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def client(request: pytest.FixtureRequest, shared_server: ServerProcess, connect: Connect) -> EngineClient:
+def client(request: pytest.FixtureRequest, shared_server: ServerProcess, connect: Connect) -> Client:
     """A client of the shared server, once for each transport."""
     return connect(shared_server, transport=request.param)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
 
+from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.engine_client import EngineClient
 from kvpool.errors import KVPoolError
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import Difference, NamespaceSpec, differences
@@ -60,7 +60,7 @@ class Session:
         *,
         explains: bool = False,
     ):
-        self.client = EngineClient(config)
+        self.client = Client(config)
         self._spec = spec
         self._name = name
         self._recorder = recorder or Recorder()
@@ -146,7 +146,7 @@ class Session:
                     self._ping()
                 continue
             # The system frees a dead server's shared memory once no process maps it, and the next server may need it.
-            self.client.detach()
+            self.client.attachment.detach()
             if not self._closed.wait(wait_s):
                 self._probe()
 
@@ -156,7 +156,7 @@ class Session:
         if namespace is None:
             return
         try:
-            num_opened = self.client.check(namespace)
+            num_opened = self.client.rpc.check(namespace)
         except KVPoolError as error:
             self.report(error, "ping")
         else:
@@ -169,7 +169,7 @@ class Session:
             spec = self._spec
         try:
             namespace = self.client.open_namespace(spec, timeout_ms=OPEN_TIMEOUT_MS)
-            num_opened = max(self.client.check(namespace) for _ in range(PROBE_PINGS))
+            num_opened = max(self.client.rpc.check(namespace) for _ in range(PROBE_PINGS))
         except Exception as error:  # Of any kind: without this thread the engine would stay without a pool.
             with self._lock:
                 if spec is self._spec:
@@ -189,7 +189,7 @@ class Session:
             tell = self._tell
         tell(namespace)
         self._said = ""
-        choice = self.client.choice
+        choice = self.client.attachment.choice
         say = logger.warning if choice is not None and choice.is_fallback else logger.info
         say(
             "%s: kvpool at %s, namespace %s, transport %s, %d bytes a block of all groups",

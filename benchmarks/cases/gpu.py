@@ -12,7 +12,6 @@ import contextlib
 import json
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.measuring import Row, at_most, time_ratio
+from benchmarks.harness.measuring import Logs, Row, at_most, time_ratio
 from benchmarks.peers import mooncake_store
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
@@ -55,12 +54,11 @@ COLD_REACH = 1.02
 
 
 def main(
+    logs: Logs,
     rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 7,
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 20_000,
-    logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
 ) -> None:
     """Time prompts and decoding in engines that take turns on one GPU."""
-    logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-gpu-"))
     model = write_model(logs)
     with contextlib.ExitStack() as stack:
         master = stack.enter_context(mooncake_store.master())

@@ -9,9 +9,7 @@ Needs 2 or 4 GPUs with 110 GiB each, and 64 GiB of the host's memory.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -19,7 +17,7 @@ import typer
 
 from benchmarks.cases.gpu import OPTIONS, empty_own_cache, prompt_of, write_model
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.measuring import Row, at_least
+from benchmarks.harness.measuring import Logs, Row, at_least
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
 POOL_GIB = 24
@@ -30,12 +28,11 @@ _LOAD_SECONDS, _LOADED_BYTES = "vllm:kvpool_load_seconds", "vllm:kvpool_loaded_b
 
 
 def main(
+    logs: Logs,
     rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 5,
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 20_000,
-    logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
 ) -> None:
     """Time prompts that are stored and loaded by one rank, by two and by four."""
-    logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-gpus-"))
     model = write_model(logs)
     sizes = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
     with contextlib.ExitStack() as stack:

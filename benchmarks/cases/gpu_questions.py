@@ -13,7 +13,6 @@ import contextlib
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from benchmarks.cases.gpu import (
     write_model,
 )
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.measuring import Row
+from benchmarks.harness.measuring import Logs, Row
 from benchmarks.peers import mooncake_store
 from testbed.engine import Engine, EngineSpec, start_all
 
@@ -40,12 +39,11 @@ NUM_DOCUMENTS, QUESTION_TOKENS, ANSWER_TOKENS, IN_FLIGHT = 8, 128, 64, 4
 
 
 def main(
+    logs: Logs,
     tokens: Annotated[int, typer.Option(help="Tokens in a document.")] = 20_000,
     questions: Annotated[int, typer.Option(help="Questions about each document.")] = 20,
-    logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
 ) -> None:
     """Time a batch of questions about long documents. Told to end, it reports what it has."""
-    logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-questions-"))
     model = write_model(logs)
     asked = _questions(tokens, questions)
     rows: list[Row] = []

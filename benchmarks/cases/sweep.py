@@ -14,7 +14,7 @@ from benchmarks.harness.traffic import Bytes, Traffic, copy_and_sum
 from benchmarks.peers import valkey
 from benchmarks.peers.bare_socket import BareSocket, bare_socket
 from benchmarks.peers.bare_stream import bare_stream
-from benchmarks.peers.mooncake_store import Store, addresses
+from benchmarks.peers.mooncake_store import Store
 from benchmarks.peers.valkey import Valkey
 
 CHUNK_KIB = (16, 64, 256, 1024, 4096)
@@ -56,6 +56,7 @@ def _measure(
     num_blocks, chunk_bytes = source.shape
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(bare_stream(chunk_bytes))
+        store_put, store_get = store.measures(source, sink)
         measures: Measures = {
             ("memcpy", PUT): lambda: timed(lambda: _copy(source, sink)),
             ("memcpy + xxh3", PUT): lambda: timed(lambda: copy_and_sum(source, sink, chunk_bytes)),
@@ -63,7 +64,8 @@ def _measure(
             ("bare TCP socket", GET): lambda: timed(lambda: bare.get(sink)),
             ("bare gRPC stream", PUT): lambda: timed(lambda: stream.put(num_blocks)),
             ("bare gRPC stream", GET): lambda: timed(lambda: stream.get(num_blocks)),
-            **_mooncake(store, source, sink),
+            ("Mooncake Store, TCP", PUT): store_put,
+            ("Mooncake Store, TCP", GET): store_get,
             **(_valkey(plain, source, sink) if plain else {}),
         }
         for transport in ("shm", "stream"):
@@ -75,21 +77,6 @@ def _measure(
         taken = alternate(measures, ROUNDS, what=f"chunks of {chunk_bytes >> 10} KiB")
     # A copy has no direction.
     return {**taken, **{(name, GET): taken[name, PUT] for name in ("memcpy", "memcpy + xxh3")}}
-
-
-def _mooncake(store: Store, source: Bytes, sink: Bytes) -> Measures:
-    num_blocks, nbytes = source.shape
-    keys = [f"sweep@{idx}" for idx in range(num_blocks)]
-    froms, intos = addresses(source, nbytes), addresses(sink, nbytes)
-
-    def put() -> float:
-        store.remove_all()
-        return timed(lambda: store.put(keys, froms, nbytes))
-
-    return {
-        ("Mooncake Store, TCP", PUT): put,
-        ("Mooncake Store, TCP", GET): lambda: timed(lambda: store.get(keys, intos, nbytes)),
-    }
 
 
 def _valkey(plain: Valkey, source: Bytes, sink: Bytes) -> Measures:

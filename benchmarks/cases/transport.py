@@ -31,7 +31,7 @@ from benchmarks.harness.traffic import Bytes, Traffic, copy_and_sum, pair
 from benchmarks.peers import iperf, valkey
 from benchmarks.peers.bare_socket import bare_socket
 from benchmarks.peers.bare_stream import bare_stream
-from benchmarks.peers.mooncake_store import Store, addresses, mooncake_store
+from benchmarks.peers.mooncake_store import Store, mooncake_store
 from testbed.mooncake import BEST_SETTINGS
 
 MIB = 1 << 20
@@ -54,17 +54,8 @@ def shm_rows(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Ro
         store: has both buffers registered.
         source, sink: uint8 [num_blocks, SHM_BLOCK_BYTES], warm.
     """
-    keys = [f"benchmark@{idx}" for idx in range(len(source))]
-    froms, intos = addresses(source, SHM_BLOCK_BYTES), addresses(sink, SHM_BLOCK_BYTES)
-
-    def mooncake_put() -> float:
-        store.remove_all()
-        return timed(lambda: store.put(keys, froms, SHM_BLOCK_BYTES))
-
-    measures: dict[str, Callable[[], float]] = {
-        "mooncake put": mooncake_put,
-        "mooncake get": lambda: timed(lambda: store.get(keys, intos, SHM_BLOCK_BYTES)),
-    }
+    mooncake_put, mooncake_get = store.measures(source, sink)
+    measures: dict[str, Callable[[], float]] = {"mooncake put": mooncake_put, "mooncake get": mooncake_get}
     traffics = [Traffic(endpoint, "shm", source, sink, num_shards) for num_shards in SHARD_COUNTS]
     for num_shards, traffic in zip(SHARD_COUNTS, traffics, strict=True):
         traffic.check()
@@ -99,13 +90,7 @@ def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, 
         store: has both buffers registered.
         source, sink: uint8 [num_chunks, STREAM_CHUNK_BYTES], warm.
     """
-    keys = [f"stream@{idx}" for idx in range(len(source))]
-    froms, intos = addresses(source, STREAM_CHUNK_BYTES), addresses(sink, STREAM_CHUNK_BYTES)
-
-    def store_put() -> float:
-        store.remove_all()
-        return timed(lambda: store.put(keys, froms, STREAM_CHUNK_BYTES))
-
+    store_put, store_get = store.measures(source, sink)
     traffics = {
         "stream": Traffic(endpoint, "tcp", source, sink, num_shards=1),
         "stream over gRPC": Traffic(grpc_endpoint, "grpc", source, sink, num_shards=1),
@@ -118,7 +103,7 @@ def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, 
             "bare gRPC stream put": lambda: timed(lambda: bare.put(len(source))),
             "bare gRPC stream get": lambda: timed(lambda: bare.get(len(source))),
             "Mooncake Store, TCP put": store_put,
-            "Mooncake Store, TCP get": lambda: timed(lambda: store.get(keys, intos, STREAM_CHUNK_BYTES)),
+            "Mooncake Store, TCP get": store_get,
         }
         for name, traffic in traffics.items():
             traffic.check()

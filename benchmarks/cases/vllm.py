@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.measuring import Row, at_least, at_most, time_ratio
+from benchmarks.harness.measuring import Logs, Row, at_least, at_most, time_ratio
 from benchmarks.peers import mooncake_store
 from testbed import tiny_llama
 from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
@@ -34,12 +32,11 @@ SETTLE_S = 0.6
 
 
 def main(
+    logs: Logs,
     rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 12,
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 4096,
-    logs: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: a new folder.")] = None,
 ) -> None:
     """Time cold and warm prompts in four engines that take turns."""
-    logs = logs or Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     print(f"logs: {logs}", flush=True)
     model = tiny_llama.write(logs / "model", SHAPE)
     with contextlib.ExitStack() as stack:

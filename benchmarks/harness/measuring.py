@@ -16,15 +16,17 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -56,6 +58,15 @@ DISTRIBUTIONS = (
 )
 
 Key = TypeVar("Key", bound=Hashable)
+Logs = Annotated[
+    Path,
+    typer.Option(
+        help="Where the engines' logs go; default: a new folder.",
+        default_factory=lambda: Path(tempfile.mkdtemp(prefix="kvpool-bench-")),
+        show_default=False,
+    ),
+]
+"""The option of a benchmark that starts engines."""
 
 
 Verdict = bool | str | None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from benchmarks.harness.measuring import process, wait_until
+from benchmarks.harness.measuring import process, timed, wait_until
+from benchmarks.harness.traffic import Bytes
 from testbed.engine import EngineSpec
 from testbed.mooncake import master_command, open_store, segment_command
 from testbed.ports import free_port, is_listening
@@ -26,7 +24,7 @@ class Store:
     def __init__(self, master: str):
         self._store = open_store(master, f"127.0.0.1:{free_port()}", 0)
 
-    def register(self, buffer: npt.NDArray[np.uint8]) -> None:
+    def register(self, buffer: Bytes) -> None:
         assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0, "Mooncake refused a buffer"
 
     def put(self, keys: list[str], addresses: list[int], nbytes: int) -> None:
@@ -40,6 +38,18 @@ class Store:
             batch = slice(first, first + BATCH_KEYS)
             codes = self._store.batch_get_into(keys[batch], addresses[batch], [nbytes] * len(keys[batch]))
             assert set(codes) == {nbytes}, f"Mooncake get: codes {set(codes)}"
+
+    def measures(self, source: Bytes, sink: Bytes) -> tuple[Callable[[], float], Callable[[], float]]:
+        """A put into the empty store and a get, which time themselves: uint8 [num_blocks, nbytes], registered."""
+        nbytes = source.shape[1]
+        keys = [f"benchmark@{idx}" for idx in range(len(source))]
+        froms, intos = _addresses(source), _addresses(sink)
+
+        def put() -> float:
+            self.remove_all()
+            return timed(lambda: self.put(keys, froms, nbytes))
+
+        return put, lambda: timed(lambda: self.get(keys, intos, nbytes))
 
     def exist(self, keys: list[str]) -> list[int]:
         found: list[int] = self._store.batch_is_exist(keys)
@@ -97,6 +107,5 @@ def engine(model: Path, master: str, folder: Path, segment_bytes: int, options: 
     return EngineSpec(model, transfer, options, {"MOONCAKE_CONFIG_PATH": str(path), "PYTHONHASHSEED": "0"})
 
 
-def addresses(buffer: npt.NDArray[np.uint8], nbytes: int) -> list[int]:
-    """Addresses of the consecutive parts of `nbytes` of a buffer."""
-    return list(range(buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes, nbytes))
+def _addresses(blocks: Bytes) -> list[int]:
+    return [block.ctypes.data for block in blocks]

@@ -148,11 +148,7 @@ class Attachment:
         return self._choice
 
     def attach(self, offer: Offer, boot_token: int) -> Transport:
-        """The transport to this boot of the server; one to an earlier boot is closed first.
-
-        Raises:
-            KVPoolError: as `choose`.
-        """
+        """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
         with self._lock:
             if self._choice is None or self._boot_token != boot_token:
                 self._close()

@@ -75,7 +75,19 @@ class DirectPipeline:
 
     @contextmanager
     def _acquired(self, timeout_s: float) -> Iterator[_Channel]:
-        channel = self._acquire(timeout_s)
+        """A channel of the caller's own; it is closed if batches are left in flight."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed.is_set() or self._idle or len(self._all) < MAX_CHANNELS, max(timeout_s, 0)
+            )
+            if self._closed.is_set():
+                raise TransferError(f"the transport to {self._peer} is closed; open the namespace again")
+            if not self._idle and len(self._all) == MAX_CHANNELS:
+                raise PoolTimeoutError(
+                    f"all {MAX_CHANNELS} transfer channels to {self._peer} stayed busy for {timeout_s:.3f} s"
+                )
+            channel = self._idle.pop() if self._idle else _Channel(self._make(self._closed))
+            self._all.add(channel)
         try:
             yield channel
         finally:
@@ -86,23 +98,6 @@ class DirectPipeline:
                 if not self._closed.is_set():
                     self._idle.append(channel)
                     self._changed.notify()
-
-    def _acquire(self, timeout_s: float) -> _Channel:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed.is_set() or self._idle or len(self._all) < MAX_CHANNELS, max(timeout_s, 0)
-            )
-            if self._closed.is_set():
-                raise TransferError(f"the transport to {self._peer} is closed; open the namespace again")
-            if self._idle:
-                return self._idle.pop()
-            if len(self._all) == MAX_CHANNELS:
-                raise PoolTimeoutError(
-                    f"all {MAX_CHANNELS} transfer channels to {self._peer} stayed busy for {timeout_s:.3f} s"
-                )
-            channel = _Channel(self._make(self._closed))
-            self._all.add(channel)
-            return channel
 
     def close(self) -> None:
         with self._changed:

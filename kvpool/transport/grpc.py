@@ -6,7 +6,9 @@ A call has one staging buffer for all of its batches: the first touch of new mem
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -16,7 +18,6 @@ import numpy.typing as npt
 from kvpool import wire
 from kvpool.errors import PoolTimeoutError, TransferError
 from kvpool.transport.base import Drain, Fill, Transfer
-from kvpool.transport.stall_watchdog import StallWatchdog
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 
@@ -103,7 +104,7 @@ class GrpcTransport:
         )
         call: Any = self._read(request, timeout=transfer.timeout_s)
         staging = _staging(transfer)
-        watchdog = StallWatchdog(self._stall_timeout_s, call.cancel)
+        watchdog = _StallWatchdog(self._stall_timeout_s, call.cancel)
         try:
             with watchdog:
                 for start, stop in transfer.batches():
@@ -120,7 +121,7 @@ class GrpcTransport:
         finally:
             call.cancel()
 
-    def _receive(self, call: Iterator[Piece], watchdog: StallWatchdog, row: Bytes, offset: int) -> Bytes:
+    def _receive(self, call: Iterator[Piece], watchdog: _StallWatchdog, row: Bytes, offset: int) -> Bytes:
         """One region: in `row`, or in the message itself if the region arrived in one piece."""
         filled = 0
         while filled < len(row):
@@ -145,6 +146,50 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Nothing to end: the channel is the client's."""
+
+
+class _StallWatchdog:
+    """Ends a read whose peer sends nothing for too long, which a deadline alone would let wait until it passes.
+
+    A context manager around the read; time outside of `waiting` does not count.
+
+    Args:
+        limit_s: longest wait.
+        cancel: ends the call. Called on the watchdog's thread, at most a quarter of the limit late.
+
+    Attributes:
+        has_stalled: whether a wait was longer, so that the call was cancelled.
+    """
+
+    def __init__(self, limit_s: float, cancel: Callable[[], object]):
+        self._limit_s = limit_s
+        self._cancel = cancel
+        self._waiting_since = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="kvpool-watchdog", daemon=True)
+        self.has_stalled = False
+
+    def __enter__(self) -> _StallWatchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around one wait for the peer."""
+        self._waiting_since = time.monotonic()
+        yield
+        self._waiting_since = 0.0
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._limit_s / 4):
+            since = self._waiting_since
+            if since and time.monotonic() - since > self._limit_s:
+                self.has_stalled = True
+                self._cancel()
+                return
 
 
 def _staging(transfer: Transfer) -> Bytes:

@@ -11,6 +11,7 @@ of a failed write is never revoked (`one_sided`): it expires, and its slots wait
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -80,7 +81,7 @@ class MooncakeTransport:
     def _open(self) -> ThreadedPipeline:
         engine, info = self._start(), self.info
         pipeline = ThreadedPipeline(
-            lambda closed: _EngineChannel(engine, info, closed),
+            functools.partial(_EngineChannel, engine, info),
             f"the Transfer Engine at {info.session}",
             DEPTH,
             self._stall_timeout_s,
@@ -91,11 +92,7 @@ class MooncakeTransport:
         return pipeline
 
     def prove(self, timeout_s: float) -> None:
-        """Reads the server's nonce through the engine.
-
-        Raises:
-            TransferError, PoolTimeoutError, UnavailableError: the engine does not reach the server's memory.
-        """
+        """Reads the server's nonce through the engine. Raises as `read`, and TransferError for another server."""
         read: list[bytes] = []
         transfer = Transfer(0, [self.info.nonce_offset], len(self.info.nonce), timeout_s)
         self.pipeline.read(transfer, lambda _, rows: read.append(rows[0].tobytes()), stall_timeout_s=math.inf)
@@ -124,50 +121,41 @@ class MooncakeTransport:
             self._end()
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One engine transfer: neighbouring regions, from or to address `here`, at the peer's address `there`."""
-
-    here: int
-    there: int
-    nbytes: int
-
-
+@dataclass(eq=False)
 class _EngineChannel:
     """Moves batches by one-sided engine transfers, which nothing can stop."""
 
-    def __init__(self, engine: Engine, info: MooncakeInfo, closed: threading.Event):
-        self._engine = engine
-        self._info = info
-        self._closed = closed
+    engine: Engine
+    info: MooncakeInfo
+    closed: threading.Event
 
     def grow(self, old: Bytes, nbytes: int) -> Bytes:
         if len(old):
-            self._engine.unregister(old)
+            self.engine.unregister(old)
         grown: Bytes = np.empty(max(BATCH_BYTES, 1 << (nbytes - 1).bit_length()), np.uint8)
-        self._engine.register(grown)
+        self.engine.register(grown)
         return grown
 
     def begin(self, batch: TransferBatch, buffer: Bytes) -> None:
         """Nothing: an engine queues no more than a window, so `finish` submits everything."""
 
     def finish(self, batch: TransferBatch, buffer: Bytes) -> None:
-        engine, spans = self._engine, self._spans(batch, buffer)
+        engine, spans = self.engine, self._spans(batch, buffer)
         submit = engine.submit_write if batch.is_write else engine.submit_read
         failure: KVPoolError | None = None
         in_flight: list[int] = []
         at = 0
         since = time.monotonic()
         while in_flight or (at < len(spans) and failure is None):
-            if self._closed.is_set():
+            if self.closed.is_set():
                 raise UnavailableError(
-                    f"the transport to the Transfer Engine at {self._info.session} was closed; open the namespace again"
+                    f"the transport to the Transfer Engine at {self.info.session} was closed; open the namespace again"
                 )
             for span in spans[at : at + WINDOW - len(in_flight)] if failure is None else ():
                 at += 1
-                if not (transfer_id := submit(self._info.session, span.here, span.there, span.nbytes)):
+                if not (transfer_id := submit(self.info.session, *span)):
                     failure = UnavailableError(
-                        f"cannot reach the Transfer Engine of kvpool-server at {self._info.session}; check that the "
+                        f"cannot reach the Transfer Engine of kvpool-server at {self.info.session}; check that the "
                         "server runs and that the engine's ports are open"
                     )
                     break
@@ -175,7 +163,7 @@ class _EngineChannel:
             states = [engine.state(transfer_id) for transfer_id in in_flight]
             if State.FAILED in states and failure is None:
                 verb = "write to" if batch.is_write else "read from"
-                failure = TransferError(f"a {verb} the arena by the Transfer Engine at {self._info.session} failed")
+                failure = TransferError(f"a {verb} the arena by the Transfer Engine at {self.info.session} failed")
             waiting = [each for each, state in zip(in_flight, states, strict=True) if state is State.UNDER_WAY]
             if len(waiting) < len(in_flight):
                 in_flight, since = waiting, time.monotonic()
@@ -185,20 +173,16 @@ class _EngineChannel:
         if failure is not None:
             raise failure
 
-    def _spans(self, batch: TransferBatch, buffer: Bytes) -> list[_Span]:
-        """The batch's regions, neighbours joined up to `MAX_SPAN_BYTES`."""
-        spans: list[_Span] = []
-        address, base, region_bytes = buffer.ctypes.data, self._info.base_address, batch.transfer.region_bytes
+    def _spans(self, batch: TransferBatch, buffer: Bytes) -> list[tuple[int, int, int]]:
+        """The batch's engine transfers: address in the buffer, the peer's address, bytes of neighbouring regions."""
+        spans: list[tuple[int, int, int]] = []
+        address, base, region_bytes = buffer.ctypes.data, self.info.base_address, batch.transfer.region_bytes
         for nth, offset in enumerate(batch.offsets):
-            last = spans[-1] if spans else None
-            if (
-                last is not None
-                and last.there + last.nbytes == base + offset
-                and last.nbytes + region_bytes <= MAX_SPAN_BYTES
-            ):
-                spans[-1] = _Span(last.here, last.there, last.nbytes + region_bytes)
+            here, there, nbytes = spans[-1] if spans else (0, 0, 0)
+            if nbytes and there + nbytes == base + offset and nbytes + region_bytes <= MAX_SPAN_BYTES:
+                spans[-1] = here, there, nbytes + region_bytes
             else:
-                spans.append(_Span(address + nth * region_bytes, base + offset, region_bytes))
+                spans.append((address + nth * region_bytes, base + offset, region_bytes))
         return spans
 
     def give_up(self, batch: TransferBatch) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ class TransferPipeline(Protocol):
         """Ends transfers in flight, which then raise, and closes the channels. Idempotent."""
 
 
+@dataclass(eq=False, slots=True)
 class TransferBatch:
     """Regions [first, stop) of a transfer, in flight on one channel.
 
@@ -50,23 +52,14 @@ class TransferBatch:
         given_up: True once its caller no longer waits for it.
     """
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        first: int,
-        stop: int,
-        deadline: float,
-        *,
-        is_write: bool,
-        source: Buffers | None = None,
-    ):
-        self.transfer = transfer
-        self.first, self.stop = first, stop
-        self.deadline = deadline
-        self.is_write = is_write
-        self.source = source
-        self.given_up = False
-        self.progressed()
+    transfer: Transfer
+    first: int
+    stop: int
+    deadline: float
+    is_write: bool
+    source: Buffers | None = None
+    progressed_at: float = field(default_factory=time.monotonic)
+    given_up: bool = False
 
     @property
     def offsets(self) -> Sequence[int]:

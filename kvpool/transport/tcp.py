@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import socket
 import threading
@@ -99,11 +100,7 @@ class TcpTransport:
     ):
         self._address = address = (info.host or host, info.port)
         self._num_connections = num_connections
-        nonce = info.nonce
-
-        def make(closed: threading.Event) -> _TcpChannel:
-            return _TcpChannel(address, nonce, connect_timeout_s, stall_timeout_s, closed)
-
+        make = functools.partial(_TcpChannel, address, info.nonce, connect_timeout_s, stall_timeout_s)
         pipeline: TransferPipeline
         if len(os.sched_getaffinity(0)) < THREADS_FROM_CORES if direct is None else direct:
             pipeline = DirectPipeline(make, self.peer)
@@ -152,16 +149,15 @@ def _name_of(address: tuple[str, int]) -> str:
 
 
 def prove(info: DataPortInfo, host: str, timeout_s: float) -> None:
-    """Connects to the data port once, and checks its greeting.
-
-    Raises:
-        TransferError, UnavailableError: the data port cannot be reached, or belongs to another server.
-    """
+    """Connects to the data port once, and checks its greeting. Raises as `connect`."""
     connect((info.host or host, info.port), info.nonce, timeout_s).close()
 
 
 def connect(address: tuple[str, int], nonce: bytes, timeout_s: float) -> socket.socket:
-    """A connection whose greeting has been checked. Raises TransferError, UnavailableError."""
+    """A connection whose greeting has been checked.
+
+    Raises UnavailableError if the data port cannot be reached, TransferError if it belongs to another server.
+    """
     peer = _name_of(address)
     connection: socket.socket | None = None
     try:
@@ -185,23 +181,18 @@ def connect(address: tuple[str, int], nonce: bytes, timeout_s: float) -> socket.
     raise TransferError(f"{peer} belongs to another server; give this server another --data-listen")
 
 
+@dataclasses.dataclass(eq=False)
 class _TcpChannel:
     """One TCP connection, made when it is needed. Data workers answer batches in the order in which they began."""
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        nonce: bytes,
-        connect_timeout_s: float,
-        stall_timeout_s: float,
-        closed: threading.Event,
-    ):
-        self._address = address
-        self._peer = _name_of(address)
-        self._nonce = nonce
-        self._connect_timeout_s = connect_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._closed = closed
+    address: tuple[str, int]
+    nonce: bytes
+    connect_timeout_s: float
+    stall_timeout_s: float
+    closed: threading.Event
+
+    def __post_init__(self) -> None:
+        self._peer = _name_of(self.address)
         self._changing = threading.Lock()
         self._socket: socket.socket | None = None
         self._in_flight: deque[TransferBatch] = deque()
@@ -244,20 +235,14 @@ class _TcpChannel:
         """Closes the connection on an error: what it would receive next belongs to the failed batch."""
         try:
             yield
-        except BlockingIOError:  # The socket's timeout: the deadline, or the stall timeout.
-            self._drop()
-            self._raise_late(batch)
-        except (OSError, EOFError) as error:
-            self._drop()
-            raise TransferError(f"the connection to {self._peer} ended: {_reason(error)}") from None
-        except KVPoolError:
-            self._drop()
-            raise
-        except Exception as error:
+        except BaseException as error:
             self._drop()  # Nothing accesses the buffer once the connection is closed: the channel can be reused.
-            raise TransferError(f"a transfer channel to {self._peer} failed: {error!r}") from error
-        except BaseException:
-            self._drop()
+            if isinstance(error, BlockingIOError):  # The socket's timeout: the deadline, or the stall timeout.
+                self._raise_late(batch)
+            if isinstance(error, (OSError, EOFError)):
+                raise TransferError(f"the connection to {self._peer} ended: {_reason(error)}") from None
+            if isinstance(error, Exception) and not isinstance(error, KVPoolError):
+                raise TransferError(f"a transfer channel to {self._peer} failed: {error!r}") from error
             raise
 
     def _bound_wait(self, connection: socket.socket, batch: TransferBatch) -> None:
@@ -265,11 +250,11 @@ class _TcpChannel:
         remaining_s = batch.deadline - time.monotonic()
         if remaining_s <= 0:
             self._raise_late(batch)
-        time_out(connection, remaining_s if batch.is_write else min(remaining_s, self._stall_timeout_s))
+        time_out(connection, remaining_s if batch.is_write else min(remaining_s, self.stall_timeout_s))
 
     def _raise_late(self, batch: TransferBatch) -> NoReturn:
         if time.monotonic() < batch.deadline:
-            raise PoolTimeoutError(f"{self._peer} sent nothing for {self._stall_timeout_s:.3f} s")
+            raise PoolTimeoutError(f"{self._peer} sent nothing for {self.stall_timeout_s:.3f} s")
         raise PoolTimeoutError(f"a transfer to or from {self._peer} did not end before its deadline")
 
     def _connected(self, batch: TransferBatch) -> socket.socket:
@@ -282,14 +267,14 @@ class _TcpChannel:
         remaining_s = batch.deadline - time.monotonic()
         if remaining_s <= 0:
             self._raise_late(batch)
-        timeout_s = min(self._connect_timeout_s, remaining_s)
-        fresh = self._socket is None and connect(self._address, self._nonce, timeout_s)
+        timeout_s = min(self.connect_timeout_s, remaining_s)
+        fresh = self._socket is None and connect(self.address, self.nonce, timeout_s)
         with self._changing:
             if fresh:
                 self._socket = fresh
             assert self._socket is not None
             self._in_flight.append(batch)
-            if not (batch.given_up or self._closed.is_set()):
+            if not (batch.given_up or self.closed.is_set()):
                 return self._socket
         self._drop()
         raise UnavailableError(f"the transport to {self._peer} was closed; open the namespace again")

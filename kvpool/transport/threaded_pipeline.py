@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvpool.errors import KVPoolError, PoolTimeoutError
 from kvpool.transport.base import Buffers, Clock, Drain, Fill, Transfer
@@ -24,8 +25,7 @@ class ThreadedPipeline:
     """Channels with threads to one peer.
 
     Args:
-        make: makes a channel.
-        peer: the peer's name in errors.
+        make, peer: as of `ChannelPool`.
         depth: most batches of one call in flight.
         stall_timeout_s: a read without progress for so long fails.
 
@@ -60,30 +60,23 @@ class ThreadedPipeline:
         self.channels.close()
 
 
+@dataclass(eq=False)
 class _PipelinedCall:
     """One transfer and the channels that it holds, in the order of their batches.
 
     A context manager: at its end, batches in flight are given up.
     """
 
-    def __init__(
-        self,
-        channels: ChannelPool,
-        depth: int,
-        clock: Clock,
-        transfer: Transfer,
-        stall_timeout_s: float = math.inf,
-        *,
-        is_write: bool = False,
-    ):
-        self._channels = channels
-        self._depth = depth
-        self._clock = clock
-        self._transfer = transfer
-        self._deadline = clock() + transfer.timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._is_write = is_write
-        self._held: deque[ChannelThread] = deque()
+    channels: ChannelPool
+    depth: int
+    clock: Clock
+    transfer: Transfer
+    stall_timeout_s: float = math.inf
+    is_write: bool = False
+    _held: deque[ChannelThread] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._deadline = self.clock() + self.transfer.timeout_s
 
     def __enter__(self) -> _PipelinedCall:
         return self
@@ -93,8 +86,8 @@ class _PipelinedCall:
             self._held.popleft().release()
 
     def write(self, fill: Fill) -> None:
-        region_bytes = self._transfer.region_bytes
-        for start, stop in self._transfer.batches():
+        region_bytes = self.transfer.region_bytes
+        for start, stop in self.transfer.batches():
             channel = self._acquire((stop - start) * region_bytes)
             try:
                 source = fill(start, channel.rows(stop - start, region_bytes))
@@ -114,7 +107,7 @@ class _PipelinedCall:
             raise failure from error
 
     def read(self, drain: Drain) -> None:
-        batches = self._transfer.batches()
+        batches = self.transfer.batches()
         requested = 0
         in_use: Callable[[], object] | None = None  # Waits for the drain that still reads the first channel's buffer.
         for nth, (start, stop) in enumerate(batches):
@@ -125,7 +118,7 @@ class _PipelinedCall:
                 requested = self._request(batches, requested)
             channel = self._wait(0 if in_use is None else 1)
             self._check_deadline()
-            wait = drain(start, channel.rows(stop - start, self._transfer.region_bytes))
+            wait = drain(start, channel.rows(stop - start, self.transfer.region_bytes))
             if in_use is not None:
                 self._finish_drained(in_use)
             if wait is None:
@@ -136,9 +129,9 @@ class _PipelinedCall:
 
     def _request(self, batches: Sequence[tuple[int, int]], requested: int) -> int:
         """Requests more batches, while there are channels; returns how many have been requested in all."""
-        while requested < len(batches) and len(self._held) < self._depth:
+        while requested < len(batches) and len(self._held) < self.depth:
             start, stop = batches[requested]
-            channel = self._acquire_if_free((stop - start) * self._transfer.region_bytes)
+            channel = self._acquire_if_free((stop - start) * self.transfer.region_bytes)
             if channel is None:
                 break
             channel.send(self._batch(start, stop))
@@ -152,20 +145,20 @@ class _PipelinedCall:
 
     def _batch(self, start: int, stop: int, source: Buffers | None = None) -> TransferBatch:
         deadline = time.monotonic() + max(self._remaining_s(), 0)
-        return TransferBatch(self._transfer, start, stop, deadline, is_write=self._is_write, source=source)
+        return TransferBatch(self.transfer, start, stop, deadline, is_write=self.is_write, source=source)
 
     def _remaining_s(self) -> float:
-        return self._deadline - self._clock()
+        return self._deadline - self.clock()
 
     def _check_deadline(self) -> None:
         if self._remaining_s() < 0:
             raise PoolTimeoutError(
-                f"a transfer to or from {self._channels.peer} took more than {self._transfer.timeout_s:.3f} s"
+                f"a transfer to or from {self.channels.peer} took more than {self.transfer.timeout_s:.3f} s"
             )
 
     def _acquire(self, nbytes: int) -> ChannelThread:
         """One more channel; if the call has enough, or none is free, after its first batch has ended."""
-        if len(self._held) == self._depth:
+        if len(self._held) == self.depth:
             self._finish_first()
         channel = self._acquire_if_free(nbytes)
         if channel is None:
@@ -176,13 +169,13 @@ class _PipelinedCall:
 
     def _acquire_if_free(self, nbytes: int) -> ChannelThread | None:
         """One more channel, or None if none is free. A call without channels waits for its first."""
-        channel = self._channels.acquire(nbytes, 0.0 if self._held else self._remaining_s())
+        channel = self.channels.acquire(nbytes, 0.0 if self._held else self._remaining_s())
         if channel is not None:
             self._held.append(channel)
         elif not self._held:
             raise PoolTimeoutError(
-                f"all {MAX_CHANNELS} transfer channels to {self._channels.peer} stayed busy for "
-                f"{self._transfer.timeout_s:.3f} s, {self._channels.num_lost} of them with transfers that were given "
+                f"all {MAX_CHANNELS} transfer channels to {self.channels.peer} stayed busy for "
+                f"{self.transfer.timeout_s:.3f} s, {self.channels.num_lost} of them with transfers that were given "
                 "up and do not end"
             )
         return channel
@@ -190,10 +183,10 @@ class _PipelinedCall:
     def _wait(self, nth: int = 0) -> ChannelThread:
         """The channel of the nth batch in flight, once that batch has ended. Raises the batch's error."""
         channel = self._held[nth]
-        while not channel.wait(min(max(self._remaining_s(), 0), self._stall_timeout_s / 4, _CHECK_S)):
+        while not channel.wait(min(max(self._remaining_s(), 0), self.stall_timeout_s / 4, _CHECK_S)):
             self._check_deadline()
-            if channel.stalled_s > self._stall_timeout_s:
-                raise PoolTimeoutError(f"{self._channels.peer} sent nothing for {self._stall_timeout_s:.3f} s")
+            if channel.stalled_s > self.stall_timeout_s:
+                raise PoolTimeoutError(f"{self.channels.peer} sent nothing for {self.stall_timeout_s:.3f} s")
         return channel
 
     def _finish_all(self) -> None:

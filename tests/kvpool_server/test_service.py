@@ -152,7 +152,7 @@ def test_auto_takes_shared_memory_where_both_sides_see_it(
 
 def test_a_lookup_answers_later_without_being_waited_for(client: Client, namespace: Namespace) -> None:
     run = _store(client, namespace, "a")
-    pending = client.lookup_async(namespace, [run])
+    pending = client.rpc.lookup_async(namespace, [run])
     found = pending.result(timeout_s=10)
     assert found is not None and found.hits[0].num_leading == 1 and pending.done()
     client.release([found.lease_id])
@@ -180,8 +180,8 @@ def test_lookups_of_many_threads_get_their_own_answers(client: Client, namespace
 def test_a_lookup_that_fails_ends_no_other(client: Client, namespace: Namespace) -> None:
     run = _store(client, namespace, "a")
     unknown = dataclasses.replace(namespace, fingerprint=bytes(32))
-    bad = client.lookup_async(unknown, [run])
-    good = client.lookup_async(namespace, [run], lease=False)
+    bad = client.rpc.lookup_async(unknown, [run])
+    good = client.rpc.lookup_async(namespace, [run], lease=False)
     with pytest.raises(UnknownNamespaceError):
         bad.result(timeout_s=10)
     found = good.result(timeout_s=10)
@@ -198,7 +198,7 @@ def test_a_server_that_stops_answering_holds_a_lookup_to_its_deadline_and_its_la
     late: list[int] = []
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        pending = client.lookup_async(namespace, [run])
+        pending = client.rpc.lookup_async(namespace, [run])
         assert pending.result(timeout_s=0.01) is None and not pending.done()
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError):
@@ -229,7 +229,7 @@ def test_lookups_under_way_fail_when_the_server_dies_and_the_next_ones_find_its_
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     os.kill(server.pid, signal.SIGSTOP)
-    pending = [client.lookup_async(namespace, [run]) for _ in range(3)]
+    pending = [client.rpc.lookup_async(namespace, [run]) for _ in range(3)]
     server.kill()
     for each in pending:
         with pytest.raises(UnavailableError):
@@ -375,7 +375,7 @@ def test_calls_that_nobody_waits_for_arrive_all_the_same(pool_server: StartServe
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
     run = _store(client, namespace, "a")
     for _ in range(50):
-        client.release_quietly(client.lookup(namespace, [run]).lease_id)
+        client.rpc.release_quietly(client.lookup(namespace, [run]).lease_id)
     wait_for(lambda: client.admin.stats().num_leases == 0, "the end of every lease")
 
     def fill(indices: Sequence[int], buffers: Buffers) -> None:
@@ -1077,14 +1077,14 @@ def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_e
     client = connect(server := pool_server())
     first = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=1)))
     client.put_blocks(first, run_of("a"), [payload("a", CHUNK)])
-    assert client.check(first) == 1
+    assert client.rpc.check(first) == 1
     # A host's name comes from outside: it must not break a line of a log, nor fill one.
     spec = namespace_spec()
     with grpc.insecure_channel(server.endpoint) as channel:
         stub = PoolStub(channel)
         for opener in ("host\n\x1b[31m" + "x" * 100, "who came later"):
             stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(spec), opener=opener), timeout=10)
-    assert client.check(first) == 2
+    assert client.rpc.check(first) == 2
     mine, theirs = client.admin.namespaces(holdings=False)
     assert mine.opened_by == socket.gethostname() and (mine.num_entries, mine.nbytes) == (0, 0)
     assert theirs.opened_by == "host[31m" + "x" * 54

@@ -454,7 +454,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         patch.setattr(module, "time", time)
     patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
-    patch.setattr(session, "EngineClient", functools.partial(SimClient, server))
+    patch.setattr(session, "Client", functools.partial(SimClient, server))
     patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))
     patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))
     ids = itertools.count(1)

@@ -16,8 +16,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.engine_client import EngineClient
 from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.rpc import PoolRpc
 from kvpool.segment import Bytes
@@ -305,8 +305,8 @@ class _Stub:
             setattr(self, name, _Method(client, name))
 
 
-class SimClient(EngineClient):
-    """`EngineClient` with another connection."""
+class SimClient(Client):
+    """`Client` with another connection."""
 
     def __init__(self, server: SimServer, config: ClientConfig):
         self.server = server
@@ -316,7 +316,7 @@ class SimClient(EngineClient):
 
     def close(self) -> None:
         self.closed = True
-        self.detach()
+        self.attachment.detach()
 
     def check_open(self) -> None:
         if self.closed:

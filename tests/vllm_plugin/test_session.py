@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from kvpool.admin import Admin
+from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.engine_client import EngineClient
 from kvpool.errors import (
     ChecksumError,
     ConfigError,
@@ -33,7 +33,7 @@ from kvpool.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.rpc import Namespace
+from kvpool.rpc import Namespace, PoolRpc
 from tests.conftest import StartServer
 from tests.support.faults import free_endpoint, stopped
 from tests.support.processes import ServerProcess, wait_for
@@ -110,13 +110,13 @@ def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
 def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The endpoints that sessions try to open from now on."""
     attempts: list[str] = []
-    opening = EngineClient.open_namespace
+    opening = Client.open_namespace
 
-    def count_and_open(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+    def count_and_open(self: Client, *args: Any, **kwargs: Any) -> Any:
         attempts.append(self.config.endpoint)
         return opening(self, *args, **kwargs)
 
-    monkeypatch.setattr(EngineClient, "open_namespace", count_and_open)
+    monkeypatch.setattr(Client, "open_namespace", count_and_open)
     return attempts
 
 
@@ -230,9 +230,9 @@ def test_probes_that_are_answered_late_do_not_close_it(
     """The namespace opens, for that may take long; a lookup would not have its answer in time."""
     server = pool_server()
     opened = threading.Event()
-    opening = EngineClient.open_namespace
+    opening = Client.open_namespace
 
-    def open_then_stop(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+    def open_then_stop(self: Client, *args: Any, **kwargs: Any) -> Any:
         namespace = opening(self, *args, **kwargs)
         os.kill(server.pid, signal.SIGSTOP)
         threading.Timer(LATE_S, os.kill, (server.pid, signal.SIGCONT)).start()
@@ -240,7 +240,7 @@ def test_probes_that_are_answered_late_do_not_close_it(
         return namespace
 
     with monkeypatch.context() as patch:
-        patch.setattr(EngineClient, "open_namespace", open_then_stop)
+        patch.setattr(Client, "open_namespace", open_then_stop)
         session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
         for _ in range(2):
             assert opened.wait(HEALED_S)
@@ -256,21 +256,21 @@ def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
     answers = iter([None] * (PROBE_PINGS - 1) + [PoolTimeoutError("late")] + [None] * PROBE_PINGS)
     probes: list[State] = []
 
-    def check(self: EngineClient, namespace: Any) -> int:
+    def check(self: PoolRpc, namespace: Any) -> int:
         probes.append(session.state)
         if (error := next(answers, None)) is not None:
             raise error
         return 1
 
-    monkeypatch.setattr(EngineClient, "check", check)
+    monkeypatch.setattr(PoolRpc, "check", check)
     ready = threading.Event()
-    opening = EngineClient.open_namespace
+    opening = Client.open_namespace
 
-    def open_when_ready(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+    def open_when_ready(self: Client, *args: Any, **kwargs: Any) -> Any:
         assert ready.wait(5)
         return opening(self, *args, **kwargs)
 
-    monkeypatch.setattr(EngineClient, "open_namespace", open_when_ready)
+    monkeypatch.setattr(Client, "open_namespace", open_when_ready)
     session = open_session(shared_server.endpoint)
     ready.set()
     wait_until_open(session)
@@ -395,7 +395,7 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
     before = session.namespace
-    path = session.client.choice.transport.segment.path
+    path = session.client.attachment.choice.transport.segment.path
     assert _mapped(path)
     server.kill()
     wait_for(lambda: session.namespace is None and not _mapped(path), "the old memory to be let go", HEALED_S)
@@ -406,15 +406,15 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
 def test_whatever_goes_wrong_the_session_goes_on_trying(
     open_session: Open, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opening = EngineClient.open_namespace
+    opening = Client.open_namespace
     failures = iter([RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory")])
 
-    def fail_twice(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
+    def fail_twice(self: Client, *args: Any, **kwargs: Any) -> Any:
         if (failure := next(failures, None)) is not None:
             raise failure
         return opening(self, *args, **kwargs)
 
-    monkeypatch.setattr(EngineClient, "open_namespace", fail_twice)
+    monkeypatch.setattr(Client, "open_namespace", fail_twice)
     wait_until_open(open_session(shared_server.endpoint))
 
 
@@ -489,25 +489,25 @@ def test_the_engine_that_was_there_first_learns_of_a_later_one_and_is_warned_whi
 
 
 def test_a_busy_pool_is_seldom_asked_for_the_list_of_its_namespaces(
-    pool_server: StartServer, connect: Callable[..., EngineClient], monkeypatch: pytest.MonkeyPatch
+    pool_server: StartServer, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.01)
     server = pool_server()
     asked: list[float] = []
     pinged: list[int] = []
-    listing, checking = Admin.namespaces, EngineClient.check
+    listing, checking = Admin.namespaces, PoolRpc.check
 
     def namespaces(self: Admin, **options: Any) -> Any:
         assert options == {"holdings": False}
         asked.append(time.monotonic())
         return listing(self, **options)
 
-    def check(self: EngineClient, namespace: Namespace) -> int:
+    def check(self: PoolRpc, namespace: Namespace) -> int:
         pinged.append(checking(self, namespace))
         return pinged[-1]
 
     monkeypatch.setattr(Admin, "namespaces", namespaces)
-    monkeypatch.setattr(EngineClient, "check", check)
+    monkeypatch.setattr(PoolRpc, "check", check)
     session = Session(ClientConfig(server.endpoint), namespace_spec(), "scheduler", explains=True)
     try:
         wait_until_open(session)

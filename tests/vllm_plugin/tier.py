@@ -29,8 +29,8 @@ class Tier:
         self.is_slow = False
         self.error: KVPoolError | None = None
         self.num_lookups = 0
-        self._lookup: Callable[..., PendingLookup] = session.client.lookup_async
-        session.client.lookup_async = self.lookup_async  # type: ignore[method-assign]
+        self._lookup: Callable[..., PendingLookup] = session.client.rpc.lookup_async
+        session.client.rpc.lookup_async = self.lookup_async  # type: ignore[method-assign]
 
     def brought(self, count: int) -> None:
         """So many more blocks are up."""

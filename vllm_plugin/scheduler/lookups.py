@@ -111,7 +111,7 @@ class Lookups:
             try:
                 if namespace is None:
                     raise UnavailableError("kvpool is away")
-                lookup.calls.append(session.client.lookup_async(namespace, runs, prefix_only=self._prefix_only))
+                lookup.calls.append(session.client.rpc.lookup_async(namespace, runs, prefix_only=self._prefix_only))
             except UnavailableError:
                 self.abandon(lookup)
                 return False
@@ -203,7 +203,7 @@ class Lookups:
         """Tells the pool of all leases that were released: one call a stage, which is not waited for."""
         if self._released:
             for session, lease_ids in zip(self._stages.sessions, zip(*self._released, strict=True), strict=False):
-                session.client.release_quietly(*lease_ids)
+                session.client.rpc.release_quietly(*lease_ids)
             self._released.clear()
 
 
@@ -213,4 +213,4 @@ def _release_late(session: Session, pending: PendingLookup) -> None:
     except KVPoolError:
         return
     if found is not None:
-        session.client.release_quietly(found.lease_id)
+        session.client.rpc.release_quietly(found.lease_id)

@@ -3,9 +3,9 @@ import pytest
 
 from kvpool.errors import LeaseExpiredError, TransferError, UnavailableError
 from kvpool.transport.base import Buffers, Transfer
-from kvpool.transport.memory import Faults, MemoryTransport
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.clock import FakeClock
+from tests.support.memory_transport import Faults, MemoryTransport
 from tests.support.values import payload
 
 ARENA_BYTES = 16 << 20

@@ -176,8 +176,8 @@ def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
     one = core().connected()
     client, request = one.side.stages.sessions[0].client, make_request("r", tokens(100))
     fill(one, request.block_hashes)
-    sent = client.lookup_async
-    client.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
+    sent = client.rpc.lookup_async
+    client.rpc.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
     assert one.ask(request) == 0
 
 

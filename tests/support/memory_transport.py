@@ -1,4 +1,4 @@
-"""An in-process transport with fault injection, for tests and simulations."""
+"""An in-process transport with fault injection."""
 
 from __future__ import annotations
 
