@@ -20,9 +20,8 @@ from kvpool.quotas import size_text
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
-from kvpool_server.collector import keep_collections_short
 from kvpool_server.config import ENV_PREFIX, ServerConfig, load
-from kvpool_server.malloc import keep_freed_memory
+from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
 from kvpool_server.service_links import service_links
 

@@ -19,7 +19,6 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
-from kvpool_server import host_memory
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -34,12 +33,11 @@ from kvpool_server.events.publisher import Publisher
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
-from kvpool_server.prefault import Prefault
+from kvpool_server.prefault import Prefault, check_fits
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.options import TierContext, TierOptions
 from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import Tier
+from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
 
 log = structlog.get_logger()
 
@@ -124,7 +122,7 @@ class Server:
 
     def _make_pool(self) -> Pool:
         config = self.config
-        host_memory.check_fits(config.memory)
+        check_fits(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
         pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, POLICIES[config.policy])

@@ -1,6 +1,6 @@
 """The gRPC service: decode -> pool -> encode. All meaning is in the pool, all translation in `kvpool.wire`.
 
-A handler raises `KVPoolError`s; `rpc_interceptor` maps them to statuses and counts the calls. One event loop runs all
+A handler raises `KVPoolError`s; `grpc_server` maps them to statuses and counts the calls. One event loop runs all
 handlers, so a handler is atomic between two awaits.
 """
 

@@ -36,16 +36,14 @@ from kvpool.types import (
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
-from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.entry_table import EntryTable
+from kvpool_server.cache.entry import Entry, Group, Observer
+from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
-from kvpool_server.cache.observer import Observer
-from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 
 Read = Callable[[int, int], Any]

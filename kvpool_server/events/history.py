@@ -9,9 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpool_server.events.changes import ChangeBatch
 from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.ledger import ChangeBatch, Ledger
 
 MAX_BYTES = 64 << 20
 

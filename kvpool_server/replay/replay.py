@@ -15,7 +15,8 @@ from kvpool.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.replay.trace import Request
+from kvpool_server.replay.references import REFERENCES
+from kvpool_server.replay.trace import Request, num_blocks
 
 SLOT_BYTES = 2 << 20
 """Any size will do: an arena consists of offsets, and no bytes are stored."""
@@ -79,3 +80,30 @@ def _arena(capacity: int) -> Arena:
     num_extents = -(-capacity // MAX_SLOTS_PER_EXTENT)
     extent_bytes = capacity // num_extents * SLOT_BYTES
     return Arena(num_extents * extent_bytes, extent_bytes)
+
+
+def policy_ratios(
+    requests: Sequence[Request], capacities: Sequence[int], policy: str, advance: Callable[[], object]
+) -> list[float]:
+    """Hits over all blocks looked up, for each capacity (in blocks)."""
+    total = num_blocks(requests)
+    return [replay(requests, capacity, policy, advance) / total for capacity in capacities]
+
+
+def reference_ratios(
+    requests: Sequence[Request], capacities: Sequence[int], advance: Callable[[], object]
+) -> dict[str, list[float]]:
+    """As `policy_ratios`, for each of `REFERENCES`."""
+    total = num_blocks(requests)
+    ratios: dict[str, list[float]] = {name: [] for name in REFERENCES}
+    for name, count in REFERENCES.items():
+        for capacity in capacities:
+            ratios[name].append(count(requests, capacity) / total)
+            advance()
+    return ratios
+
+
+def num_steps(requests: Sequence[Request], num_capacities: int, num_policies: int) -> int:
+    """How often `policy_ratios` and `reference_ratios` call `advance` for these policies and capacities."""
+    steps_of_one = -(-len(requests) // REQUESTS_PER_STEP)
+    return num_capacities * (num_policies * steps_of_one + len(REFERENCES))

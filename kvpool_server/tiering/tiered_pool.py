@@ -20,10 +20,9 @@ import structlog
 from kvpool.errors import InvalidRequestError
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
-from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promoter

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
+from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.open_files import OpenFiles
 
 COUNTERS = (
     "demoted_blocks",
@@ -137,3 +142,45 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """A snapshot."""
         return TierStats(self.name, size_bytes=0, used_bytes=0, num_entries=0, counters=dict(self.counters))
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The server that a tier works for, and what its tiers share.
+
+    Args:
+        listen: host and port of the server.
+        policy: makes the eviction policy of a tier that evicts by itself.
+        handover_s: how long a server of the same name, which this one replaces, may take to stop.
+        open_files: bounds the files that all tiers of the server keep open.
+    """
+
+    listen: tuple[str, int]
+    policy: Callable[[], Policy]
+    handover_s: float = 0.0
+    open_files: OpenFiles = field(default_factory=OpenFiles)
+
+
+class TierOptions(BaseModel):
+    """Base of each kind's options. A field is an option of `--tier`; its description is the option's documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    EXAMPLE: ClassVar[str]
+    """A minimal `--tier`, for errors and help."""
+    PLACE: ClassVar[str] = ""
+    """The option that stands first, without its name; empty: none does."""
+
+    threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
+    write: Literal["through", "back"] = Field(
+        "through", description="through writes a block when it is stored; back writes it before its eviction"
+    )
+
+    @property
+    @abstractmethod
+    def tier_name(self) -> str:
+        """What operators call the tier."""
+
+    @abstractmethod
+    def make(self, context: TierContext) -> Tier:
+        """The tier, not opened yet. Raises ConfigError if a package or a device is missing."""

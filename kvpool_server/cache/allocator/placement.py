@@ -6,7 +6,7 @@ Slot sizes share the arena fairly. A size that needs slots gets them, in this or
 2. from superseded namespaces: entries of its own size, then whole extents of others;
 3. from extents of a size whose every use is older than its own oldest candidate (a model that is no longer used);
 4. while it has less than its share of extents: the coldest extent of the size that has most; if each of those holds an
-   entry that is leased or being written, one is drained for it (`extent_drain`);
+   entry that is leased or being written, one is drained for it (`ExtentDrain`);
 5. from entries of its own size, as the policies choose.
 Decides only: the entry table evicts the victims, then allocates the slots.
 """
@@ -20,16 +20,53 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from kvpool.errors import OutOfSpaceError
 from kvpool.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
-from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
-from kvpool_server.cache.eviction.partitions import Partition, Partitions, choose_victims, oldest_stamp
-from kvpool_server.cache.eviction.victims import Victims
+from kvpool_server.cache.eviction.partitions import Partition, Partitions, Victims, choose_victims, oldest_stamp
 from kvpool_server.cache.quotas import Account
+
+DRAIN_S = 10.0
 
 SAMPLED_SLOTS = 32
 """Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
+
+
+class ExtentDrain:
+    """Drains an extent for a slot size that has less than its share.
+
+    Where every extent of a busy size holds a leased entry, no extent can be given up at once, and perhaps none ever: a
+    new size would starve. So one extent is drained: none of its slots is allocated any more; entries without a hold are
+    evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
+    size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
+
+    Attributes:
+        wanted_by: the slot size that waits for an extent; 0: none.
+        is_active: whether an extent is being drained, or is reserved.
+    """
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self.wanted_by = 0
+        self.is_active = False
+        self._entries: list[Entry] = []
+        self._ends_at = 0.0
+
+    def start(self, extent: Extent, now: float) -> None:
+        """Drains an extent for the size that waits for one."""
+        self._arena.start_drain(extent.start, self.wanted_by)
+        self._entries = [owner for owner in extent.owners if owner is not None and owner.live]
+        self._ends_at = now + DRAIN_S
+        self.wanted_by, self.is_active = 0, True
+
+    def victims(self, now: float) -> list[Entry]:
+        """The entries that no hold covers any more; ends the drain when its time is over."""
+        if now >= self._ends_at:
+            self._arena.end_drain()
+            self._entries, self.is_active = [], False
+        victims = [entry for entry in self._entries if entry.live and entry.movable]
+        self._entries = [entry for entry in self._entries if entry.live and not entry.movable]
+        return victims
 
 
 class NoRoomError(OutOfSpaceError):

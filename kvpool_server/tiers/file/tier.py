@@ -35,17 +35,14 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve, restore
-from kvpool_server.collector import no_collections
+from kvpool_server.process_memory import no_collections
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extent_io import BlockSpot, ReadableExtents, read_all, write_all
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.frames import GroupKey
-from kvpool_server.tiers.file.inventory import Inventory
-from kvpool_server.tiers.file.journal import Journal
-from kvpool_server.tiers.file.journal_buffer import JournalBuffer
+from kvpool_server.tiers.file.journal import Inventory, Journal, JournalBuffer
 from kvpool_server.tiers.file.own_directory import OwnDirectory
-from kvpool_server.tiers.file.peer_blocks import PeerBlocks
-from kvpool_server.tiers.file.peer_directories import PeerDirectories
+from kvpool_server.tiers.file.peer_directories import PeerBlocks, PeerDirectories
 from kvpool_server.tiers.open_files import OpenFiles, raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierError

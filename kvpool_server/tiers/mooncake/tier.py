@@ -32,9 +32,8 @@ from kvpool_server.tiers.mooncake.presence_cache import BlockKey, PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreError, StoreProcess
 from kvpool_server.tiers.mooncake.worker import StoreConfig
-from kvpool_server.tiers.options import TierContext, TierOptions
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Tier, TierError
+from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
