@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from kvpool.errors import KVPoolError
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
+from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -66,19 +67,6 @@ TIER_GAUGES = {
     "size_bytes": "Most bytes that this server may keep in the tier; 0 if the server sets no bound.",
     "used_bytes": "Bytes that this server has written to the tier and not removed since.",
     "num_entries": "Blocks that this server has written to the tier and not removed since.",
-}
-
-TIER_COUNTERS = {
-    "demoted_blocks": "Blocks written to the tier.",
-    "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
-    "refused_blocks": "Blocks for which the tier had no room.",
-    "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
-    "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
-    "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
-    "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
-    "evicted_blocks": "Blocks evicted from the tier to make room.",
-    "read_bytes": "Bytes read from the tier whose checksums matched.",
-    "written_bytes": "Bytes written to the tier.",
 }
 
 

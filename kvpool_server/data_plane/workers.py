@@ -106,7 +106,7 @@ class DataWorkers:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for row, worker in enumerate(self._workers):
-                if (status := worker.process.exit_status) is None or self._is_stopping:
+                if (status := worker.process.poll()) is None or self._is_stopping:
                     continue
                 try:
                     self._replace(row, worker, status)

@@ -24,16 +24,6 @@ LEASE_MS = TICKET_MS = 10_000
 REQUESTS_PER_STEP = 256
 
 
-class Clock:
-    """The time of the trace, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def replay(
     requests: Sequence[Request],
     capacity: int,
@@ -49,8 +39,8 @@ def replay(
         policy: a name in `POLICIES`.
         advance: called once for each `REQUESTS_PER_STEP` requests.
     """
-    clock = Clock()
-    pool = Pool(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
+    now = 0.0
+    pool = Pool(_arena(capacity), lambda: now, itertools.count(1).__next__, policy=POLICIES[policy])
     group = GroupSpec("full_attention", 512, 8, 128, 128, 1, SLOT_BYTES)
     fingerprint = pool.open_namespace(NamespaceSpec("replay", (group,)))[0].fingerprint
     shards = ShardRange(0, 1)
@@ -60,7 +50,7 @@ def replay(
             advance()
         if not request.ids:
             continue
-        clock.now = max(clock.now, request.at_s)
+        now = max(now, request.at_s)
         run = BlockRun(0, [block.to_bytes(HASH_BYTES, "big") for block in request.ids])
         found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
         hits += found.hits[0].num_leading

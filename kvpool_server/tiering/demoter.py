@@ -69,18 +69,11 @@ class Demoter:
         return self._health.is_available
 
     def stored(self, entry: Entry) -> None:
-        """The pool has a new readable block."""
-        if not self.write_back:
-            self._enqueue_new(entry)
+        """The pool has a new readable block: queues it and its ancestors that the tier lacks.
 
-    def evicted(self, entry: Entry) -> None:
-        """The pool evicts a block for a put that cannot wait."""
-        if self.write_back and self._is_in_tier(entry) is not True:
-            self._tier.counters["dropped_demotions"] += 1
-
-    def _enqueue_new(self, entry: Entry) -> None:
-        """Queues a complete entry and the ancestors that the tier lacks, without which no lookup could use it."""
-        if self._is_in_tier(entry) is True:
+        No lookup could use the block without them.
+        """
+        if self.write_back or self._is_in_tier(entry) is True:
             return
         if not self._health.is_available:
             self._tier.counters["dropped_demotions"] += 1
@@ -88,6 +81,11 @@ class Demoter:
         self._enqueue(entry, MAX_ANCESTORS)
         while len(self._queue) > MAX_QUEUED:
             del self._queue[next(iter(self._queue))]
+            self._tier.counters["dropped_demotions"] += 1
+
+    def evicted(self, entry: Entry) -> None:
+        """The pool evicts a block for a put that cannot wait."""
+        if self.write_back and self._is_in_tier(entry) is not True:
             self._tier.counters["dropped_demotions"] += 1
 
     def _enqueue(self, entry: Entry, max_ancestors: int) -> None:

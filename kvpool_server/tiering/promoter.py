@@ -246,9 +246,8 @@ class Promoter:
         self._batch_s = self._clock() - began_at
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
-        for block_hash, checksums in zip(granted, sums, strict=True):
-            if checksums is None:
-                self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
+        missed = [block_hash for block_hash, checksums in zip(granted, sums, strict=True) if checksums is None]
+        self.forget(namespace, run.group_idx, missed)
         return promoted == len(granted) and len(reserved) == len(run)
 
     def _reserve(
@@ -267,12 +266,11 @@ class Promoter:
             except KVPoolError:  # The namespace is closed.
                 count = 0
         self._tier.counters["dropped_promotions"] += len(hashes) - count
-        for block_hash in hashes[count:]:  # So that the next lookup does not queue them again at once.
-            self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
+        self.forget(namespace, run.group_idx, hashes[count:])  # The next lookup must not queue them again at once.
         return hashes[:count], grant
 
     def forget(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Prefetches none of these blocks for a while: they are being removed from the tier."""
+        """Prefetches none of these blocks for a while."""
         for block_hash in block_hashes:
             self._remember((namespace.fingerprint, group_idx, block_hash), False)
 

@@ -46,7 +46,7 @@ class OpenFiles:
 
     def __init__(self, most: int = MAX_OPEN_FILES):
         self.most = most
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.handles: OrderedDict[tuple[DirectoryFiles, Key], _Handle] = OrderedDict()  # Least recently used first.
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class DirectoryFiles:
         surplus: list[tuple[DirectoryFiles, int]] = [(self, fd)]
         try:
             with self._all.lock:
-                handle = self._acquire_locked(key)  # Another thread may have opened the file meanwhile.
+                handle = self._acquire(key)  # Another thread may have opened the file meanwhile.
                 if handle is None:
                     handle = self._all.handles[self, key] = _Handle(fd)
                     handle.num_users = 1
@@ -118,18 +118,15 @@ class DirectoryFiles:
                 directory.close_file(surplus_fd)
 
     def _acquire(self, key: Key) -> _Handle | None:
+        """The file, with one more user, if it is open."""
         with self._all.lock:
-            return self._acquire_locked(key)
-
-    def _acquire_locked(self, key: Key) -> _Handle | None:
-        """The file, with one more user, if it is open. Needs the lock."""
-        if self._is_closed:
-            raise FileNotFoundError(errno.ENOENT, "this directory is closed")
-        handle = self._all.handles.get((self, key))
-        if handle is not None:
-            self._all.handles.move_to_end((self, key))
-            handle.num_users += 1
-        return handle
+            if self._is_closed:
+                raise FileNotFoundError(errno.ENOENT, "this directory is closed")
+            handle = self._all.handles.get((self, key))
+            if handle is not None:
+                self._all.handles.move_to_end((self, key))
+                handle.num_users += 1
+            return handle
 
 
 def raise_descriptor_limit() -> None:

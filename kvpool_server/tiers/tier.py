@@ -24,19 +24,19 @@ from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
 
-COUNTERS = (
-    "demoted_blocks",
-    "dropped_demotions",
-    "refused_blocks",
-    "promoted_blocks",
-    "missed_promotions",
-    "dropped_promotions",
-    "corrupt_blocks",
-    "evicted_blocks",
-    "read_bytes",
-    "written_bytes",
-)
-"""Counters of every tier."""
+COUNTERS = {
+    "demoted_blocks": "Blocks written to the tier.",
+    "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
+    "refused_blocks": "Blocks for which the tier had no room.",
+    "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
+    "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
+    "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
+    "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
+    "evicted_blocks": "Blocks evicted from the tier to make room.",
+    "read_bytes": "Bytes read from the tier whose checksums matched.",
+    "written_bytes": "Bytes written to the tier.",
+}
+"""Counters of every tier, with the HELP texts of their metrics."""
 
 
 class TierError(Exception):

@@ -119,7 +119,7 @@ class StoreProcess:
     @property
     def is_alive(self) -> bool:
         """Whether calls may succeed."""
-        return not self._is_dead and self._process.exit_status is None
+        return not self._is_dead and self._process.poll() is None
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[StoreChannel]:

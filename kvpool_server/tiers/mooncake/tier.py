@@ -82,6 +82,9 @@ class MooncakeTier(Tier):
     Args:
         config: the cluster, and what this server gives to it.
         threads: calls at once.
+
+    Attributes:
+        store: Mooncake's client process; None before the first call, and once closed.
     """
 
     def __init__(self, config: StoreConfig, threads: int = 2):
@@ -90,7 +93,7 @@ class MooncakeTier(Tier):
         self._num_threads = threads
         self._presence = PresenceCache()
         self._threads: DaemonThreadPool | None = None
-        self._store: StoreProcess | None = None
+        self.store: StoreProcess | None = None
         self._start_lock = threading.Lock()
         self._is_closed = False
 
@@ -113,28 +116,23 @@ class MooncakeTier(Tier):
 
     async def close(self) -> None:
         self._is_closed = True
-        store, self._store = self._store, None
+        store, self.store = self.store, None
         if store is not None:
             await asyncio.to_thread(store.end)
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.close(CLOSE_S)
 
-    @property
-    def store(self) -> StoreProcess | None:
-        """Mooncake's client process; None before the first call, and once closed."""
-        return self._store
-
     def _running_store(self) -> StoreProcess:
         """The process, started if necessary; for the tier's threads. Raises TierError."""
         with self._start_lock:
             if self._is_closed:
                 raise TierError(f"{self.name} is closed")
-            if self._store is not None and self._store.is_alive:
-                return self._store
-            if self._store is not None:
+            if self.store is not None and self.store.is_alive:
+                return self.store
+            if self.store is not None:
                 log.error("Mooncake's client process has died and is started again", tier=self.name)
-                self._store.end()
+                self.store.end()
             try:
                 store = StoreProcess(self._config, self._num_threads)
             except (StoreError, OSError) as error:
@@ -142,7 +140,7 @@ class MooncakeTier(Tier):
             if self._is_closed:
                 store.end()
                 raise TierError(f"{self.name} is closed")
-            self._store = store
+            self.store = store
             return store
 
     # What is there
