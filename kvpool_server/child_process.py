@@ -28,10 +28,6 @@ class ChildProcess(subprocess.Popen[bytes]):
     Args:
         settings: the first line on the child's standard input; bytes travel as hex.
         pass_fds: descriptors that the child inherits under the same numbers.
-        stdout: as `subprocess.Popen` takes it.
-
-    Raises:
-        OSError: no process can be started.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], pass_fds: Sequence[int], stdout: int | None = None):

@@ -188,15 +188,9 @@ class ServerConfig(BaseModel):
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
-    """The settings, each from the source that has precedence.
+    """The settings, each from the source that has precedence; by default the environment is that of the process.
 
-    Args:
-        flags: the settings given on the command line.
-        config_file: a TOML file, or None.
-        environ: the environment variables; by default those of the process.
-
-    Raises:
-        ConfigError: names the source, the key, the value and the fault.
+    Raises ConfigError, which names the source, the key, the value and the fault.
     """
     environ = dict(os.environ) if environ is None else environ
     from_environment = _from_environment(environ)

@@ -24,10 +24,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
 
     A bidirectional stream is left to its handler: it lasts as long as its client, so the handler answers, times and
-    fails each of its requests by itself.
-
-    Args:
-        service_name: full name of the gRPC service; other services are left alone.
+    fails each of its requests by itself. Other services on the port are left alone.
     """
 
     def __init__(self, service_name: str, metrics: RpcMetrics):
@@ -86,17 +83,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
 
 class GrpcServer:
-    """Listens once it is made, serves from `start` to `stop`.
-
-    Args:
-        listen: HOST:PORT.
-
-    Attributes:
-        port: as bound.
-
-    Raises:
-        ConfigError: it cannot listen there.
-    """
+    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen."""
 
     def __init__(self, listen: str, service: PoolService, metrics: RpcMetrics):
         self._service = service

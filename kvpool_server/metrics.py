@@ -73,8 +73,7 @@ TIER_GAUGES = {
 class PoolCollector(Collector):
     """Exports the pool's own numbers, under the names that `kvpool stats` prints: kvpool_NAME, counters with _total.
 
-    Args:
-        stats: takes a snapshot, from the thread of the scrape.
+    The thread of the scrape calls `stats`.
     """
 
     def __init__(self, stats: Callable[[], PoolStats]):
@@ -99,11 +98,7 @@ class PoolCollector(Collector):
 
 
 class RpcMetrics(Collector):
-    """RPCs by method and status, and payload bytes by transport.
-
-    Args:
-        tcp_bytes: what the data workers have moved so far, by direction.
-    """
+    """RPCs by method and status, and payload bytes by transport; `tcp_bytes` returns those of the data workers."""
 
     def __init__(self, registry: CollectorRegistry, tcp_bytes: Callable[[], dict[str, int]] = dict):
         self._seconds = Histogram(
@@ -133,8 +128,7 @@ class RpcMetrics(Collector):
     def timed(self, method: str, was_answered: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Observes the time that the body takes, with the status that the body's outcome has as an RPC.
 
-        Args:
-            was_answered: whether a call that was cancelled had been answered in full, and counts as OK.
+        A call that was cancelled counts as OK if it `was_answered` in full.
         """
         started = time.perf_counter()
         status = "UNKNOWN"

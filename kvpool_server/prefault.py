@@ -49,11 +49,7 @@ class Prefault:
         self._step: asyncio.Future[None] | None = None
 
     async def step(self) -> None:
-        """Backs the next `STEP_BYTES`.
-
-        Raises:
-            MemoryError: the system has no more memory to give.
-        """
+        """Backs the next `STEP_BYTES`. Raises MemoryError if the system has no more memory to give."""
         start, total = self.backed_bytes, self._segment.nbytes
         nbytes = min(STEP_BYTES, total - start)
         self._step = asyncio.ensure_future(asyncio.to_thread(self._segment.populate, start, nbytes))

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -37,7 +37,7 @@ from kvpool_server.prefault import Prefault, check_fits
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
+from kvpool_server.tiers.tier import TierContext
 
 log = structlog.get_logger()
 
@@ -97,7 +97,9 @@ class Server:
             )
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
-        tiers = self._make_tiers(options)
+        handover_s = config.drain_ms / 1000 + HANDOVER_S
+        context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
+        tiers = [each.make(context) for each in options]
         self._segment = await self._create_segment()
         self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [each.write == "back" for each in options])
         self._prefault = Prefault(self._segment, self.pool.arena)
@@ -187,12 +189,6 @@ class Server:
         self._open.push_async_callback(asyncio.to_thread, publisher.close)
         self.pool.observe(ledger)
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
-
-    def _make_tiers(self, options: Sequence[TierOptions]) -> list[Tier]:
-        """The tiers of the settings, not opened yet. Raises ConfigError."""
-        handover_s = self.config.drain_ms / 1000 + HANDOVER_S
-        context = TierContext(split_address(self.config.listen), POLICIES[self.config.policy], handover_s)
-        return [each.make(context) for each in options]
 
     async def _start_engine(self) -> Engine:
         """Starts Mooncake's engine, and registers the arena and its nonce with it."""

@@ -29,11 +29,7 @@ _ADDRESS = re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_ADDR")
 
 
 def service_links(environ: Mapping[str, str], prefix: str) -> frozenset[str]:
-    """The names of the variables that are service links.
-
-    Args:
-        prefix: start of the names to look at, such as KVPOOL_.
-    """
+    """The names of the variables that begin with `prefix`, such as KVPOOL_, and are service links."""
     services = [
         name.removesuffix(_HOST)
         for name, value in environ.items()

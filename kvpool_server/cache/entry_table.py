@@ -65,11 +65,8 @@ class EntryTable:
     """See the module.
 
     Args:
-        placement: chooses the victims of an allocation, and knows the evictor of each group.
-        quarantine: takes the slots that cannot be freed yet.
         clock: monotonic seconds.
         grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
-        counters: evictions are counted here.
 
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
@@ -103,11 +100,7 @@ class EntryTable:
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus]:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
-        Returns:
-            The status of each block.
-
-        Raises:
-            OutOfSpaceError: there are not enough slots for all of them; nothing has changed.
+        Returns the status of each block. Raises OutOfSpaceError if there are too few slots; nothing has changed then.
         """
         offsets = iter(self._allocate(group, runs))
         stamp = self._placement.next_stamp([group])

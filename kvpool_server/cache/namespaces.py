@@ -60,9 +60,6 @@ class PoolNamespace:
 class Namespaces:
     """Namespaces by fingerprint.
 
-    Args:
-        max_block_bytes: the largest block the arena can hold.
-
     Attributes:
         num_opened: namespaces opened since the start; opening an open one does not count.
     """

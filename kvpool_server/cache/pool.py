@@ -54,15 +54,12 @@ class Pool:
     """See the module.
 
     Args:
-        arena: the slots to allocate.
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
 
     Attributes:
-        new_id: as given.
         placement: where entries lie, and which are evicted.
-        entry_table: the entries.
         leases, tickets: the live ones.
     """
 
@@ -158,8 +155,7 @@ class Pool:
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """Sets quotas, deletes those whose limit is 0 bytes, and evicts what exceeds them; see `rebalance`.
 
-        Raises:
-            InvalidRequestError: a quota cannot be set; nothing has changed.
+        Raises InvalidRequestError if a quota cannot be set; nothing has changed then.
         """
         self._quotas.set(quotas)
         self._assign_quotas(self._namespaces.values())
@@ -250,8 +246,7 @@ class Pool:
     ) -> PutGrant:
         """Reserves the shards of every block that is neither present nor being written.
 
-        Raises:
-            OutOfSpaceError: there are not enough slots for all of them; nothing has changed.
+        Raises OutOfSpaceError if there are too few slots for all of them; nothing has changed then.
         """
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = self.reserve(fingerprint, runs, shards, ttl_ms / 1000)
@@ -339,11 +334,7 @@ class Pool:
     # Get
 
     def get(self, lease_id: int, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
-        """Where leased blocks lie. A block that was dropped, or is not under the lease, is not present.
-
-        Raises:
-            LeaseExpiredError: the lease is not live.
-        """
+        """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()

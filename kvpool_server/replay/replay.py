@@ -30,14 +30,9 @@ def replay(
     policy: str = DEFAULT_POLICY,
     advance: Callable[[], object] = lambda: None,
 ) -> int:
-    """Hits of a pool of `capacity` blocks.
+    """Hits of a pool of `capacity` blocks. Calls `advance` once for each `REQUESTS_PER_STEP` requests.
 
     A request with more blocks than the pool can hold stores none, because an engine's put of them would fail.
-
-    Args:
-        capacity: in blocks.
-        policy: a name in `POLICIES`.
-        advance: called once for each `REQUESTS_PER_STEP` requests.
     """
     now = 0.0
     pool = Pool(_arena(capacity), lambda: now, itertools.count(1).__next__, policy=POLICIES[policy])

@@ -131,11 +131,7 @@ class Demoter:
             self._pool.release([lease_id])
 
     async def write(self, entries: Sequence[Entry]) -> bool:
-        """Writes the pinned entries that the tier lacks; False if the tier failed.
-
-        Args:
-            entries: children before their parents; they are written in the opposite order.
-        """
+        """Writes the pinned entries that the tier lacks, the last one (a parent) first; False if the tier failed."""
         by_group: dict[Group, list[Entry]] = {}
         for entry in reversed(entries):
             if entry.complete and self._is_in_tier(entry) is not True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,7 +164,9 @@ class Promoter:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
             self._searching.add(first)
-            self._start(self._find(namespace, group_idx, block_hashes, first))
+            task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return len(block_hashes)
 
     async def _find(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes], first: BlockKey) -> None:
@@ -273,8 +275,3 @@ class Promoter:
         """Prefetches none of these blocks for a while."""
         for block_hash in block_hashes:
             self._remember((namespace.fingerprint, group_idx, block_hash), False)
-
-    def _start(self, call: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

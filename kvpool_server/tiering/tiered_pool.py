@@ -51,16 +51,13 @@ class _Level:
 
 
 class TieredPool(Observer):
-    """See the module. `open` first, `close` last.
+    """See the module. `open` first, `close` last. Call `pool` for everything that does not concern tiers.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
         write_back: of each tier, whether blocks are written when they are about to be evicted, not when they are
             stored; default: no.
         clock: monotonic seconds.
-
-    Attributes:
-        pool: as given, for everything that does not concern tiers.
     """
 
     def __init__(
@@ -210,8 +207,7 @@ class TieredPool(Observer):
     async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks from the pool and from every tier; returns how many the pool held.
 
-        Raises:
-            TierError: the pool has dropped them, but not every tier has, or has in time.
+        Raises TierError if a tier has not dropped them in time; the pool has dropped them then.
         """
         removed = self.pool.remove(fingerprint, runs)
         namespace = self.pool.namespace(fingerprint)

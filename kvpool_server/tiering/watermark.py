@@ -21,11 +21,7 @@ RESERVE = 1 / 16
 
 
 class Watermark:
-    """The free slots of one pool.
-
-    Args:
-        demoters: of the tiers that are written to on eviction.
-    """
+    """The free slots of one pool, and the demoters of the tiers that are written to on eviction."""
 
     def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
         self._pool = pool

@@ -13,6 +13,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 MAX_OPEN_FILES = 256
 """Files that the tiers of a server keep open."""
@@ -22,27 +23,17 @@ Key = tuple[int, bool]
 """(extent, whether it bypasses the page cache)"""
 
 
+@dataclass(eq=False, slots=True)
 class _Handle:
-    """An open file.
+    """An open file. With `close_after_use`, the last of its users closes it."""
 
-    Attributes:
-        close_after_use: the last of its users closes it.
-    """
-
-    __slots__ = ("close_after_use", "fd", "num_users")
-
-    def __init__(self, fd: int):
-        self.fd = fd
-        self.num_users = 0
-        self.close_after_use = False
+    fd: int
+    num_users: int = 0
+    close_after_use: bool = False
 
 
 class OpenFiles:
-    """The open files of several directories. Thread-safe.
-
-    Args:
-        most: files kept open; more are open while more are in use at once.
-    """
+    """The open files of several directories: `most` at once, or more while more are in use. Thread-safe."""
 
     def __init__(self, most: int = MAX_OPEN_FILES):
         self.most = most
@@ -65,11 +56,7 @@ class OpenFiles:
 
 
 class DirectoryFiles:
-    """The open files of one directory. Thread-safe.
-
-    Args:
-        open_file: returns a descriptor, or raises OSError.
-    """
+    """The open files of one directory. `open_file` returns a descriptor, or raises OSError. Thread-safe."""
 
     def __init__(self, files: OpenFiles, open_file: Callable[[int, bool], int], close_file: Callable[[int], None]):
         self._all = files
@@ -109,8 +96,7 @@ class DirectoryFiles:
             with self._all.lock:
                 handle = self._acquire(key)  # Another thread may have opened the file meanwhile.
                 if handle is None:
-                    handle = self._all.handles[self, key] = _Handle(fd)
-                    handle.num_users = 1
+                    handle = self._all.handles[self, key] = _Handle(fd, num_users=1)
                     surplus = self._all.pop_surplus()
             return handle
         finally:

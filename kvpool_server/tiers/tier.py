@@ -81,19 +81,16 @@ class Tier(ABC):
 
     @abstractmethod
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        """Stores blocks; returns how many of them the tier has now, including those that it had before.
+        """Stores blocks; returns how many of them the tier has now, also from before. Raises TierError.
 
         The payloads are not read any more once the call has returned or raised.
-
-        Raises:
-            TierError: the tier has failed.
         """
 
     @abstractmethod
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        """Reads and verifies blocks.
+        """Reads and verifies blocks. Raises TierError.
 
         Args:
             into: a destination for each block: uint8 [slot_bytes], contiguous; not written any more once the call has
@@ -101,10 +98,7 @@ class Tier(ABC):
 
         Returns:
             For each block the checksums of the chunks that lie in `into` now; None for a block that is missing or
-            corrupt.
-
-        Raises:
-            TierError: the tier has failed.
+                corrupt.
         """
 
     @abstractmethod

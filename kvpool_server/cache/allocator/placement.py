@@ -91,12 +91,7 @@ class NoRoomError(OutOfSpaceError):
 
 
 class Placement:
-    """The arena, the eviction policies, and the stamp of each slot size's last use.
-
-    Args:
-        policy: makes an eviction policy.
-        counters: refusals, and evictions for quotas, are counted here.
-    """
+    """The arena, the eviction policies, and the stamp of each slot size's last use."""
 
     def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
         self._arena = arena
@@ -109,7 +104,7 @@ class Placement:
 
     def evictor(self, group: Group) -> Evictor:
         """Chooses victims among a group's entries, and those that share its slot size and its quotas."""
-        return self._partitions.evictor(group)
+        return self._partitions.of(group).evictor
 
     def next_stamp(self, groups: Iterable[Group]) -> int:
         """The stamp of a call that uses entries of these groups."""
@@ -140,11 +135,7 @@ class Placement:
     # Victims
 
     def victims(self, group: Group, count: int) -> list[Entry]:
-        """The entries to evict so that `count` slots can be allocated for a group.
-
-        Raises:
-            OutOfSpaceError: there are not enough; nothing has changed.
-        """
+        """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""
         slot_bytes = group.spec.slot_bytes
         victims = Victims()
         for account in self._partitions.of(group).accounts:

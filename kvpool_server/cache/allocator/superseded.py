@@ -27,9 +27,6 @@ class Superseded:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def __contains__(self, group: Group) -> bool:
-        return group in self._groups
-
     def add(self, groups: Sequence[Group]) -> None:
         self._groups.update(dict.fromkeys(groups))
 

@@ -94,10 +94,9 @@ class Evictor:
     # Victims
 
     def choose(self, count: int, chosen: Chosen) -> list[Entry]:
-        """Chooses up to `count` victims, children before their parents. No later call chooses them again.
+        """Chooses up to `count` victims, children before their parents, and adds them to `chosen`, the victims so far.
 
-        Args:
-            chosen: the victims so far; these are added.
+        No later call chooses them again.
         """
         victims: list[Entry] = []
         leased: list[Entry] = []

@@ -50,11 +50,7 @@ EDGES = np.concatenate([[0.0], FIRST_BIN_CALLS * GROWTH ** np.arange(NUM_BINS)])
 
 
 class HitDensityModel:
-    """Waits and hits of some kinds of blocks.
-
-    Args:
-        num_kinds: kinds are 0 to num_kinds - 1.
-    """
+    """Waits and hits of blocks of the kinds 0 to num_kinds - 1."""
 
     def __init__(self, num_kinds: int):
         self._hits = np.zeros((num_kinds, NUM_BINS))  # Blocks, by kind and by the age at the hit.

@@ -96,11 +96,7 @@ class Partition:
 
 
 class Partitions:
-    """The partition of every group of an open namespace.
-
-    Args:
-        policy: makes a policy.
-    """
+    """The partition of every group of an open namespace."""
 
     def __init__(self, policy: Callable[[], Policy]):
         self._policy = policy
@@ -109,9 +105,6 @@ class Partitions:
 
     def of(self, group: Group) -> Partition:
         return self._by_group[group]
-
-    def evictor(self, group: Group) -> Evictor:
-        return self._by_group[group].evictor
 
     def of_size(self, slot_bytes: int) -> list[Partition]:
         return [partition for partition in self._by_key.values() if partition.slot_bytes == slot_bytes]
@@ -129,7 +122,7 @@ class Partitions:
         moving: dict[Evictor, set[Group]] = {}
         for group, _ in changed:
             if group.index and group in self._by_group:
-                moving.setdefault(self.evictor(group), set()).add(group)
+                moving.setdefault(self.of(group).evictor, set()).add(group)
         for evictor, groups in moving.items():  # All groups at once: the evictor visits every queued entry.
             evictor.remove_groups(groups)
         for group, accounts in changed:

@@ -44,8 +44,7 @@ class Extents:
     def tidy(self, num_extents: int, unused: Collection[int]) -> None:
         """Deletes extents beyond the tier's size, and empties unused ones. Called before anything is written.
 
-        Raises:
-            OSError: the directory cannot be read, or a file not deleted.
+        Raises OSError if the directory cannot be read, or a file not deleted.
         """
         for path in list(self._directory.glob("extent-*")):
             digits = path.name.removeprefix("extent-")

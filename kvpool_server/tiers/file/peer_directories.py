@@ -87,8 +87,7 @@ class PeerDirectory:
     def refresh(self) -> str:
         """Reads what has been added to the journal, or all of a journal that was replaced. Raises OSError.
 
-        Returns:
-            What is wrong with the journal; empty if nothing is, or only its end is not written yet.
+        Returns what is wrong with the journal; empty if nothing is, or only its end is not written yet.
         """
         if self._journal is None or self._is_replaced(self._journal):
             self._begin()

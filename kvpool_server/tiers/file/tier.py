@@ -66,9 +66,7 @@ class FileTier(Tier):
         root: the path, which other servers may share.
         owner: name of this server's directory below the path.
         size_bytes: disk space for slots.
-        policy: makes the eviction policies.
         threads: reads and writes at once.
-        direct: bypass the page cache where possible.
         handover_s, create: as `OwnDirectory` takes them.
         open_files: bounds the files that are kept open; tiers of one server share it.
 

@@ -41,11 +41,7 @@ class PresenceCache:
         return presence is not None and self._clock() < presence.fresh_until
 
     def add(self, key: BlockKey, own_bytes: int = 0) -> None:
-        """Notes that a block is there.
-
-        Args:
-            own_bytes: bytes of its slot if this server has just written the block, else 0.
-        """
+        """Notes that a block is there; `own_bytes` are those of its slot if this server has just written it, else 0."""
         if (presence := self._blocks.get(key)) is None:
             presence = self._blocks[key] = _Presence(0.0, 0)
         presence.fresh_until = self._clock() + FRESH_S

@@ -77,15 +77,7 @@ class MooncakeOptions(TierOptions):
 
 
 class MooncakeTier(Tier):
-    """See the module.
-
-    Args:
-        config: the cluster, and what this server gives to it.
-        threads: calls at once.
-
-    Attributes:
-        store: Mooncake's client process; None before the first call, and once closed.
-    """
+    """See the module. `store` is Mooncake's client process; None before the first call, and once closed."""
 
     def __init__(self, config: StoreConfig, threads: int = 2):
         super().__init__(f"mooncake:{config.master}")
