@@ -78,8 +78,6 @@ class PoolService(PoolServicer):
         self._ending = False
         self._inline = InlineChunks(pool, memory, self._verify)
 
-    # Namespaces
-
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         namespace, created = self._pool.open_namespace(
             wire.decode_spec(request.spec), request.expected_fingerprint, wire.decode_opener(request.opener)
@@ -101,8 +99,6 @@ class PoolService(PoolServicer):
         if count > self._pool.limits.max_batch_blocks:
             most = self._pool.limits.max_batch_blocks
             raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
-
-    # Lookup
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return self._lookup(request)
@@ -151,8 +147,6 @@ class PoolService(PoolServicer):
         for task in list(self._idle_streams):
             task.cancel()
 
-    # Put
-
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
@@ -189,8 +183,6 @@ class PoolService(PoolServicer):
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
         return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
 
-    # Get
-
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
@@ -225,8 +217,6 @@ class PoolService(PoolServicer):
         self._check_count(len(request.lease_ids), "leases")
         return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
 
-    # Inline
-
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses = bytearray()
         async for request in requests:
@@ -249,8 +239,6 @@ class PoolService(PoolServicer):
                 self._metrics.add_bytes("read", len(chunk.payload))
                 reply.chunk.CopyFrom(wire.encode_chunk(chunk))
             yield reply
-
-    # Operations
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         checked, dropped = self._verify(wire.decode_namespace(request.namespace), self._runs(request.runs))

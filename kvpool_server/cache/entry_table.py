@@ -95,8 +95,6 @@ class EntryTable:
         """Calls an observer on every change from now on."""
         self._observers.append(observer)
 
-    # In
-
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus]:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
@@ -176,8 +174,6 @@ class EntryTable:
         if entry.live and not entry.children and not entry.pending:
             self._placement.evictor(entry.group).add(entry)
 
-    # Out
-
     def evict(self, victims: Sequence[Entry]) -> None:
         """Drops entries to free their slots."""
         for victim in victims:
@@ -221,8 +217,6 @@ class EntryTable:
             self._arena.free(entry.offset)
         if victims := self._placement.drain_victims(now):
             self.evict(victims)
-
-    # Helpers
 
     def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
         """Slots for the blocks that have no entry yet. Raises OutOfSpaceError."""

@@ -90,8 +90,6 @@ class Pool:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
         self.entry_table.observe(observer)
 
-    # Namespaces
-
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
     ) -> tuple[PoolNamespace, bool]:
@@ -146,8 +144,6 @@ class Pool:
         """Bytes of one chunk of a run's group."""
         return self._namespaces.group(fingerprint, run.group_idx).spec.chunk_bytes
 
-    # Quotas
-
     def quotas(self) -> list[Quota]:
         """All quotas and their usage, by subject."""
         return self._quotas.usage()
@@ -174,8 +170,6 @@ class Pool:
         now = self.expire()
         self.entry_table.evict(self.placement.over_quota_puts(self._quotas.accounts()))
         self.entry_table.evict(self.placement.start_drain(now))
-
-    # Lookup
 
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
@@ -238,8 +232,6 @@ class Pool:
         """
         if (lease := self.leases.get(found.lease_id)) is not None:
             lease.unrecorded = found
-
-    # Put
 
     def put_start(
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
@@ -331,8 +323,6 @@ class Pool:
                 return
         raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {ticket_id:#x}")
 
-    # Get
-
     def get(self, lease_id: int, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
         """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
         _, group = self._namespaces.one_group(fingerprint, runs)
@@ -378,8 +368,6 @@ class Pool:
                 released += 1
         return released
 
-    # Verify, remove, clear
-
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes the checksums of complete blocks, and drops those that differ; returns (checked, dropped)."""
         _, group = self._namespaces.one_group(fingerprint, runs)
@@ -420,8 +408,6 @@ class Pool:
         self.counters["removed_blocks"] += len(entries)
         return len(entries)
 
-    # Time
-
     def expire(self) -> float:
         """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
         now = self._clock()
@@ -434,8 +420,6 @@ class Pool:
                 self.entry_table.expire(entry, ticket)
         self.entry_table.free_expired(now)
         return now
-
-    # State
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
         return PoolStats(
@@ -460,8 +444,6 @@ class Pool:
         check_prefixes(entries)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
-
-    # Helpers
 
     def _end_lease(self, lease: Lease) -> None:
         for entry in lease.entries:

@@ -94,8 +94,6 @@ class Ledger(Observer):
         self._held: Held = {}
         self._append([], cleared=True)
 
-    # The pool's loop
-
     def stored(self, entry: Entry) -> None:
         self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
 

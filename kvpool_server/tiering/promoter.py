@@ -90,8 +90,6 @@ class Promoter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._batch_s = 0.0
 
-    # Prefetch
-
     def prefetch(
         self, namespace: PoolNamespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
     ) -> int:
@@ -158,8 +156,6 @@ class Promoter:
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    # Find, where a tier has to be asked
-
     def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> int:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
@@ -179,8 +175,6 @@ class Promoter:
             self._searching.discard(first)
         for block_hash, in_tier in zip(block_hashes, found, strict=True):
             self._remember((namespace.fingerprint, group_idx, block_hash), in_tier)
-
-    # Read
 
     async def run(self) -> None:
         """Reads queued blocks, for ever."""

@@ -136,8 +136,6 @@ class TieredPool(Observer):
         for level in self._levels:
             await level.tier.close()
 
-    # Lookup
-
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
@@ -190,8 +188,6 @@ class TieredPool(Observer):
                 break
         return num_pending
 
-    # Observer
-
     def stored(self, entry: Entry) -> None:
         for level in self._levels:
             level.demoter.stored(entry)
@@ -201,8 +197,6 @@ class TieredPool(Observer):
     def evicted(self, entry: Entry) -> None:
         for level in self._levels:
             level.demoter.evicted(entry)
-
-    # Remove, clear
 
     async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks from the pool and from every tier; returns how many the pool held.
@@ -252,8 +246,6 @@ class TieredPool(Observer):
             failures = list(filter(None, await asyncio.gather(*map(remove_from, self._levels))))
             if failures:
                 raise TierError("; ".join(failures))
-
-    # State
 
     @property
     def num_queued(self) -> int:

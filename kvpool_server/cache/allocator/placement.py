@@ -113,8 +113,6 @@ class Placement:
             self._last_used[group.spec.slot_bytes] = self._stamp
         return self._stamp
 
-    # Groups
-
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
         """Says which quotas cover groups from now on."""
         self._partitions.place(assigned, self._stamp)
@@ -131,8 +129,6 @@ class Placement:
         self._superseded.remove(groups)
         for group in groups:
             self._partitions.remove(group)
-
-    # Victims
 
     def victims(self, group: Group, count: int) -> list[Entry]:
         """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""
@@ -228,8 +224,6 @@ class Placement:
     def drain_victims(self, now: float) -> list[Entry]:
         """The entries of the extent that is being drained which no hold covers any more."""
         return self._drain.victims(now) if self._drain.is_active else []
-
-    # Choosing
 
     def _choose_for_quota(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
         """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much."""

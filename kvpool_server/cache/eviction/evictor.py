@@ -42,8 +42,6 @@ class Evictor:
         """Queued entries, with those that were dropped since."""
         return self._num_queued
 
-    # What happens to entries
-
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
         """New entries: consecutive blocks of one prefix."""
         self._num_entries += len(entries)
@@ -91,8 +89,6 @@ class Evictor:
             if not entry.children and not entry.pending:
                 self.add(entry)
 
-    # Victims
-
     def choose(self, count: int, chosen: Chosen) -> list[Entry]:
         """Chooses up to `count` victims, children before their parents, and adds them to `chosen`, the victims so far.
 
@@ -131,8 +127,6 @@ class Evictor:
     def oldest_stamp(self, chosen: Chosen) -> int | None:
         """A stamp before which no candidate was used; None if there is no candidate."""
         return self._policy.oldest_stamp(self._next_victim(chosen))
-
-    # Helpers
 
     def _next_victim(self, chosen: Chosen) -> Entry | None:
         leased: list[Entry] = []

@@ -63,8 +63,6 @@ class HitDensityModel:
         self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (Period, kind) -> [started, hits].
         self.learn(0)
 
-    # Observations
-
     def start(self, kind: int, now: int, count: int) -> None:
         """`count` blocks begin a wait of a kind."""
         self._started[kind] += count
@@ -90,8 +88,6 @@ class HitDensityModel:
             self._hits[kind, bisect.bisect_right(self._inner_edges, age)] += count * KEEP ** (age / PERIOD_CALLS)
         if (cohort := self._cohorts.get((since // COHORT_CALLS, kind))) is not None:
             cohort[1] += 1
-
-    # Estimates
 
     def density(self, kind: int, since: int, now: int) -> float:
         """Hits a call that may be expected of the slot of a block whose wait started at `since`."""

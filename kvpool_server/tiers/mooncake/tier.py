@@ -16,7 +16,7 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -89,8 +89,6 @@ class MooncakeTier(Tier):
         self._start_lock = threading.Lock()
         self._is_closed = False
 
-    # Start and end
-
     async def open(self) -> None:
         if 0 < self._config.segment_bytes < MIN_SEGMENT_BYTES:
             raise ConfigError(
@@ -135,8 +133,6 @@ class MooncakeTier(Tier):
             self.store = store
             return store
 
-    # What is there
-
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """All True for blocks that were lately written, found or read; else only the master can tell."""
         is_fresh = all(map(self._presence.has, _block_keys(namespace, group_idx, block_hashes)))
@@ -153,8 +149,6 @@ class MooncakeTier(Tier):
             else:
                 self._presence.discard([key])
         return [code == IS_THERE for code in codes]
-
-    # Down
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         there = await self.find(namespace, group_idx, [block.block_hash for block in blocks])
@@ -192,8 +186,6 @@ class MooncakeTier(Tier):
                 channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
             return channel.call("put", keys, offsets, [size] * len(keys))
 
-    # Up
-
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
@@ -211,7 +203,14 @@ class MooncakeTier(Tier):
             finally:
                 reading.cancel()  # A thread may still copy, if this task was cancelled.
             self._check(codes)
-            self._note(_block_keys(namespace, group_idx, hashes), reading)
+            for key, sums, view in zip(
+                _block_keys(namespace, group_idx, hashes), reading.found, reading.views, strict=True
+            ):
+                if sums is None:
+                    self._presence.discard([key])
+                else:
+                    self._presence.add(key)
+                    self.counters["read_bytes"] += view.nbytes
             await self._remove_corrupt(reading.corrupt)
             found += reading.found
         return found
@@ -220,21 +219,11 @@ class MooncakeTier(Tier):
         with self._running_store().channel() as channel:
             return reading.run(channel)
 
-    def _note(self, keys: Iterable[BlockKey], reading: StagedRead) -> None:
-        for key, sums, view in zip(keys, reading.found, reading.views, strict=True):
-            if sums is None:
-                self._presence.discard([key])
-            else:
-                self._presence.add(key)
-                self.counters["read_bytes"] += view.nbytes
-
     async def _remove_corrupt(self, keys: Sequence[str]) -> None:
         if keys:
             self.counters["corrupt_blocks"] += len(keys)
             log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(keys))
             self._check(await self._call(self._ask, "remove", keys))
-
-    # Removal
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
@@ -245,8 +234,6 @@ class MooncakeTier(Tier):
         self._presence.clear(fingerprint)
         prefix = f"kvpool/{fingerprint.hex()}/" if fingerprint else "kvpool/"
         self._check(await self._call(self._ask, "clear", [f"^{re.escape(prefix)}"]))
-
-    # State
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         """Blocks that this server has written and not found gone since, of the latest MAX_BLOCKS it has seen.
@@ -264,8 +251,6 @@ class MooncakeTier(Tier):
             num_entries=sum(list(self._presence.num_own.values())),
             counters=dict(self.counters),
         )
-
-    # Helpers
 
     def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
         with self._running_store().channel() as channel:
