@@ -191,7 +191,6 @@ class Server:
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
 
     async def _start_engine(self) -> Engine:
-        """Starts Mooncake's engine, and registers the arena and its nonce with it."""
         config = self.config
         host = config.mooncake_host or split_address(config.listen)[0]
         if host in EVERYWHERE:

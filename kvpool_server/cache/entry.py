@@ -75,7 +75,6 @@ class Group:
         return [entry for entry in named if entry is not None], named.count(None)
 
     def forget(self, block_hash: bytes) -> None:
-        """Removes a block from the index."""
         del self.index[block_hash]
         if not self.index:
             self.index = {}  # A dict never frees its table, and an empty group may never be used again.

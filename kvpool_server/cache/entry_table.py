@@ -92,7 +92,6 @@ class EntryTable:
         self._observers: list[Observer] = []
 
     def observe(self, observer: Observer) -> None:
-        """Calls an observer on every change from now on."""
         self._observers.append(observer)
 
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus]:
@@ -175,7 +174,6 @@ class EntryTable:
             self._placement.evictor(entry.group).add(entry)
 
     def evict(self, victims: Sequence[Entry]) -> None:
-        """Drops entries to free their slots."""
         for victim in victims:
             if victim.complete:
                 for observer in self._observers:

@@ -130,18 +130,15 @@ class Pool:
 
     @property
     def num_opened(self) -> int:
-        """Namespaces opened since the start."""
         return self._namespaces.num_opened
 
     def open_namespaces(self) -> list[PoolNamespace]:
         return self._namespaces.values()
 
     def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
-        """An open namespace; does not count as a use of it."""
         return self._namespaces.find(fingerprint)
 
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
-        """Bytes of one chunk of a run's group."""
         return self._namespaces.group(fingerprint, run.group_idx).spec.chunk_bytes
 
     def quotas(self) -> list[Quota]:

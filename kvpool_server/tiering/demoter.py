@@ -108,7 +108,6 @@ class Demoter:
         return None if known is None else known[0]
 
     async def run(self) -> None:
-        """Writes queued blocks, for ever."""
         while True:
             await self._work.wait()
             if self._queue:
@@ -131,7 +130,7 @@ class Demoter:
             self._pool.release([lease_id])
 
     async def write(self, entries: Sequence[Entry]) -> bool:
-        """Writes the pinned entries that the tier lacks, the last one (a parent) first; False if the tier failed."""
+        """Writes the pinned entries that the tier lacks, in reverse order: parents first. False if the tier failed."""
         by_group: dict[Group, list[Entry]] = {}
         for entry in reversed(entries):
             if entry.complete and self._is_in_tier(entry) is not True:
@@ -179,7 +178,6 @@ class Demoter:
                 self._enqueue(entry, entry.depth)
 
     async def wait_idle(self) -> None:
-        """Returns when no block is queued or being written from the queue."""
         await self._idle.wait()
 
     def _next_batch(self) -> tuple[Group, list[Entry]]:

@@ -177,7 +177,6 @@ class Promoter:
             self._remember((namespace.fingerprint, group_idx, block_hash), in_tier)
 
     async def run(self) -> None:
-        """Reads queued blocks, for ever."""
         while True:
             await self._work.wait()
             if self._queue:

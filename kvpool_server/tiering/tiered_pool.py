@@ -264,7 +264,6 @@ class TieredPool(Observer):
         return tuple(level.tier.holdings(fingerprint) for level in self._levels)
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
-        """A snapshot of the pool and of each tier."""
         tiers: list[TierStats] = []
         for level in self._levels:
             stats = level.tier.stats()

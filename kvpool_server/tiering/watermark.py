@@ -56,7 +56,6 @@ class Watermark:
         return not self._work.is_set()
 
     async def run(self) -> None:
-        """Frees slots, for ever."""
         while True:
             await self._work.wait()
             if not await self._free_slots():

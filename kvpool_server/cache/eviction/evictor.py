@@ -43,7 +43,6 @@ class Evictor:
         return self._num_queued
 
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
-        """New entries: consecutive blocks of one prefix."""
         self._num_entries += len(entries)
         self._policy.stored(entries, stamp)
 
@@ -53,11 +52,9 @@ class Evictor:
             entry.used = stamp | entry.used % TICK
 
     def used(self, entries: Sequence[Entry], stamp: int) -> None:
-        """A lookup for a load has hit these entries of one prefix."""
         self._policy.used(entries, stamp)
 
     def dropped(self, entry: Entry) -> None:
-        """An entry was evicted or removed."""
         self._num_dead += entry.queued
         if self._num_dead > self._num_queued // 2 + MIN_DEAD_TO_SWEEP:
             self._num_queued = self._queue.filter(lambda entry: entry.live)

@@ -154,7 +154,6 @@ class DensityQueue(VictimQueue):
         self._ranking = sorted((-self._bucket_density(key), key) for key in self._buckets)
 
     def _merge_epochs(self) -> None:
-        """Merges each two epochs into one."""
         self._epoch_calls *= 2
         finer, self._buckets = self._buckets, {}
         for epoch, kind in sorted(finer):
@@ -173,7 +172,6 @@ class HitDensity(Policy):
 
     @property
     def num_ghosts(self) -> int:
-        """Evicted blocks that are remembered."""
         return len(self._ghosts)
 
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:

@@ -30,7 +30,6 @@ class BlockSpot(NamedTuple):
     checksums: Sequence[int]
 
     def is_sound(self) -> bool:
-        """Whether the bytes in memory match the checksums."""
         size = self.view.nbytes // len(self.checksums)
         return all(
             checksum(self.view[shard * size : (shard + 1) * size]) == expected

@@ -100,7 +100,6 @@ class Inventory:
             self.groups[at[0]].pop(at[1], None)
 
     def keep_only(self, is_wanted: Callable[[GroupKey, Record], bool]) -> None:
-        """Drops the blocks that are not wanted."""
         for group, records in self.groups.items():
             for record in [record for record in records.values() if not is_wanted(group, record)]:
                 del records[record.block_hash], self._at[record.offset]

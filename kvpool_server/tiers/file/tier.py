@@ -127,7 +127,6 @@ class FileTier(Tier):
 
     @no_collections()
     def _restore(self) -> None:
-        """Builds the pool from the journal."""
         started = time.perf_counter()
         inventory = self._journal.load()
         if inventory.trouble:
