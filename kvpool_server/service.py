@@ -26,7 +26,7 @@ from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, Put
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
-from kvpool_server.inline_chunks import InlineChunks
+from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
@@ -76,7 +76,6 @@ class PoolService(PoolServicer):
         self._started = time.monotonic()
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
-        self._inline = InlineChunks(pool, memory, self._verify)
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         namespace, created = self._pool.open_namespace(
@@ -223,7 +222,7 @@ class PoolService(PoolServicer):
             self._check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
                 chunk = wire.decode_chunk(message)
-                statuses.append(status := self._inline.put(chunk))
+                statuses.append(status := put_chunk(self._pool, self._memory, chunk))
                 if status is PutStatus.GRANTED:
                     self._metrics.add_bytes("write", len(chunk.payload))
                 if nth % INLINE_CHUNKS_PER_TURN == 0:
@@ -233,7 +232,7 @@ class PoolService(PoolServicer):
     async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
         self._check_count(len(request.keys), "keys")
         for index, key in enumerate(request.keys):
-            chunk = await self._inline.get(wire.decode_key(key))
+            chunk = await get_chunk(self._tiered, self._memory, wire.decode_key(key), self._verify)
             reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
             if chunk is not None:
                 self._metrics.add_bytes("read", len(chunk.payload))

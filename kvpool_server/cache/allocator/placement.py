@@ -184,8 +184,7 @@ class Placement:
         """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
         victims = Victims()
         for size, short in self._shortages(reserve, needs) if self._superseded else ():
-            groups = {group for partition in self._partitions.of_size(size) for group in partition.groups}
-            self._superseded.choose(groups, short, victims)
+            self._choose_superseded(self._partitions.of_size(size), short, victims)
         return victims.entries
 
     def _shortages(self, reserve: float, needs: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -242,9 +241,12 @@ class Placement:
 
     def _choose(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
-        groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
-        taken = self._superseded.choose(groups, count, victims)
+        taken = self._choose_superseded(partitions, count, victims)
         return taken + choose_victims(partitions, count - taken, victims, self._stamp) if taken < count else taken
+
+    def _choose_superseded(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
+        groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
+        return self._superseded.choose(groups, count, victims)
 
     def _choose_for_arena(self, slot_bytes: int, count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
@@ -253,10 +255,7 @@ class Placement:
         if short <= 0:
             return True
         mine = self._partitions.of_size(slot_bytes)
-        if self._superseded:
-            short -= self._superseded.choose(
-                {group for partition in mine for group in partition.groups}, short, victims
-            )
+        short -= self._choose_superseded(mine, short, victims)
         per_extent = self._arena.slots_per_extent(slot_bytes)
         for extent in self._donations(slot_bytes, mine, victims):
             if short <= 0:
@@ -302,9 +301,7 @@ class Placement:
             yield unheld[size].pop(0)
         if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
             self._drain.wanted_by = slot_bytes  # Each of their extents holds a leased or pending entry.
-        if (
-            num_mine == 0 and num_extents
-        ):  # There are more sizes than extents: the size idle longest gives up its extents.
+        if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
             for size in sorted(num_extents, key=lambda size: self._last_used.get(size, 0)):
                 yield from self._unheld(size, given)
 

@@ -77,9 +77,9 @@ class Extents:
         except FileNotFoundError:
             return False
 
-    def free(self, idx: int) -> None:
-        """Frees an extent's disk space. Raises OSError."""
-        if idx in self._with_bytes:
+    def free(self, unused: Sequence[int]) -> None:
+        """Frees the disk space of extents. Raises OSError."""
+        for idx in self._with_bytes.intersection(unused):
             with self._file(idx, 1, ()) as fd:
                 self._disk.truncate(fd, 0)
             self._with_bytes.discard(idx)

@@ -312,13 +312,9 @@ class FileTier(Tier):
         async with self._writing:
             try:
                 await self._flush_journal()
-                await self._running_threads().call(self._free, self.pool.arena.unused_extents())
+                await self._running_threads().call(self._extents.free, self.pool.arena.unused_extents())
             except OSError as error:
                 raise TierError(f"{self.name}: {error}") from None
-
-    def _free(self, extents: Sequence[int]) -> None:
-        for idx in extents:
-            self._extents.free(idx)
 
     def specs(self) -> list[NamespaceSpec]:
         opened = self.pool.open_namespaces()

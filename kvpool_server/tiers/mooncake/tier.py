@@ -211,19 +211,16 @@ class MooncakeTier(Tier):
                 else:
                     self._presence.add(key)
                     self.counters["read_bytes"] += view.nbytes
-            await self._remove_corrupt(reading.corrupt)
+            if reading.corrupt:
+                self.counters["corrupt_blocks"] += len(reading.corrupt)
+                log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(reading.corrupt))
+                self._check(await self._call(self._ask, "remove", reading.corrupt))
             found += reading.found
         return found
 
     def _get(self, reading: StagedRead) -> list[int]:
         with self._running_store().channel() as channel:
             return reading.run(channel)
-
-    async def _remove_corrupt(self, keys: Sequence[str]) -> None:
-        if keys:
-            self.counters["corrupt_blocks"] += len(keys)
-            log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(keys))
-            self._check(await self._call(self._ask, "remove", keys))
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
