@@ -24,7 +24,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import Health
-from kvpool_server.tiers.tier import Tier, TierError
+from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()
 
@@ -36,9 +36,6 @@ STALE_S = 10.0
 ANSWER_VALID_S = 5.0
 """How long the answer of a tier's `find` is used, and the failure of a read."""
 MAX_ANSWERS = 1 << 17
-
-BlockKey = tuple[bytes, int, bytes]
-"""(fingerprint, group_idx, block_hash)"""
 
 
 @dataclass(slots=True)

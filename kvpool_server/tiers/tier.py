@@ -39,6 +39,10 @@ COUNTERS = {
 """Counters of every tier, with the HELP texts of their metrics."""
 
 
+BlockKey = tuple[bytes, int, bytes]
+"""(fingerprint, group_idx, block_hash)"""
+
+
 class TierError(Exception):
     """A call to a tier has failed; the message names the tier and the failure."""
 

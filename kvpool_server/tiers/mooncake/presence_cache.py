@@ -7,12 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvpool_server.tiers.tier import BlockKey
+
 FRESH_S = 10.0
 """How long a block is believed to be there: the cluster evicts, and other servers remove, without notice."""
 MAX_BLOCKS = 1 << 17
-
-BlockKey = tuple[bytes, int, bytes]
-"""(fingerprint, group_idx, block_hash)"""
 
 
 @dataclass(slots=True)

@@ -28,12 +28,12 @@ from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.presence_cache import BlockKey, PresenceCache
+from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreError, StoreProcess
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
