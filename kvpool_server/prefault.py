@@ -36,11 +36,7 @@ def check_fits(memory: ByteSize) -> None:
 
 
 class Prefault:
-    """Prefaults one segment on threads, and tells the arena. Owned by the event loop.
-
-    Attributes:
-        backed_bytes: backed so far, from the segment's start.
-    """
+    """Prefaults one segment on threads, `backed_bytes` so far, and tells the arena. Owned by the event loop."""
 
     def __init__(self, segment: Segment, arena: Arena):
         self.backed_bytes = 0

@@ -60,8 +60,7 @@ class Found(NamedTuple):
 class Lease(Hold):
     """Keeps entries from eviction between lookup and load.
 
-    Attributes:
-        unrecorded: the lookup that made the lease, if the first get under the lease is to record it as a use.
+    `unrecorded` is the lookup that made the lease, if the first get under the lease is to record it as a use.
     """
 
     unrecorded: Found | None = field(default=None, init=False)

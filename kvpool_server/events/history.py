@@ -24,11 +24,7 @@ class Message(NamedTuple):
 
 
 class History:
-    """See the module.
-
-    Args:
-        max_batches: messages kept; fewer if they exceed `MAX_BYTES`.
-    """
+    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`."""
 
     def __init__(self, ledger: Ledger, encode: Encoder, counters: Counter[str], max_batches: int):
         self._ledger = ledger

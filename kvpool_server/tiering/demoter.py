@@ -69,9 +69,9 @@ class Demoter:
         return self._health.is_available
 
     def stored(self, entry: Entry) -> None:
-        """The pool has a new readable block: queues it and its ancestors that the tier lacks.
+        """Queues a new readable block, unless blocks are written on eviction, and its ancestors that the tier lacks.
 
-        No lookup could use the block without them.
+        No lookup could use the block without its ancestors.
         """
         if self.write_back or self._is_in_tier(entry) is True:
             return

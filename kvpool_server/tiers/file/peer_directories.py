@@ -69,8 +69,7 @@ class PeerBlocks:
 class PeerDirectory:
     """One other server's directory. For one thread at a time.
 
-    Attributes:
-        blocks: what can be read; None until the journal's first frame is known.
+    `blocks` can be read; None until the journal's first frame is known.
     """
 
     def __init__(self, directory: Path, make_extents: Callable[[int], Extents]):
