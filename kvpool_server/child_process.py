@@ -19,68 +19,47 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
-class ChildProcess:
+class ChildProcess(subprocess.Popen[bytes]):
     """`python -m MODULE`, which imports from the same release as this process.
 
     Args:
         settings: the first line on the child's standard input; bytes travel as hex.
         pass_fds: descriptors that the child inherits under the same numbers.
-        stdout: as `subprocess.Popen` takes it.
-
-    Raises:
-        OSError: no process can be started.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], pass_fds: Sequence[int], stdout: int | None = None):
         path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._popen = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=stdout,
             pass_fds=pass_fds,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
-        assert self._popen.stdin is not None
-        with contextlib.suppress(OSError):  # The child died at once: `exit_status` says so.
-            self._popen.stdin.write(json.dumps(settings, default=bytes.hex).encode() + b"\n")
-            self._popen.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        return self._popen.stdout
-
-    @property
-    def exit_status(self) -> int | None:
-        """None while the child runs."""
-        return self._popen.poll()
-
-    def kill(self) -> None:
-        """SIGKILL, without waiting. Callable from any thread."""
-        self._popen.kill()
+        assert self.stdin is not None
+        with contextlib.suppress(OSError):  # The child died at once: `poll` says so.
+            self.stdin.write(json.dumps(settings, default=bytes.hex).encode() + b"\n")
+            self.stdin.flush()
 
     def request_end(self) -> None:
         """Closes the child's standard input, without waiting. Idempotent."""
         with contextlib.suppress(OSError):
-            assert self._popen.stdin is not None
-            self._popen.stdin.close()
+            assert self.stdin is not None
+            self.stdin.close()
 
     def end(self, timeout_s: float) -> None:
         """Requests the end, kills the child after `timeout_s`, and closes the pipes. Idempotent."""
         self.request_end()
         try:
-            self._popen.wait(timeout_s)
+            self.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        if self._popen.stdout is not None:
-            self._popen.stdout.close()
+            self.kill()
+            self.wait()
+        if self.stdout is not None:
+            self.stdout.close()
 
 
 def receive_settings() -> dict[str, Any]:

@@ -20,11 +20,9 @@ from kvpool.quotas import size_text
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
-from kvpool_server.collector import keep_collections_short
-from kvpool_server.config import ENV_PREFIX, ServerConfig, load
-from kvpool_server.malloc import keep_freed_memory
+from kvpool_server.config import ServerConfig, load, service_links
+from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
-from kvpool_server.service_links import service_links
 
 log = structlog.get_logger()
 
@@ -80,7 +78,7 @@ def serve(
     given = {name: value for name, value in locals().items() if name in ServerConfig.model_fields and value is not None}
     settings = load(given, config)
     logs.configure(settings.log_format, settings.log_level)
-    if links := service_links(os.environ, ENV_PREFIX):
+    if links := service_links(os.environ):
         log.info("ignored environment variables that Kubernetes sets for its Services", names=sorted(links))
     keep_freed_memory()
     keep_collections_short()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +17,22 @@ from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.service_links import service_links
 from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
 _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
+
+# The names and values of service links, behind the Service's own name; see `service_links`.
+_HOST = "_SERVICE_HOST"
+_URL = re.compile(r"(tcp|udp|sctp)://(\[[0-9a-fA-F:.]+\]|[0-9.]+|[0-9a-fA-F:]+):\d{1,5}")
+_NUMBER = re.compile(r"\d{1,5}")
+_SHAPES = (
+    (re.compile(r"_SERVICE_PORT(_[A-Z0-9_]+)?"), _NUMBER),
+    (re.compile(r"_PORT(_\d{1,5}_(TCP|UDP|SCTP))?"), _URL),
+    (re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_PROTO"), re.compile("tcp|udp|sctp")),
+    (re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_PORT"), _NUMBER),
+)
+_ADDRESS = re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_ADDR")
 
 
 class ServerConfig(BaseModel):
@@ -188,15 +202,9 @@ class ServerConfig(BaseModel):
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
-    """The settings, each from the source that has precedence.
+    """The settings, each from the source that has precedence; by default the environment is that of the process.
 
-    Args:
-        flags: the settings given on the command line.
-        config_file: a TOML file, or None.
-        environ: the environment variables; by default those of the process.
-
-    Raises:
-        ConfigError: names the source, the key, the value and the fault.
+    Raises ConfigError, which names the source, the key, the value and the fault.
     """
     environ = dict(os.environ) if environ is None else environ
     from_environment = _from_environment(environ)
@@ -236,7 +244,7 @@ def _from_file(config_file: Path | None) -> dict[str, Any]:
 
 
 def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
-    ignored = _CLIENT_VARIABLES | service_links(environ, ENV_PREFIX)
+    ignored = _CLIENT_VARIABLES | service_links(environ)
     values: dict[str, Any] = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environ.items()
@@ -254,3 +262,43 @@ def _refuse_unknown(values: dict[str, Any], source: str, prefix: str = "") -> No
             shown = prefix + (key.upper() if prefix else key)
             known = ", ".join(ServerConfig.model_fields)
             raise ConfigError(f"{source}: unknown key {shown}; the keys are {known}")
+
+
+def service_links(environ: Mapping[str, str]) -> frozenset[str]:
+    """Environment variables that Kubernetes sets for each Service, and that look like settings if one is named kvpool.
+
+    A Service `kvpool-server` with port 50051 named `grpc` gives KVPOOL_SERVER_SERVICE_HOST, KVPOOL_SERVER_SERVICE_PORT,
+    KVPOOL_SERVER_SERVICE_PORT_GRPC, KVPOOL_SERVER_PORT, and KVPOOL_SERVER_PORT_50051_TCP with _PROTO, _PORT and _ADDR.
+    `enableServiceLinks: false` in the pod's specification turns these service links off.
+
+    A name alone does not make a service link: a user who sets KVPOOL_PORT=50051 must be told that there is no such
+    setting. A link belongs to a Service whose host and port are also set, and its value has the form that Kubernetes
+    writes.
+
+    Source: kubernetes `pkg/kubelet/envvars/envvars.go`.
+    """
+    services = [
+        name.removesuffix(_HOST)
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and name.endswith(_HOST) and _is_address(value)
+    ]
+    services = [each for each in services if _NUMBER.fullmatch(environ.get(f"{each}_SERVICE_PORT", ""))]
+    return frozenset(
+        name
+        for name, value in environ.items()
+        if any(name.startswith(f"{each}_") and _is_link(name.removeprefix(each), value) for each in services)
+    )
+
+
+def _is_link(rest: str, value: str) -> bool:
+    if rest == _HOST or _ADDRESS.fullmatch(rest):
+        return _is_address(value)
+    return any(shape.fullmatch(rest) and wanted.fullmatch(value) for shape, wanted in _SHAPES)
+
+
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return False
+    return True

@@ -2,29 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool import wire
+from kvpool.errors import KVPoolError
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.rpc_interceptor import RpcInterceptor
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
+    """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
+
+    A bidirectional stream is left to its handler: it lasts as long as its client, so the handler answers, times and
+    fails each of its requests by itself. Other services on the port are left alone.
+    """
+
+    def __init__(self, service_name: str, metrics: RpcMetrics):
+        self._prefix = f"/{service_name}/"
+        self._metrics = metrics
+        self._wrapped: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
+    ) -> Handler:
+        wrapped = self._wrapped.get(details.method)
+        if wrapped is not None:
+            return wrapped
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(self._prefix):
+            return handler
+        return self._wrapped.setdefault(details.method, self._wrap(details.method[len(self._prefix) :], handler))
+
+    def _wrap(self, name: str, handler: Handler) -> Handler:
+        serializers = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._one_reply(name, handler.unary_unary), *serializers)
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._replies(name, handler.unary_stream), *serializers)
+        return handler
+
+    def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                with self._metrics.timed(name):
+                    return await behavior(request, context)
+            except KVPoolError as error:
+                await context.abort(wire.status_of(error), str(error))
+
+        return call
+
+    def _replies(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+            # A client may hang up before the handler has ended. A handler that has sent all that was asked for by then
+            # has set the code to OK.
+            context.set_code(grpc.StatusCode.CANCELLED)
+            try:
+                with self._metrics.timed(name, lambda: not context.cancelled()):
+                    async for reply in behavior(request, context):
+                        yield reply
+                context.set_code(grpc.StatusCode.OK)
+            except KVPoolError as error:
+                await context.abort(wire.status_of(error), str(error))
+            except Exception:
+                context.set_code(grpc.StatusCode.UNKNOWN)
+                raise
+
+        return call
 
 
 class GrpcServer:
-    """Listens once it is made, serves from `start` to `stop`.
-
-    Args:
-        listen: HOST:PORT.
-
-    Attributes:
-        port: as bound.
-
-    Raises:
-        ConfigError: it cannot listen there.
-    """
+    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen."""
 
     def __init__(self, listen: str, service: PoolService, metrics: RpcMetrics):
         self._service = service

@@ -40,17 +40,11 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> C
 
 
 class OperatorHttp:
-    """Listens and serves once it is made.
+    """Listens and serves once it is made, on the bound `port`. Raises OSError if it cannot listen.
 
     Args:
         registry: its collectors may raise TimeoutError, which becomes status 503.
         health: called by the threads: `SERVING`, or why the server does not serve, which becomes status 503.
-
-    Attributes:
-        port: as bound.
-
-    Raises:
-        OSError: it cannot listen there.
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], str]):

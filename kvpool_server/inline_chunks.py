@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvpool.errors import ChecksumError, InvalidRequestError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
+from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 TTL_MS = 60_000
@@ -19,71 +20,64 @@ PROMOTION_TIMEOUT_S = 2.0
 """How long a get waits for a block to be promoted from a tier. The client has no lease, so it cannot look up again."""
 
 
-class InlineChunks:
-    """Stores and loads chunks of one pool.
+def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk) -> PutStatus:
+    """Stores a chunk in the arena, `memory`: uint8 [arena_bytes]. GRANTED: the chunk has been stored.
+
+    Raises:
+        ChecksumError: the payload differs from its checksum.
+        InvalidRequestError: the payload is not as long as the group's chunks are.
+        OutOfSpaceError: the pool has no room.
+    """
+    key = chunk.key
+    if checksum(chunk.payload) != chunk.checksum:
+        raise ChecksumError(
+            f"chunk {key.block_hash.hex()} shard {key.shard}: the payload's xxh3-64 is not {chunk.checksum:#x}"
+        )
+    run = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
+    nbytes = pool.chunk_bytes(key.namespace, run)
+    if len(chunk.payload) != nbytes:
+        raise InvalidRequestError(
+            f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have {nbytes}"
+        )
+    grant = pool.put_start(key.namespace, [run], ShardRange(key.shard, 1), TTL_MS)
+    for offset in grant.offsets:
+        memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)
+        pool.put_end(grant.ticket_id, [chunk.checksum])
+    return grant.statuses[0]
+
+
+async def get_chunk(
+    tiered: TieredPool, memory: npt.NDArray[np.uint8], key: PoolKey, verify: Callable[[bytes, list[BlockRun]], object]
+) -> Chunk | None:
+    """The chunk at an address; None if the block is missing or its bytes have changed.
 
     Args:
-        memory: the arena, uint8 [arena_bytes].
+        memory: the arena: uint8 [arena_bytes].
         verify: called with a namespace's fingerprint and runs whose bytes differ from their checksums.
     """
+    pool = tiered.pool
+    run = BlockRun(key.group_idx, [key.block_hash])
+    nbytes = pool.chunk_bytes(key.namespace, run)
+    lease_id = await _lease(tiered, key.namespace, run)
+    if not lease_id:
+        return None
+    try:
+        located = pool.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1))
+    finally:
+        pool.release([lease_id])
+    # The event loop runs no other call between the release and this copy.
+    payload = memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
+    if checksum(payload) != located.checksums[0]:
+        verify(key.namespace, [run])
+        return None
+    return Chunk(key, payload, located.checksums[0])
 
-    def __init__(
-        self, pool: TieredPool, memory: npt.NDArray[np.uint8], verify: Callable[[bytes, list[BlockRun]], object]
-    ):
-        self._tiered = pool
-        self._pool = pool.pool
-        self._memory = memory
-        self._verify = verify
 
-    def put(self, chunk: Chunk) -> PutStatus:
-        """Stores a chunk. GRANTED: the chunk has been stored.
-
-        Raises:
-            ChecksumError: the payload differs from its checksum.
-            InvalidRequestError: the payload is not as long as the group's chunks are.
-            OutOfSpaceError: the pool has no room.
-        """
-        key = chunk.key
-        if checksum(chunk.payload) != chunk.checksum:
-            raise ChecksumError(
-                f"chunk {key.block_hash.hex()} shard {key.shard}: the payload's xxh3-64 is not {chunk.checksum:#x}"
-            )
-        run = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
-        nbytes = self._pool.chunk_bytes(key.namespace, run)
-        if len(chunk.payload) != nbytes:
-            raise InvalidRequestError(
-                f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have "
-                f"{nbytes}"
-            )
-        grant = self._pool.put_start(key.namespace, [run], ShardRange(key.shard, 1), TTL_MS)
-        for offset in grant.offsets:
-            self._memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)
-            self._pool.put_end(grant.ticket_id, [chunk.checksum])
-        return grant.statuses[0]
-
-    async def get(self, key: PoolKey) -> Chunk | None:
-        """The chunk at an address; None if the block is missing or its bytes have changed."""
-        run = BlockRun(key.group_idx, [key.block_hash])
-        nbytes = self._pool.chunk_bytes(key.namespace, run)
-        lease_id = await self._lease(key.namespace, run)
-        if not lease_id:
-            return None
-        try:
-            located = self._pool.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1))
-        finally:
-            self._pool.release([lease_id])
-        # The event loop runs no other call between the release and this copy.
-        payload = self._memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
-        if checksum(payload) != located.checksums[0]:
-            self._verify(key.namespace, [run])
-            return None
-        return Chunk(key, payload, located.checksums[0])
-
-    async def _lease(self, fingerprint: bytes, run: BlockRun) -> int:
-        """A lease on a block, which may first have to be promoted from a tier; 0 for a miss."""
-        ends_at = time.monotonic() + PROMOTION_TIMEOUT_S
-        while True:
-            found = self._tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
-            if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
-                return found.lease_id
-            await asyncio.sleep(found.retry_after_ms / 1000)
+async def _lease(tiered: TieredPool, fingerprint: bytes, run: BlockRun) -> int:
+    """A lease on a block, which may first have to be promoted from a tier; 0 for a miss."""
+    ends_at = time.monotonic() + PROMOTION_TIMEOUT_S
+    while True:
+        found = tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
+        if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
+            return found.lease_id
+        await asyncio.sleep(found.retry_after_ms / 1000)

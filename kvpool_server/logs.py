@@ -5,6 +5,7 @@ The format is read before the settings are resolved, so that errors in the setti
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -32,23 +33,16 @@ log = structlog.get_logger()
 
 def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether --log-format will be json: flag > environment > file. False if the settings cannot be read."""
-    wanted = _flag(arguments, "--log-format") or environ.get("KVPOOL_LOG_FORMAT")
-    file = _flag(arguments, "--config") or environ.get("KVPOOL_CONFIG")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-format", nargs="?")
+    parser.add_argument("--config", nargs="?")
+    flags, _ = parser.parse_known_args(arguments)
+    wanted = flags.log_format or environ.get("KVPOOL_LOG_FORMAT")
+    file = flags.config or environ.get("KVPOOL_CONFIG")
     if not wanted and file:
         with contextlib.suppress(OSError, ValueError):
             wanted = tomllib.loads(Path(file).read_text()).get("log_format")
     return wanted == "json"
-
-
-def _flag(arguments: Sequence[str], name: str) -> str | None:
-    """The value of a flag: the last one counts."""
-    found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=False):
-        if argument == name:
-            found = following
-        elif argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
-    return found
 
 
 @contextlib.contextmanager

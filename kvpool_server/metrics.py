@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from kvpool.errors import KVPoolError
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
+from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -68,25 +69,11 @@ TIER_GAUGES = {
     "num_entries": "Blocks that this server has written to the tier and not removed since.",
 }
 
-TIER_COUNTERS = {
-    "demoted_blocks": "Blocks written to the tier.",
-    "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
-    "refused_blocks": "Blocks for which the tier had no room.",
-    "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
-    "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
-    "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
-    "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
-    "evicted_blocks": "Blocks evicted from the tier to make room.",
-    "read_bytes": "Bytes read from the tier whose checksums matched.",
-    "written_bytes": "Bytes written to the tier.",
-}
-
 
 class PoolCollector(Collector):
     """Exports the pool's own numbers, under the names that `kvpool stats` prints: kvpool_NAME, counters with _total.
 
-    Args:
-        stats: takes a snapshot, from the thread of the scrape.
+    The thread of the scrape calls `stats`.
     """
 
     def __init__(self, stats: Callable[[], PoolStats]):
@@ -111,11 +98,7 @@ class PoolCollector(Collector):
 
 
 class RpcMetrics(Collector):
-    """RPCs by method and status, and payload bytes by transport.
-
-    Args:
-        tcp_bytes: what the data workers have moved so far, by direction.
-    """
+    """RPCs by method and status, and payload bytes by transport; `tcp_bytes` returns those of the data workers."""
 
     def __init__(self, registry: CollectorRegistry, tcp_bytes: Callable[[], dict[str, int]] = dict):
         self._seconds = Histogram(
@@ -145,8 +128,7 @@ class RpcMetrics(Collector):
     def timed(self, method: str, was_answered: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Observes the time that the body takes, with the status that the body's outcome has as an RPC.
 
-        Args:
-            was_answered: whether a call that was cancelled had been answered in full, and counts as OK.
+        A call that was cancelled counts as OK if it `was_answered` in full.
         """
         started = time.perf_counter()
         status = "UNKNOWN"

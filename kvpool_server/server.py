@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,7 +19,6 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
-from kvpool_server import host_memory
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -34,12 +33,11 @@ from kvpool_server.events.publisher import Publisher
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
-from kvpool_server.prefault import Prefault
+from kvpool_server.prefault import Prefault, check_fits
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.options import TierContext, TierOptions
 from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import Tier
+from kvpool_server.tiers.tier import TierContext
 
 log = structlog.get_logger()
 
@@ -99,7 +97,9 @@ class Server:
             )
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
-        tiers = self._make_tiers(options)
+        handover_s = config.drain_ms / 1000 + HANDOVER_S
+        context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
+        tiers = [each.make(context) for each in options]
         self._segment = await self._create_segment()
         self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [each.write == "back" for each in options])
         self._prefault = Prefault(self._segment, self.pool.arena)
@@ -124,7 +124,7 @@ class Server:
 
     def _make_pool(self) -> Pool:
         config = self.config
-        host_memory.check_fits(config.memory)
+        check_fits(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
         limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
         pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, POLICIES[config.policy])
@@ -190,14 +190,7 @@ class Server:
         self.pool.observe(ledger)
         log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
 
-    def _make_tiers(self, options: Sequence[TierOptions]) -> list[Tier]:
-        """The tiers of the settings, not opened yet. Raises ConfigError."""
-        handover_s = self.config.drain_ms / 1000 + HANDOVER_S
-        context = TierContext(split_address(self.config.listen), POLICIES[self.config.policy], handover_s)
-        return [each.make(context) for each in options]
-
     async def _start_engine(self) -> Engine:
-        """Starts Mooncake's engine, and registers the arena and its nonce with it."""
         config = self.config
         host = config.mooncake_host or split_address(config.listen)[0]
         if host in EVERYWHERE:

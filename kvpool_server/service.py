@@ -1,6 +1,6 @@
 """The gRPC service: decode -> pool -> encode. All meaning is in the pool, all translation in `kvpool.wire`.
 
-A handler raises `KVPoolError`s; `rpc_interceptor` maps them to statuses and counts the calls. One event loop runs all
+A handler raises `KVPoolError`s; `grpc_server` maps them to statuses and counts the calls. One event loop runs all
 handlers, so a handler is atomic between two awaits.
 """
 
@@ -26,7 +26,7 @@ from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, Put
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
-from kvpool_server.inline_chunks import InlineChunks
+from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
@@ -76,9 +76,6 @@ class PoolService(PoolServicer):
         self._started = time.monotonic()
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
-        self._inline = InlineChunks(pool, memory, self._verify)
-
-    # Namespaces
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         namespace, created = self._pool.open_namespace(
@@ -101,8 +98,6 @@ class PoolService(PoolServicer):
         if count > self._pool.limits.max_batch_blocks:
             most = self._pool.limits.max_batch_blocks
             raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
-
-    # Lookup
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return self._lookup(request)
@@ -151,8 +146,6 @@ class PoolService(PoolServicer):
         for task in list(self._idle_streams):
             task.cancel()
 
-    # Put
-
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
@@ -189,8 +182,6 @@ class PoolService(PoolServicer):
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
         return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
 
-    # Get
-
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
@@ -225,15 +216,13 @@ class PoolService(PoolServicer):
         self._check_count(len(request.lease_ids), "leases")
         return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
 
-    # Inline
-
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses = bytearray()
         async for request in requests:
             self._check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
                 chunk = wire.decode_chunk(message)
-                statuses.append(status := self._inline.put(chunk))
+                statuses.append(status := put_chunk(self._pool, self._memory, chunk))
                 if status is PutStatus.GRANTED:
                     self._metrics.add_bytes("write", len(chunk.payload))
                 if nth % INLINE_CHUNKS_PER_TURN == 0:
@@ -243,14 +232,12 @@ class PoolService(PoolServicer):
     async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
         self._check_count(len(request.keys), "keys")
         for index, key in enumerate(request.keys):
-            chunk = await self._inline.get(wire.decode_key(key))
+            chunk = await get_chunk(self._tiered, self._memory, wire.decode_key(key), self._verify)
             reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
             if chunk is not None:
                 self._metrics.add_bytes("read", len(chunk.payload))
                 reply.chunk.CopyFrom(wire.encode_chunk(chunk))
             yield reply
-
-    # Operations
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         checked, dropped = self._verify(wire.decode_namespace(request.namespace), self._runs(request.runs))

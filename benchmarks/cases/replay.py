@@ -22,9 +22,8 @@ from benchmarks.harness.measuring import Row, Series, at_least, progress, report
 from benchmarks.harness.workloads import WORKLOADS
 from benchmarks.peers import libcachesim
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
 from kvpool_server.replay.references import clairvoyant
-from kvpool_server.replay.replay import replay
+from kvpool_server.replay.replay import num_steps, policy_ratios, reference_ratios, replay
 from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"

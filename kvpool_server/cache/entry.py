@@ -1,4 +1,4 @@
-"""The pool's record of a block, and the index of the group that the block belongs to.
+"""The pool's record of a block, the index of the block's group, and the observer of its changes.
 
 States of an entry, by its bitmaps over shards (bit s: shard s):
     reserved    pending != 0           a shard is being written under a live ticket
@@ -75,7 +75,6 @@ class Group:
         return [entry for entry in named if entry is not None], named.count(None)
 
     def forget(self, block_hash: bytes) -> None:
-        """Removes a block from the index."""
         del self.index[block_hash]
         if not self.index:
             self.index = {}  # A dict never frees its table, and an empty group may never be used again.
@@ -152,3 +151,19 @@ class Record(NamedTuple):
     parent_hash: bytes
     offset: int
     checksums: Sequence[int]
+
+
+class Observer:
+    """Called inside the pool's call that makes the change: must return quickly and must not call the pool.
+
+    An entry is readable between `stored` and `removed`, and at no other time. The methods of this class do nothing.
+    """
+
+    def stored(self, entry: Entry) -> None:
+        """An entry has become complete."""
+
+    def removed(self, entry: Entry) -> None:
+        """A complete entry has left the index."""
+
+    def evicted(self, entry: Entry) -> None:
+        """A complete entry is about to be removed to free its slot for a put. `removed` follows."""

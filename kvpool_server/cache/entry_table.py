@@ -9,29 +9,64 @@ A slot is freed only when no lease covers its entry and no ticket, nor the grace
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpool.types import BlockRun, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
-from kvpool_server.cache.entry import Entry, Group, Record
+from kvpool_server.cache.entry import Entry, Group, Observer, Record
 from kvpool_server.cache.leases import Ticket
-from kvpool_server.cache.observer import Observer
-from kvpool_server.cache.quarantine import Quarantine
+
+
+class Quarantine:
+    """Dropped entries by slot. Each stays until its time is over and no lease or ticket covers it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Entry, float]] = {}
+        self._ends: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for entry, _ in self._held.values())
+
+    def by_offset(self) -> dict[int, Entry]:
+        return {offset: entry for offset, (entry, _) in self._held.items()}
+
+    def add(self, entry: Entry, until: float) -> None:
+        """Puts a dropped entry in quarantine until a time; never shortens its stay."""
+        _, before = self._held.get(entry.offset, (entry, until))
+        until = max(until, before)
+        self._held[entry.offset] = (entry, until)
+        heapq.heappush(self._ends, (until, entry.offset))
+
+    def remove_if_over(self, entry: Entry, now: float) -> bool:
+        """Removes an entry whose time is over and that no hold covers; True if its slot is to be freed now."""
+        _, until = self._held.get(entry.offset, (entry, now))
+        if now < until or not entry.movable:
+            return False
+        return self._held.pop(entry.offset, None) is not None
+
+    def pop_over(self, now: float) -> Entry | None:
+        """Removes and returns an entry whose time is over and that no hold covers; None if there is none."""
+        while self._ends and self._ends[0][0] <= now:
+            entry, _ = self._held.get(heapq.heappop(self._ends)[1], (None, 0.0))
+            if entry is not None and self.remove_if_over(entry, now):
+                return entry
+        return None
 
 
 class EntryTable:
     """See the module.
 
     Args:
-        placement: chooses the victims of an allocation, and knows the evictor of each group.
-        quarantine: takes the slots that cannot be freed yet.
         clock: monotonic seconds.
         grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
-        counters: evictions are counted here.
 
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
@@ -57,19 +92,12 @@ class EntryTable:
         self._observers: list[Observer] = []
 
     def observe(self, observer: Observer) -> None:
-        """Calls an observer on every change from now on."""
         self._observers.append(observer)
-
-    # In
 
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus]:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
-        Returns:
-            The status of each block.
-
-        Raises:
-            OutOfSpaceError: there are not enough slots for all of them; nothing has changed.
+        Returns the status of each block. Raises OutOfSpaceError if there are too few slots; nothing has changed then.
         """
         offsets = iter(self._allocate(group, runs))
         stamp = self._placement.next_stamp([group])
@@ -145,10 +173,7 @@ class EntryTable:
         if entry.live and not entry.children and not entry.pending:
             self._placement.evictor(entry.group).add(entry)
 
-    # Out
-
     def evict(self, victims: Sequence[Entry]) -> None:
-        """Drops entries to free their slots."""
         for victim in victims:
             if victim.complete:
                 for observer in self._observers:
@@ -190,8 +215,6 @@ class EntryTable:
             self._arena.free(entry.offset)
         if victims := self._placement.drain_victims(now):
             self.evict(victims)
-
-    # Helpers
 
     def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
         """Slots for the blocks that have no entry yet. Raises OutOfSpaceError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvpool.errors import LeaseExpiredError
@@ -14,16 +15,14 @@ from kvpool_server.cache.namespaces import PoolNamespace
 SWEEP_AT_LEAST = 1_000
 
 
+@dataclass(eq=False, slots=True)
 class Hold:
     """Entries held until a deadline."""
 
-    __slots__ = ("_entry_ids", "deadline", "entries", "id")
-
-    def __init__(self, id: int, deadline: float, entries: list[Entry]):
-        self.id = id
-        self.deadline = deadline
-        self.entries = entries
-        self._entry_ids: set[int] | None = None
+    id: int
+    deadline: float
+    entries: list[Entry]
+    _entry_ids: set[int] | None = field(default=None, init=False)
 
     @property
     def entry_ids(self) -> set[int]:
@@ -57,28 +56,21 @@ class Found(NamedTuple):
     lease_ttl_ms: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class Lease(Hold):
     """Keeps entries from eviction between lookup and load.
 
-    Attributes:
-        unrecorded: the lookup that made the lease, if the first get under the lease is to record it as a use.
+    `unrecorded` is the lookup that made the lease, if the first get under the lease is to record it as a use.
     """
 
-    __slots__ = ("unrecorded",)
-
-    def __init__(self, id: int, deadline: float, entries: list[Entry]):
-        super().__init__(id, deadline, entries)
-        self.unrecorded: Found | None = None
+    unrecorded: Found | None = field(default=None, init=False)
 
 
+@dataclass(eq=False, slots=True)
 class Ticket(Hold):
     """The right to write `shards` of `entries` until the deadline."""
 
-    __slots__ = ("shards",)
-
-    def __init__(self, id: int, deadline: float, entries: list[Entry], shards: ShardRange):
-        super().__init__(id, deadline, entries)
-        self.shards = shards
+    shards: ShardRange
 
 
 Held = TypeVar("Held", Lease, Ticket)

@@ -26,20 +26,6 @@ class PoolNamespace:
         last_use: the number of its last use, among those of all namespaces.
     """
 
-    __slots__ = (
-        "fingerprint",
-        "groups",
-        "last_use",
-        "lookup_blocks",
-        "lookup_hits",
-        "opened_at",
-        "opened_by",
-        "spec",
-        "spec_without_weights",
-        "superseded",
-        "used_at",
-    )
-
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
         self.last_use = 0
         self.spec_without_weights = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
@@ -73,9 +59,6 @@ class PoolNamespace:
 
 class Namespaces:
     """Namespaces by fingerprint.
-
-    Args:
-        max_block_bytes: the largest block the arena can hold.
 
     Attributes:
         num_opened: namespaces opened since the start; opening an open one does not count.

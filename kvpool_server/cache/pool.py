@@ -36,16 +36,14 @@ from kvpool.types import (
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
-from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.entry_table import EntryTable
+from kvpool_server.cache.entry import Entry, Group, Observer
+from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
-from kvpool_server.cache.observer import Observer
-from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 
 Read = Callable[[int, int], Any]
@@ -56,15 +54,12 @@ class Pool:
     """See the module.
 
     Args:
-        arena: the slots to allocate.
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
 
     Attributes:
-        new_id: as given.
         placement: where entries lie, and which are evicted.
-        entry_table: the entries.
         leases, tickets: the live ones.
     """
 
@@ -94,8 +89,6 @@ class Pool:
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
         self.entry_table.observe(observer)
-
-    # Namespaces
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
@@ -137,21 +130,16 @@ class Pool:
 
     @property
     def num_opened(self) -> int:
-        """Namespaces opened since the start."""
         return self._namespaces.num_opened
 
     def open_namespaces(self) -> list[PoolNamespace]:
         return self._namespaces.values()
 
     def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
-        """An open namespace; does not count as a use of it."""
         return self._namespaces.find(fingerprint)
 
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
-        """Bytes of one chunk of a run's group."""
         return self._namespaces.group(fingerprint, run.group_idx).spec.chunk_bytes
-
-    # Quotas
 
     def quotas(self) -> list[Quota]:
         """All quotas and their usage, by subject."""
@@ -160,8 +148,7 @@ class Pool:
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """Sets quotas, deletes those whose limit is 0 bytes, and evicts what exceeds them; see `rebalance`.
 
-        Raises:
-            InvalidRequestError: a quota cannot be set; nothing has changed.
+        Raises InvalidRequestError if a quota cannot be set; nothing has changed then.
         """
         self._quotas.set(quotas)
         self._assign_quotas(self._namespaces.values())
@@ -180,8 +167,6 @@ class Pool:
         now = self.expire()
         self.entry_table.evict(self.placement.over_quota(self._quotas.accounts()))
         self.entry_table.evict(self.placement.start_drain(now))
-
-    # Lookup
 
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
@@ -245,15 +230,12 @@ class Pool:
         if (lease := self.leases.get(found.lease_id)) is not None:
             lease.unrecorded = found
 
-    # Put
-
     def put_start(
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
     ) -> PutGrant:
         """Reserves the shards of every block that is neither present nor being written.
 
-        Raises:
-            OutOfSpaceError: there are not enough slots for all of them; nothing has changed.
+        Raises OutOfSpaceError if there are too few slots for all of them; nothing has changed then.
         """
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = self.reserve(fingerprint, runs, shards, ttl_ms / 1000)
@@ -338,14 +320,8 @@ class Pool:
                 return
         raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {ticket_id:#x}")
 
-    # Get
-
     def get(self, lease_id: int, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
-        """Where leased blocks lie. A block that was dropped, or is not under the lease, is not present.
-
-        Raises:
-            LeaseExpiredError: the lease is not live.
-        """
+        """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         now = self.expire()
@@ -389,8 +365,6 @@ class Pool:
                 released += 1
         return released
 
-    # Verify, remove, clear
-
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes the checksums of complete blocks, and drops those that differ; returns (checked, dropped)."""
         _, group = self._namespaces.one_group(fingerprint, runs)
@@ -431,8 +405,6 @@ class Pool:
         self.counters["removed_blocks"] += len(entries)
         return len(entries)
 
-    # Time
-
     def expire(self) -> float:
         """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
         now = self._clock()
@@ -445,8 +417,6 @@ class Pool:
                 self.entry_table.expire(entry, ticket)
         self.entry_table.free_expired(now)
         return now
-
-    # State
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
         return PoolStats(
@@ -471,8 +441,6 @@ class Pool:
         check_prefixes(entries)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
-
-    # Helpers
 
     def _end_lease(self, lease: Lease) -> None:
         for entry in lease.entries:

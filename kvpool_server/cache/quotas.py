@@ -7,25 +7,20 @@ them, and their owner cannot free them any sooner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvpool.errors import InvalidRequestError
 from kvpool.types import Quota
 from kvpool_server.cache.entry import Group
 
 
+@dataclass(eq=False, slots=True)
 class Account:
-    """A subject with a quota.
+    """A subject with a quota, and the groups whose entries count."""
 
-    Attributes:
-        groups: the groups whose entries count.
-    """
-
-    __slots__ = ("groups", "limit_bytes", "subject")
-
-    def __init__(self, subject: str, limit_bytes: int):
-        self.subject = subject
-        self.limit_bytes = limit_bytes
-        self.groups: set[Group] = set()
+    subject: str
+    limit_bytes: int
+    groups: set[Group] = field(default_factory=set)
 
     @property
     def used_bytes(self) -> int:
@@ -33,11 +28,7 @@ class Account:
 
 
 class Quotas:
-    """The quotas in force.
-
-    Args:
-        max_quotas: how many there may be.
-    """
+    """The quotas in force, by subject."""
 
     def __init__(self, max_quotas: int):
         self._max_quotas = max_quotas

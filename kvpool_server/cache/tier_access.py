@@ -37,9 +37,7 @@ class PinnedVictims(NamedTuple):
 def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> PutGrant:
     """As `Pool.put_start`, of whole blocks, under a ticket that does not expire: end it with `commit`.
 
-    Raises:
-        OutOfSpaceError: there are not enough slots; nothing has changed.
-        UnknownNamespaceError: the namespace is closed.
+    Raises OutOfSpaceError, or UnknownNamespaceError if the namespace is closed; nothing has changed then.
     """
     ticket, statuses = pool.reserve(group.fingerprint, runs, ShardRange(0, group.spec.num_shards), math.inf)
     offsets = tuple(entry.offset for entry in ticket.entries)
@@ -66,10 +64,7 @@ def commit(pool: Pool, ticket_id: int, checksums: Sequence[Sequence[int] | None]
 def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
     """Inserts complete blocks whose bytes outlived the last process; returns how many: those whose slot is free.
 
-    Call it before the pool has an observer: none is told.
-
-    Args:
-        records: parents before their children, the most recently used last.
+    Give parents before their children, the most recently used last, and before the pool has an observer: none is told.
     """
     entry_table, arena = pool.entry_table, pool.arena
     placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
@@ -110,7 +105,7 @@ def pin(pool: Pool, entries: Sequence[Entry]) -> int:
 def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[int, int], max_bytes: int) -> PinnedVictims:
     """Pins the entries that are to be evicted next; end that with `unpin_victims`. Evicts superseded ones at once.
 
-    Args: see `Placement.next_victims`.
+    The arguments are those of `Placement.next_victims`.
     """
     pool.expire()
     pool.entry_table.evict(pool.placement.next_superseded(reserve, needs))

@@ -40,11 +40,7 @@ def default_count() -> int:
 
 @dataclass(slots=True)
 class _WorkerState:
-    """One worker, running or waiting to be replaced.
-
-    Args:
-        replace_at: when the next process starts; 0 while this one runs.
-    """
+    """One worker. `replace_at` is when the next process starts; 0 while this one runs."""
 
     process: ChildProcess
     started_at: float
@@ -53,7 +49,7 @@ class _WorkerState:
 
 
 class DataWorkers:
-    """A listening socket, and the processes that accept from it.
+    """A listening socket, and the processes that accept from it. Raises OSError if the address cannot be listened on.
 
     Args:
         host, port: where to listen; port 0 takes a free one.
@@ -62,9 +58,6 @@ class DataWorkers:
     Attributes:
         signer: makes the permits that the workers accept.
         info: what clients are told.
-
-    Raises:
-        OSError: the address cannot be listened on.
     """
 
     def __init__(self, host: str, port: int, told_host: str, count: int, segment: SegmentInfo):
@@ -106,7 +99,7 @@ class DataWorkers:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for row, worker in enumerate(self._workers):
-                if (status := worker.process.exit_status) is None or self._is_stopping:
+                if (status := worker.process.poll()) is None or self._is_stopping:
                     continue
                 try:
                     self._replace(row, worker, status)

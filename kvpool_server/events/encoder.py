@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvpool_server.events.changes import Change, ChangeBatch
+from kvpool_server.events.ledger import Change, ChangeBatch
 
 BlockHash = int | bytes
 LOCALITY = "LOCAL"

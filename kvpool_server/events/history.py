@@ -9,9 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpool_server.events.changes import ChangeBatch
 from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.ledger import ChangeBatch, Ledger
 
 MAX_BYTES = 64 << 20
 
@@ -25,11 +24,7 @@ class Message(NamedTuple):
 
 
 class History:
-    """See the module.
-
-    Args:
-        max_batches: messages kept; fewer if they exceed `MAX_BYTES`.
-    """
+    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`."""
 
     def __init__(self, ledger: Ledger, encode: Encoder, counters: Counter[str], max_batches: int):
         self._ledger = ledger

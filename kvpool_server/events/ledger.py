@@ -14,16 +14,51 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.observer import Observer
-from kvpool_server.events.changes import Change, ChangeBatch, split
+from kvpool_server.cache.entry import Entry, Group, Observer
 
 BATCH_BLOCKS = 4_096
 MAX_QUEUED_BLOCKS = 1 << 20
-
 Held = dict[Group, dict[bytes, bytes]]
 """group -> block hash -> hash of the block before it."""
+
+
+class Change(NamedTuple):
+    """One block became readable (`stored`), or ceased to be."""
+
+    stored: bool
+    group: Group
+    block_hash: bytes
+    parent_hash: bytes
+
+
+class ChangeBatch(NamedTuple):
+    """The content of one message.
+
+    Args:
+        seq: its number, one more than that of the message before.
+        ts: seconds since the epoch.
+        changes: all of one namespace, in the order in which they happened.
+        cleared: the pool was empty before these changes.
+    """
+
+    seq: int
+    ts: float
+    changes: list[Change]
+    cleared: bool = False
+
+
+def split(changes: list[Change], max_blocks: int) -> list[list[Change]]:
+    """Cuts changes, in their order, into lists of one namespace and at most `max_blocks` each."""
+    lists: list[list[Change]] = []
+    namespace = None
+    for change in changes:
+        if change.group.namespace != namespace or len(lists[-1]) == max_blocks:
+            namespace = change.group.namespace
+            lists.append([])
+        lists[-1].append(change)
+    return lists
 
 
 class Ledger(Observer):
@@ -58,8 +93,6 @@ class Ledger(Observer):
         self._has_gap = False
         self._held: Held = {}
         self._append([], cleared=True)
-
-    # The pool's loop
 
     def stored(self, entry: Entry) -> None:
         self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))

@@ -118,24 +118,23 @@ class Publisher:
             except Exception:
                 log.exception("publishing KV events failed")  # Subscribers see a gap; the next turn may succeed.
                 time.sleep(0.1)
-        for message in self._history.publish():
-            self._publish(message)
+        self._publish()
 
     def _turn(self) -> None:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             pass
-        for message in self._history.publish():
-            self._publish(message)
+        self._publish()
         if self._router is not None:
             self._receive(self._router)
             for replay in self._replays:
                 self._continue(self._router, replay)
             self._replays = [replay for replay in self._replays if not replay.is_done]
 
-    def _publish(self, message: Message) -> None:
-        self._pub.send_multipart((message.topic, message.seq.to_bytes(8, "big"), message.payload))
+    def _publish(self) -> None:
+        for message in self._history.publish():
+            self._pub.send_multipart(_frames(message))
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
         while len(self._replays) < MAX_REPLAYS:

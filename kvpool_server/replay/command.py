@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvpool_server.cache.eviction import POLICIES, check_policy
-from kvpool_server.replay.ratios import num_steps, policy_ratios, reference_ratios
+from kvpool_server.replay.replay import num_steps, policy_ratios, reference_ratios
 from kvpool_server.replay.trace import load, num_blocks, num_distinct
 
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]

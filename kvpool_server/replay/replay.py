@@ -15,22 +15,13 @@ from kvpool.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.replay.trace import Request
+from kvpool_server.replay.references import REFERENCES
+from kvpool_server.replay.trace import Request, num_blocks
 
 SLOT_BYTES = 2 << 20
 """Any size will do: an arena consists of offsets, and no bytes are stored."""
 LEASE_MS = TICKET_MS = 10_000
 REQUESTS_PER_STEP = 256
-
-
-class Clock:
-    """The time of the trace, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def replay(
@@ -39,17 +30,12 @@ def replay(
     policy: str = DEFAULT_POLICY,
     advance: Callable[[], object] = lambda: None,
 ) -> int:
-    """Hits of a pool of `capacity` blocks.
+    """Hits of a pool of `capacity` blocks. Calls `advance` once for each `REQUESTS_PER_STEP` requests.
 
     A request with more blocks than the pool can hold stores none, because an engine's put of them would fail.
-
-    Args:
-        capacity: in blocks.
-        policy: a name in `POLICIES`.
-        advance: called once for each `REQUESTS_PER_STEP` requests.
     """
-    clock = Clock()
-    pool = Pool(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
+    now = 0.0
+    pool = Pool(_arena(capacity), lambda: now, itertools.count(1).__next__, policy=POLICIES[policy])
     group = GroupSpec("full_attention", 512, 8, 128, 128, 1, SLOT_BYTES)
     fingerprint = pool.open_namespace(NamespaceSpec("replay", (group,)))[0].fingerprint
     shards = ShardRange(0, 1)
@@ -59,7 +45,7 @@ def replay(
             advance()
         if not request.ids:
             continue
-        clock.now = max(clock.now, request.at_s)
+        now = max(now, request.at_s)
         run = BlockRun(0, [block.to_bytes(HASH_BYTES, "big") for block in request.ids])
         found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
         hits += found.hits[0].num_leading
@@ -79,3 +65,30 @@ def _arena(capacity: int) -> Arena:
     num_extents = -(-capacity // MAX_SLOTS_PER_EXTENT)
     extent_bytes = capacity // num_extents * SLOT_BYTES
     return Arena(num_extents * extent_bytes, extent_bytes)
+
+
+def policy_ratios(
+    requests: Sequence[Request], capacities: Sequence[int], policy: str, advance: Callable[[], object]
+) -> list[float]:
+    """Hits over all blocks looked up, for each capacity (in blocks)."""
+    total = num_blocks(requests)
+    return [replay(requests, capacity, policy, advance) / total for capacity in capacities]
+
+
+def reference_ratios(
+    requests: Sequence[Request], capacities: Sequence[int], advance: Callable[[], object]
+) -> dict[str, list[float]]:
+    """As `policy_ratios`, for each of `REFERENCES`."""
+    total = num_blocks(requests)
+    ratios: dict[str, list[float]] = {name: [] for name in REFERENCES}
+    for name, count in REFERENCES.items():
+        for capacity in capacities:
+            ratios[name].append(count(requests, capacity) / total)
+            advance()
+    return ratios
+
+
+def num_steps(requests: Sequence[Request], num_capacities: int, num_policies: int) -> int:
+    """How often `policy_ratios` and `reference_ratios` call `advance` for these policies and capacities."""
+    steps_of_one = -(-len(requests) // REQUESTS_PER_STEP)
+    return num_capacities * (num_policies * steps_of_one + len(REFERENCES))

@@ -69,18 +69,11 @@ class Demoter:
         return self._health.is_available
 
     def stored(self, entry: Entry) -> None:
-        """The pool has a new readable block."""
-        if not self.write_back:
-            self._enqueue_new(entry)
+        """Queues a new readable block, unless blocks are written on eviction, and its ancestors that the tier lacks.
 
-    def evicted(self, entry: Entry) -> None:
-        """The pool evicts a block for a put that cannot wait."""
-        if self.write_back and self._is_in_tier(entry) is not True:
-            self._tier.counters["dropped_demotions"] += 1
-
-    def _enqueue_new(self, entry: Entry) -> None:
-        """Queues a complete entry and the ancestors that the tier lacks, without which no lookup could use it."""
-        if self._is_in_tier(entry) is True:
+        No lookup could use the block without its ancestors.
+        """
+        if self.write_back or self._is_in_tier(entry) is True:
             return
         if not self._health.is_available:
             self._tier.counters["dropped_demotions"] += 1
@@ -88,6 +81,11 @@ class Demoter:
         self._enqueue(entry, MAX_ANCESTORS)
         while len(self._queue) > MAX_QUEUED:
             del self._queue[next(iter(self._queue))]
+            self._tier.counters["dropped_demotions"] += 1
+
+    def evicted(self, entry: Entry) -> None:
+        """The pool evicts a block for a put that cannot wait."""
+        if self.write_back and self._is_in_tier(entry) is not True:
             self._tier.counters["dropped_demotions"] += 1
 
     def _enqueue(self, entry: Entry, max_ancestors: int) -> None:
@@ -110,7 +108,6 @@ class Demoter:
         return None if known is None else known[0]
 
     async def run(self) -> None:
-        """Writes queued blocks, for ever."""
         while True:
             await self._work.wait()
             if self._queue:
@@ -133,11 +130,7 @@ class Demoter:
             self._pool.release([lease_id])
 
     async def write(self, entries: Sequence[Entry]) -> bool:
-        """Writes the pinned entries that the tier lacks; False if the tier failed.
-
-        Args:
-            entries: children before their parents; they are written in the opposite order.
-        """
+        """Writes the pinned entries that the tier lacks, in reverse order: parents first. False if the tier failed."""
         by_group: dict[Group, list[Entry]] = {}
         for entry in reversed(entries):
             if entry.complete and self._is_in_tier(entry) is not True:
@@ -185,7 +178,6 @@ class Demoter:
                 self._enqueue(entry, entry.depth)
 
     async def wait_idle(self) -> None:
-        """Returns when no block is queued or being written from the queue."""
         await self._idle.wait()
 
     def _next_batch(self) -> tuple[Group, list[Entry]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import Health
-from kvpool_server.tiers.tier import Tier, TierError
+from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()
 
@@ -36,9 +36,6 @@ STALE_S = 10.0
 ANSWER_VALID_S = 5.0
 """How long the answer of a tier's `find` is used, and the failure of a read."""
 MAX_ANSWERS = 1 << 17
-
-BlockKey = tuple[bytes, int, bytes]
-"""(fingerprint, group_idx, block_hash)"""
 
 
 @dataclass(slots=True)
@@ -89,8 +86,6 @@ class Promoter:
         self._work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._batch_s = 0.0
-
-    # Prefetch
 
     def prefetch(
         self, namespace: PoolNamespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
@@ -158,13 +153,13 @@ class Promoter:
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    # Find, where a tier has to be asked
-
     def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> int:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
             self._searching.add(first)
-            self._start(self._find(namespace, group_idx, block_hashes, first))
+            task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return len(block_hashes)
 
     async def _find(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes], first: BlockKey) -> None:
@@ -178,10 +173,7 @@ class Promoter:
         for block_hash, in_tier in zip(block_hashes, found, strict=True):
             self._remember((namespace.fingerprint, group_idx, block_hash), in_tier)
 
-    # Read
-
     async def run(self) -> None:
-        """Reads queued blocks, for ever."""
         while True:
             await self._work.wait()
             if self._queue:
@@ -246,9 +238,8 @@ class Promoter:
         self._batch_s = self._clock() - began_at
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
-        for block_hash, checksums in zip(granted, sums, strict=True):
-            if checksums is None:
-                self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
+        missed = [block_hash for block_hash, checksums in zip(granted, sums, strict=True) if checksums is None]
+        self.forget(namespace, run.group_idx, missed)
         return promoted == len(granted) and len(reserved) == len(run)
 
     def _reserve(
@@ -267,16 +258,10 @@ class Promoter:
             except KVPoolError:  # The namespace is closed.
                 count = 0
         self._tier.counters["dropped_promotions"] += len(hashes) - count
-        for block_hash in hashes[count:]:  # So that the next lookup does not queue them again at once.
-            self._remember((namespace.fingerprint, run.group_idx, block_hash), False)
+        self.forget(namespace, run.group_idx, hashes[count:])  # The next lookup must not queue them again at once.
         return hashes[:count], grant
 
     def forget(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Prefetches none of these blocks for a while: they are being removed from the tier."""
+        """Prefetches none of these blocks for a while."""
         for block_hash in block_hashes:
             self._remember((namespace.fingerprint, group_idx, block_hash), False)
-
-    def _start(self, call: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -20,10 +20,9 @@ import structlog
 from kvpool.errors import InvalidRequestError
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
-from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promoter
@@ -52,16 +51,13 @@ class _Level:
 
 
 class TieredPool(Observer):
-    """See the module. `open` first, `close` last.
+    """See the module. `open` first, `close` last. Call `pool` for everything that does not concern tiers.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
         write_back: of each tier, whether blocks are written when they are about to be evicted, not when they are
             stored; default: no.
         clock: monotonic seconds.
-
-    Attributes:
-        pool: as given, for everything that does not concern tiers.
     """
 
     def __init__(
@@ -142,8 +138,6 @@ class TieredPool(Observer):
         for level in self._levels:
             await level.tier.close()
 
-    # Lookup
-
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
@@ -196,8 +190,6 @@ class TieredPool(Observer):
                 break
         return num_pending
 
-    # Observer
-
     def stored(self, entry: Entry) -> None:
         for level in self._levels:
             level.demoter.stored(entry)
@@ -208,13 +200,10 @@ class TieredPool(Observer):
         for level in self._levels:
             level.demoter.evicted(entry)
 
-    # Remove, clear
-
     async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks from the pool and from every tier; returns how many the pool held.
 
-        Raises:
-            TierError: the pool has dropped them, but not every tier has, or has in time.
+        Raises TierError if a tier has not dropped them in time; the pool has dropped them then.
         """
         removed = self.pool.remove(fingerprint, runs)
         namespace = self.pool.namespace(fingerprint)
@@ -259,8 +248,6 @@ class TieredPool(Observer):
             failures = list(filter(None, await asyncio.gather(*map(remove_from, self._levels))))
             if failures:
                 raise TierError("; ".join(failures))
-
-    # State
 
     @property
     def num_queued(self) -> int:

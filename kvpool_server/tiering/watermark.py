@@ -21,11 +21,7 @@ RESERVE = 1 / 16
 
 
 class Watermark:
-    """The free slots of one pool.
-
-    Args:
-        demoters: of the tiers that are written to on eviction.
-    """
+    """The free slots of one pool, and the demoters of the tiers that are written to on eviction."""
 
     def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
         self._pool = pool
@@ -60,7 +56,6 @@ class Watermark:
         return not self._work.is_set()
 
     async def run(self) -> None:
-        """Frees slots, for ever."""
         while True:
             await self._work.wait()
             if not await self._free_slots():

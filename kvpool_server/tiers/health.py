@@ -34,7 +34,6 @@ class Health:
 
     @property
     def num_calls(self) -> int:
-        """Calls under way."""
         return len(self._calls)
 
     @property

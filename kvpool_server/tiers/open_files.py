@@ -13,6 +13,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 MAX_OPEN_FILES = 256
 """Files that the tiers of a server keep open."""
@@ -22,31 +23,21 @@ Key = tuple[int, bool]
 """(extent, whether it bypasses the page cache)"""
 
 
+@dataclass(eq=False, slots=True)
 class _Handle:
-    """An open file.
+    """An open file. With `close_after_use`, the last of its users closes it."""
 
-    Attributes:
-        close_after_use: the last of its users closes it.
-    """
-
-    __slots__ = ("close_after_use", "fd", "num_users")
-
-    def __init__(self, fd: int):
-        self.fd = fd
-        self.num_users = 0
-        self.close_after_use = False
+    fd: int
+    num_users: int = 0
+    close_after_use: bool = False
 
 
 class OpenFiles:
-    """The open files of several directories. Thread-safe.
-
-    Args:
-        most: files kept open; more are open while more are in use at once.
-    """
+    """The open files of several directories: `most` at once, or more while more are in use. Thread-safe."""
 
     def __init__(self, most: int = MAX_OPEN_FILES):
         self.most = most
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.handles: OrderedDict[tuple[DirectoryFiles, Key], _Handle] = OrderedDict()  # Least recently used first.
 
     def __len__(self) -> int:
@@ -65,11 +56,7 @@ class OpenFiles:
 
 
 class DirectoryFiles:
-    """The open files of one directory. Thread-safe.
-
-    Args:
-        open_file: returns a descriptor, or raises OSError.
-    """
+    """The open files of one directory. `open_file` returns a descriptor, or raises OSError. Thread-safe."""
 
     def __init__(self, files: OpenFiles, open_file: Callable[[int, bool], int], close_file: Callable[[int], None]):
         self._all = files
@@ -107,10 +94,9 @@ class DirectoryFiles:
         surplus: list[tuple[DirectoryFiles, int]] = [(self, fd)]
         try:
             with self._all.lock:
-                handle = self._acquire_locked(key)  # Another thread may have opened the file meanwhile.
+                handle = self._acquire(key)  # Another thread may have opened the file meanwhile.
                 if handle is None:
-                    handle = self._all.handles[self, key] = _Handle(fd)
-                    handle.num_users = 1
+                    handle = self._all.handles[self, key] = _Handle(fd, num_users=1)
                     surplus = self._all.pop_surplus()
             return handle
         finally:
@@ -118,18 +104,15 @@ class DirectoryFiles:
                 directory.close_file(surplus_fd)
 
     def _acquire(self, key: Key) -> _Handle | None:
+        """The file, with one more user, if it is open."""
         with self._all.lock:
-            return self._acquire_locked(key)
-
-    def _acquire_locked(self, key: Key) -> _Handle | None:
-        """The file, with one more user, if it is open. Needs the lock."""
-        if self._is_closed:
-            raise FileNotFoundError(errno.ENOENT, "this directory is closed")
-        handle = self._all.handles.get((self, key))
-        if handle is not None:
-            self._all.handles.move_to_end((self, key))
-            handle.num_users += 1
-        return handle
+            if self._is_closed:
+                raise FileNotFoundError(errno.ENOENT, "this directory is closed")
+            handle = self._all.handles.get((self, key))
+            if handle is not None:
+                self._all.handles.move_to_end((self, key))
+                handle.num_users += 1
+            return handle
 
 
 def raise_descriptor_limit() -> None:

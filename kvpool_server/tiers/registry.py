@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from kvpool.errors import ConfigError
 from kvpool_server.tiers.file.options import FileOptions
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
-from kvpool_server.tiers.options import TierOptions
+from kvpool_server.tiers.tier import TierOptions
 
 KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions}
 

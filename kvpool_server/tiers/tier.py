@@ -11,27 +11,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
+from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.open_files import OpenFiles
 
-COUNTERS = (
-    "demoted_blocks",
-    "dropped_demotions",
-    "refused_blocks",
-    "promoted_blocks",
-    "missed_promotions",
-    "dropped_promotions",
-    "corrupt_blocks",
-    "evicted_blocks",
-    "read_bytes",
-    "written_bytes",
-)
-"""Counters of every tier."""
+COUNTERS = {
+    "demoted_blocks": "Blocks written to the tier.",
+    "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
+    "refused_blocks": "Blocks for which the tier had no room.",
+    "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
+    "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
+    "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
+    "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
+    "evicted_blocks": "Blocks evicted from the tier to make room.",
+    "read_bytes": "Bytes read from the tier whose checksums matched.",
+    "written_bytes": "Bytes written to the tier.",
+}
+"""Counters of every tier, with the HELP texts of their metrics."""
+
+
+BlockKey = tuple[bytes, int, bytes]
+"""(fingerprint, group_idx, block_hash)"""
 
 
 class TierError(Exception):
@@ -76,19 +85,16 @@ class Tier(ABC):
 
     @abstractmethod
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        """Stores blocks; returns how many of them the tier has now, including those that it had before.
+        """Stores blocks; returns how many of them the tier has now, also from before. Raises TierError.
 
         The payloads are not read any more once the call has returned or raised.
-
-        Raises:
-            TierError: the tier has failed.
         """
 
     @abstractmethod
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        """Reads and verifies blocks.
+        """Reads and verifies blocks. Raises TierError.
 
         Args:
             into: a destination for each block: uint8 [slot_bytes], contiguous; not written any more once the call has
@@ -96,10 +102,7 @@ class Tier(ABC):
 
         Returns:
             For each block the checksums of the chunks that lie in `into` now; None for a block that is missing or
-            corrupt.
-
-        Raises:
-            TierError: the tier has failed.
+                corrupt.
         """
 
     @abstractmethod
@@ -137,3 +140,45 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """A snapshot."""
         return TierStats(self.name, size_bytes=0, used_bytes=0, num_entries=0, counters=dict(self.counters))
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The server that a tier works for, and what its tiers share.
+
+    Args:
+        listen: host and port of the server.
+        policy: makes the eviction policy of a tier that evicts by itself.
+        handover_s: how long a server of the same name, which this one replaces, may take to stop.
+        open_files: bounds the files that all tiers of the server keep open.
+    """
+
+    listen: tuple[str, int]
+    policy: Callable[[], Policy]
+    handover_s: float = 0.0
+    open_files: OpenFiles = field(default_factory=OpenFiles)
+
+
+class TierOptions(BaseModel):
+    """Base of each kind's options. A field is an option of `--tier`; its description is the option's documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    EXAMPLE: ClassVar[str]
+    """A minimal `--tier`, for errors and help."""
+    PLACE: ClassVar[str] = ""
+    """The option that stands first, without its name; empty: none does."""
+
+    threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
+    write: Literal["through", "back"] = Field(
+        "through", description="through writes a block when it is stored; back writes it before its eviction"
+    )
+
+    @property
+    @abstractmethod
+    def tier_name(self) -> str:
+        """What operators call the tier."""
+
+    @abstractmethod
+    def make(self, context: TierContext) -> Tier:
+        """The tier, not opened yet. Raises ConfigError if a package or a device is missing."""

@@ -47,9 +47,9 @@ def test_a_child_ends_with_a_server_that_is_killed(ends: str) -> None:
 
 def test_end_asks_and_waits() -> None:
     child = ChildProcess(CHILD, {"ends": "by its main thread", "key": b""}, (), stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdout.readline() and child.exit_status is None
+    assert child.stdout is not None and child.stdout.readline() and child.poll() is None
     child.end(10)
-    assert child.exit_status == 0
+    assert child.poll() == 0
     child.end(0)
 
 
@@ -58,4 +58,4 @@ def test_end_kills_a_child_that_does_not_end() -> None:
     assert child.stdout is not None and child.stdout.readline()
     began_at = time.monotonic()
     child.end(0.1)
-    assert child.exit_status == -9 and time.monotonic() - began_at < 5
+    assert child.poll() == -9 and time.monotonic() - began_at < 5

@@ -5,8 +5,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool_server.addresses import split_address
-from kvpool_server.config import ServerConfig, load
-from kvpool_server.service_links import service_links
+from kvpool_server.config import ServerConfig, load, service_links
 from tests.conftest import StartServer
 from tests.support.processes import run_command, server_command
 
@@ -102,14 +101,14 @@ LINKS = {
 def test_links_to_kubernetes_services_are_no_settings(service: str) -> None:
     links = {name.replace("KVPOOL", service, 1): value for name, value in LINKS.items()}
     assert load({}, None, {**links, "KVPOOL_MEMORY": "2MiB"}).memory == 2 << 20
-    assert service_links({**links, "KVPOOL_MEMORY": "2MiB", "PATH": "/bin"}, "KVPOOL_") == set(links)
+    assert service_links({**links, "KVPOOL_MEMORY": "2MiB", "PATH": "/bin"}) == set(links)
 
 
 @pytest.mark.parametrize("name", [*ServerConfig.model_fields, "config", "endpoint"])
 def test_no_setting_has_the_name_of_a_link(name: str) -> None:
     variable = f"KVPOOL_{name.upper()}"
     for value in set(LINKS.values()):
-        assert variable not in service_links({**LINKS, variable: value}, "KVPOOL_")
+        assert variable not in service_links({**LINKS, variable: value})
 
 
 @pytest.mark.parametrize(

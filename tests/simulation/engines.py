@@ -38,8 +38,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvpool.namespace import GroupSpec
 from kvpool_server import service
-from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.observer import Observer
+from kvpool_server.cache.entry import Entry, Observer
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
 from tests.support.toy.device import Device, DeviceCopier

@@ -26,8 +26,8 @@ from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
 from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool

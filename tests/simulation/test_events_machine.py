@@ -16,10 +16,9 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.events.changes import Change, ChangeBatch
 from kvpool_server.events.encoder import BlockHash, BlockStored, Encoder
 from kvpool_server.events.history import History, Message
-from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.ledger import Change, ChangeBatch, Ledger
 from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
 from tests.simulation.world import GROUPS, SPECS, World
 from tests.support.effort import effort

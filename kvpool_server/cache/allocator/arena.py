@@ -155,7 +155,6 @@ class Arena:
         self._draining, self._drained_for, self._num_reserved = None, 0, 0
 
     def assign(self, offset: int, owner: Entry) -> None:
-        """Makes an entry the owner of an allocated slot."""
         extent, slot = self._locate(offset)
         extent.owners[slot] = owner
 

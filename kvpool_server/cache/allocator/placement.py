@@ -6,7 +6,7 @@ Slot sizes share the arena fairly. A size that needs slots gets them, in this or
 2. from superseded namespaces: entries of its own size, then whole extents of others;
 3. from extents of a size whose every use is older than its own oldest candidate (a model that is no longer used);
 4. while it has less than its share of extents: the coldest extent of the size that has most; if each of those holds an
-   entry that is leased or being written, one is drained for it (`extent_drain`);
+   entry that is leased or being written, one is drained for it (`ExtentDrain`);
 5. from entries of its own size, as the policies choose.
 Decides only: the entry table evicts the victims, then allocates the slots.
 """
@@ -20,16 +20,53 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from kvpool.errors import OutOfSpaceError
 from kvpool.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
-from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
-from kvpool_server.cache.eviction.partitions import Partition, Partitions, choose_victims, oldest_stamp
-from kvpool_server.cache.eviction.victims import Victims
+from kvpool_server.cache.eviction.partitions import Partition, Partitions, Victims, choose_victims, oldest_stamp
 from kvpool_server.cache.quotas import Account
+
+DRAIN_S = 10.0
 
 SAMPLED_SLOTS = 32
 """Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
+
+
+class ExtentDrain:
+    """Drains an extent for a slot size that has less than its share.
+
+    Where every extent of a busy size holds a leased entry, no extent can be given up at once, and perhaps none ever: a
+    new size would starve. So one extent is drained: none of its slots is allocated any more; entries without a hold are
+    evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
+    size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
+
+    Attributes:
+        wanted_by: the slot size that waits for an extent; 0: none.
+        is_active: whether an extent is being drained, or is reserved.
+    """
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self.wanted_by = 0
+        self.is_active = False
+        self._entries: list[Entry] = []
+        self._ends_at = 0.0
+
+    def start(self, extent: Extent, now: float) -> None:
+        """Drains an extent for the size that waits for one."""
+        self._arena.start_drain(extent.start, self.wanted_by)
+        self._entries = [owner for owner in extent.owners if owner is not None and owner.live]
+        self._ends_at = now + DRAIN_S
+        self.wanted_by, self.is_active = 0, True
+
+    def victims(self, now: float) -> list[Entry]:
+        """The entries that no hold covers any more; ends the drain when its time is over."""
+        if now >= self._ends_at:
+            self._arena.end_drain()
+            self._entries, self.is_active = [], False
+        victims = [entry for entry in self._entries if entry.live and entry.movable]
+        self._entries = [entry for entry in self._entries if entry.live and not entry.movable]
+        return victims
 
 
 class NoRoomError(OutOfSpaceError):
@@ -54,12 +91,7 @@ class NoRoomError(OutOfSpaceError):
 
 
 class Placement:
-    """The arena, the eviction policies, and the stamp of each slot size's last use.
-
-    Args:
-        policy: makes an eviction policy.
-        counters: refusals, and evictions for quotas, are counted here.
-    """
+    """The arena, the eviction policies, and the stamp of each slot size's last use."""
 
     def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
         self._arena = arena
@@ -72,7 +104,7 @@ class Placement:
 
     def evictor(self, group: Group) -> Evictor:
         """Chooses victims among a group's entries, and those that share its slot size and its quotas."""
-        return self._partitions.evictor(group)
+        return self._partitions.of(group).evictor
 
     def next_stamp(self, groups: Iterable[Group]) -> int:
         """The stamp of a call that uses entries of these groups."""
@@ -80,8 +112,6 @@ class Placement:
         for group in groups:
             self._last_used[group.spec.slot_bytes] = self._stamp
         return self._stamp
-
-    # Groups
 
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
         """Says which quotas cover groups from now on."""
@@ -100,14 +130,8 @@ class Placement:
         for group in groups:
             self._partitions.remove(group)
 
-    # Victims
-
     def victims(self, group: Group, count: int) -> list[Entry]:
-        """The entries to evict so that `count` slots can be allocated for a group.
-
-        Raises:
-            OutOfSpaceError: there are not enough; nothing has changed.
-        """
+        """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""
         slot_bytes = group.spec.slot_bytes
         victims = Victims()
         for account in self._partitions.of(group).accounts:
@@ -160,8 +184,7 @@ class Placement:
         """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
         victims = Victims()
         for size, short in self._shortages(reserve, needs) if self._superseded else ():
-            groups = {group for partition in self._partitions.of_size(size) for group in partition.groups}
-            self._superseded.choose(groups, short, victims)
+            self._choose_superseded(self._partitions.of_size(size), short, victims)
         return victims.entries
 
     def _shortages(self, reserve: float, needs: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -201,8 +224,6 @@ class Placement:
         """The entries of the extent that is being drained which no hold covers any more."""
         return self._drain.victims(now) if self._drain.is_active else []
 
-    # Choosing
-
     def _choose_for_quota(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
         """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much."""
         over = account.used_bytes + count * slot_bytes - account.limit_bytes
@@ -220,9 +241,12 @@ class Placement:
 
     def _choose(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
-        groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
-        taken = self._superseded.choose(groups, count, victims)
+        taken = self._choose_superseded(partitions, count, victims)
         return taken + choose_victims(partitions, count - taken, victims, self._stamp) if taken < count else taken
+
+    def _choose_superseded(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
+        groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
+        return self._superseded.choose(groups, count, victims)
 
     def _choose_for_arena(self, slot_bytes: int, count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
@@ -231,10 +255,7 @@ class Placement:
         if short <= 0:
             return True
         mine = self._partitions.of_size(slot_bytes)
-        if self._superseded:
-            short -= self._superseded.choose(
-                {group for partition in mine for group in partition.groups}, short, victims
-            )
+        short -= self._choose_superseded(mine, short, victims)
         per_extent = self._arena.slots_per_extent(slot_bytes)
         for extent in self._donations(slot_bytes, mine, victims):
             if short <= 0:
@@ -280,8 +301,7 @@ class Placement:
             yield unheld[size].pop(0)
         if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
             self._drain.wanted_by = slot_bytes  # Each of their extents holds a leased or pending entry.
-        if num_mine == 0 and num_extents:
-            # There are more sizes than extents: the size idle longest gives up its extents.
+        if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
             for size in sorted(num_extents, key=lambda size: self._last_used.get(size, 0)):
                 yield from self._unheld(size, given)
 

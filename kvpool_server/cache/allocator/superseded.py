@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Sequence
 
 from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction.victims import Victims
+from kvpool_server.cache.eviction.partitions import Victims
 
 MAX_SKIPPED = 256
 """Entries of a group that are skipped, because they or their children are held, before the next group is tried."""
@@ -26,9 +26,6 @@ class Superseded:
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    def __contains__(self, group: Group) -> bool:
-        return group in self._groups
 
     def add(self, groups: Sequence[Group]) -> None:
         self._groups.update(dict.fromkeys(groups))

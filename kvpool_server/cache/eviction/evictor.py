@@ -42,10 +42,7 @@ class Evictor:
         """Queued entries, with those that were dropped since."""
         return self._num_queued
 
-    # What happens to entries
-
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
-        """New entries: consecutive blocks of one prefix."""
         self._num_entries += len(entries)
         self._policy.stored(entries, stamp)
 
@@ -55,11 +52,9 @@ class Evictor:
             entry.used = stamp | entry.used % TICK
 
     def used(self, entries: Sequence[Entry], stamp: int) -> None:
-        """A lookup for a load has hit these entries of one prefix."""
         self._policy.used(entries, stamp)
 
     def dropped(self, entry: Entry) -> None:
-        """An entry was evicted or removed."""
         self._num_dead += entry.queued
         if self._num_dead > self._num_queued // 2 + MIN_DEAD_TO_SWEEP:
             self._num_queued = self._queue.filter(lambda entry: entry.live)
@@ -91,13 +86,10 @@ class Evictor:
             if not entry.children and not entry.pending:
                 self.add(entry)
 
-    # Victims
-
     def choose(self, count: int, chosen: Chosen) -> list[Entry]:
-        """Chooses up to `count` victims, children before their parents. No later call chooses them again.
+        """Chooses up to `count` victims, children before their parents, and adds them to `chosen`, the victims so far.
 
-        Args:
-            chosen: the victims so far; these are added.
+        No later call chooses them again.
         """
         victims: list[Entry] = []
         leased: list[Entry] = []
@@ -132,8 +124,6 @@ class Evictor:
     def oldest_stamp(self, chosen: Chosen) -> int | None:
         """A stamp before which no candidate was used; None if there is no candidate."""
         return self._policy.oldest_stamp(lambda: self._next_victim(chosen))
-
-    # Helpers
 
     def _next_victim(self, chosen: Chosen) -> Entry | None:
         leased: list[Entry] = []

@@ -50,11 +50,7 @@ EDGES = np.concatenate([[0.0], FIRST_BIN_CALLS * GROWTH ** np.arange(NUM_BINS)])
 
 
 class HitDensityModel:
-    """Waits and hits of some kinds of blocks.
-
-    Args:
-        num_kinds: kinds are 0 to num_kinds - 1.
-    """
+    """Waits and hits of blocks of the kinds 0 to num_kinds - 1."""
 
     def __init__(self, num_kinds: int):
         self._hits = np.zeros((num_kinds, NUM_BINS))  # Blocks, by kind and by the age at the hit.
@@ -66,8 +62,6 @@ class HitDensityModel:
         self._hit_shares: list[list[float]] = []  # 1 - S, by kind and bin edge.
         self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (Period, kind) -> [started, hits].
         self.learn(0)
-
-    # Observations
 
     def start(self, kind: int, now: int, count: int) -> None:
         """`count` blocks begin a wait of a kind."""
@@ -94,8 +88,6 @@ class HitDensityModel:
             self._hits[kind, bisect.bisect_right(self._inner_edges, age)] += count * KEEP ** (age / PERIOD_CALLS)
         if (cohort := self._cohorts.get((since // COHORT_CALLS, kind))) is not None:
             cohort[1] += 1
-
-    # Estimates
 
     def density(self, kind: int, since: int, now: int) -> float:
         """Hits a call that may be expected of the slot of a block whose wait started at `since`."""

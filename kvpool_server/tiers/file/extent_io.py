@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvpool.hashing import checksum
 from kvpool_server.tiers.file.extents import Extents
+from kvpool_server.tiers.file.peer_directories import PeerBlocks
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 
 T = TypeVar("T")
 
+ReadableExtents = Extents | PeerBlocks
+"""This server's extents, or a peer's."""
 MIN_SPAN_BYTES = 1 << 20
 """A shorter span is not worth a call of its own."""
 
@@ -30,23 +33,11 @@ class BlockSpot(NamedTuple):
     checksums: Sequence[int]
 
     def is_sound(self) -> bool:
-        """Whether the bytes in memory match the checksums."""
         size = self.view.nbytes // len(self.checksums)
         return all(
             checksum(self.view[shard * size : (shard + 1) * size]) == expected
             for shard, expected in enumerate(self.checksums)
         )
-
-
-class ReadableExtents(Protocol):
-    """This server's extents, or a peer's."""
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes of each extent."""
-
-    def read(self, offset: int, views: Sequence[memoryview]) -> bool:
-        """As `Extents.read`."""
 
 
 async def write_all(threads: DaemonThreadPool, extents: Extents, spots: Sequence[BlockSpot]) -> None:

@@ -44,8 +44,7 @@ class Extents:
     def tidy(self, num_extents: int, unused: Collection[int]) -> None:
         """Deletes extents beyond the tier's size, and empties unused ones. Called before anything is written.
 
-        Raises:
-            OSError: the directory cannot be read, or a file not deleted.
+        Raises OSError if the directory cannot be read, or a file not deleted.
         """
         for path in list(self._directory.glob("extent-*")):
             digits = path.name.removeprefix("extent-")
@@ -78,9 +77,9 @@ class Extents:
         except FileNotFoundError:
             return False
 
-    def free(self, idx: int) -> None:
-        """Frees an extent's disk space. Raises OSError."""
-        if idx in self._with_bytes:
+    def free(self, unused: Sequence[int]) -> None:
+        """Frees the disk space of extents. Raises OSError."""
+        for idx in self._with_bytes.intersection(unused):
             with self._file(idx, 1, ()) as fd:
                 self._disk.truncate(fd, 0)
             self._with_bytes.discard(idx)

@@ -40,11 +40,7 @@ Items = TypeVar("Items", Sequence[Record], "array[int]")
 
 
 class Frame(NamedTuple):
-    """A whole frame in a buffer.
-
-    Args:
-        end: offset behind it.
-    """
+    """A whole frame in a buffer, and the offset behind it."""
 
     kind: int
     payload: memoryview

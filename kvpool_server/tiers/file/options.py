@@ -11,7 +11,7 @@ from pydantic import ByteSize, Field, field_validator
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.file.usrbio import UsrbioDisk
-from kvpool_server.tiers.options import TierContext, TierOptions
+from kvpool_server.tiers.tier import TierContext, TierOptions
 
 
 class FileOptions(TierOptions):

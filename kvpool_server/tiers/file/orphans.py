@@ -19,8 +19,8 @@ from pathlib import Path
 from kvpool.holdings import duration_text
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.frames import is_journal_or_empty
-from kvpool_server.tiers.file.lock import FILE_NAME as LOCK_NAME
-from kvpool_server.tiers.file.lock import DirectoryLock, heartbeat_age_s
+from kvpool_server.tiers.file.own_directory import FILE_NAME as LOCK_NAME
+from kvpool_server.tiers.file.own_directory import DirectoryLock, heartbeat_age_s
 
 MIN_AGE_S = 3_600.0
 """Default age of a candidate's last heartbeat: longer than a restart takes, also one with mishaps."""

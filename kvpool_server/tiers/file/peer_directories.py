@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -17,23 +17,59 @@ from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.frames import MAX_FRAME_BYTES, GroupKey
-from kvpool_server.tiers.file.inventory import Inventory
-from kvpool_server.tiers.file.journal import FILE_NAME
-from kvpool_server.tiers.file.peer_blocks import PeerBlocks
+from kvpool_server.tiers.file.journal import FILE_NAME, Inventory
 from kvpool_server.tiers.open_files import OpenFiles
 
-log = structlog.get_logger()
+MAX_LOST = 65_536
 
+log = structlog.get_logger()
 READ_BYTES = MAX_FRAME_BYTES + 4096
 """Bytes of a journal that are read at once: a piece that begins with a frame has all of it."""
 MAX_SKIPPED_REFRESHES = 63
 
 
+class PeerBlocks:
+    """The blocks of one peer: the inventory that its journal gives, and the extents with the bytes.
+
+    The two belong together: a journal that was replaced makes a new `PeerBlocks`, and readers of the old one go on with
+    the inventory that led them there. Any failure is a miss, never an error of this server. One thread calls `find`
+    and `forget`; any thread the rest, while the inventory grows.
+    """
+
+    def __init__(self, inventory: Inventory, extents: Extents):
+        self.extent_bytes = extents.extent_bytes
+        self._inventory = inventory
+        self._extents = extents
+        self._lost: dict[int, Record] = {}
+
+    def find(self, group: GroupKey, block_hash: bytes) -> Record | None:
+        """Where a block lies, as far as the journal has been read."""
+        record = self._inventory.get(group, block_hash)
+        return None if record is None or self._lost.get(record.offset) is record else record
+
+    def forget(self, record: Record) -> None:
+        """Hides a block that could not be read, until the journal has a new record of it."""
+        self._lost.pop(record.offset, None)
+        self._lost[record.offset] = record
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> bool:
+        """As `Extents.read`, but False instead of an error."""
+        try:
+            return self._extents.read(offset, views)
+        except (OSError, OverflowError):  # A failing disk, missing permissions, or an offset that no file can have.
+            return False
+
+    def close(self) -> None:
+        """Reads are misses from now on. Idempotent."""
+        self._extents.close()
+
+
 class PeerDirectory:
     """One other server's directory. For one thread at a time.
 
-    Attributes:
-        blocks: what can be read; None until the journal's first frame is known.
+    `blocks` can be read; None until the journal's first frame is known.
     """
 
     def __init__(self, directory: Path, make_extents: Callable[[int], Extents]):
@@ -50,8 +86,7 @@ class PeerDirectory:
     def refresh(self) -> str:
         """Reads what has been added to the journal, or all of a journal that was replaced. Raises OSError.
 
-        Returns:
-            What is wrong with the journal; empty if nothing is, or only its end is not written yet.
+        Returns what is wrong with the journal; empty if nothing is, or only its end is not written yet.
         """
         if self._journal is None or self._is_replaced(self._journal):
             self._begin()

@@ -35,17 +35,14 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve, restore
-from kvpool_server.collector import no_collections
+from kvpool_server.process_memory import no_collections
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extent_io import BlockSpot, ReadableExtents, read_all, write_all
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.frames import GroupKey
-from kvpool_server.tiers.file.inventory import Inventory
-from kvpool_server.tiers.file.journal import Journal
-from kvpool_server.tiers.file.journal_buffer import JournalBuffer
+from kvpool_server.tiers.file.journal import Inventory, Journal, JournalBuffer
 from kvpool_server.tiers.file.own_directory import OwnDirectory
-from kvpool_server.tiers.file.peer_blocks import PeerBlocks
-from kvpool_server.tiers.file.peer_directories import PeerDirectories
+from kvpool_server.tiers.file.peer_directories import PeerBlocks, PeerDirectories
 from kvpool_server.tiers.open_files import OpenFiles, raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierError
@@ -69,9 +66,7 @@ class FileTier(Tier):
         root: the path, which other servers may share.
         owner: name of this server's directory below the path.
         size_bytes: disk space for slots.
-        policy: makes the eviction policies.
         threads: reads and writes at once.
-        direct: bypass the page cache where possible.
         handover_s, create: as `OwnDirectory` takes them.
         open_files: bounds the files that are kept open; tiers of one server share it.
 
@@ -115,8 +110,6 @@ class FileTier(Tier):
         self._refreshing: asyncio.Task[None] | None = None
         self._warnings: dict[str, str] = {}
 
-    # Start and end
-
     async def open(self) -> None:
         raise_descriptor_limit()
         self._threads = DaemonThreadPool(self._num_threads, "kvpool-tier")
@@ -134,7 +127,6 @@ class FileTier(Tier):
 
     @no_collections()
     def _restore(self) -> None:
-        """Builds the pool from the journal."""
         started = time.perf_counter()
         inventory = self._journal.load()
         if inventory.trouble:
@@ -197,8 +189,6 @@ class FileTier(Tier):
                 self._files.close()
         self._own.release()
 
-    # What is there
-
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         if self._own.is_gone:
             return [False] * len(block_hashes)
@@ -217,8 +207,6 @@ class FileTier(Tier):
     def _index(self, fingerprint: bytes, group_idx: int) -> dict[bytes, Entry]:
         namespace = self.pool.namespace(fingerprint)
         return {} if namespace is None else namespace.groups[group_idx].index
-
-    # Down
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         async with self._writing:
@@ -264,8 +252,6 @@ class FileTier(Tier):
                 self._buffer.push_back(frames)
                 raise
 
-    # Up
-
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
@@ -284,7 +270,9 @@ class FileTier(Tier):
                 spot = BlockSpot(peer[1].offset, view, peer[1].checksums)
                 sources.setdefault(peer[0], {})[nth] = spot
         ours = [block_hashes[nth] for nth in sources.get(self._extents, {})]
-        lease_id = self._lease(group, ours)
+        runs = [BlockRun(group_idx, ours)]
+        # Own blocks stay where they are until the lease is released.
+        lease_id = self.pool.lookup(group[0], runs, prefix_only=False, lease_ttl_ms=_TTL_MS).lease_id if ours else 0
         found: list[Sequence[int] | None] = [None] * len(block_hashes)
         try:
             for source, spots in sources.items():
@@ -296,30 +284,18 @@ class FileTier(Tier):
         except OSError as error:
             if error.errno == errno.EIO and ours:
                 # The disk fails, or all of these blocks lie on a bad sector, which must fail the tier only once.
-                self.pool.remove(namespace.fingerprint, [BlockRun(group_idx, ours)])
+                self.pool.remove(group[0], runs)
             raise TierError(f"{self.name}: {error}") from None
         finally:
             self.pool.release([lease_id])
         for nth, (blocks, record) in theirs.items():
             if found[nth] is None:
                 blocks.forget(record)
-        self._remove_corrupt(group, [block_hashes[nth] for nth in sources.get(self._extents, {}) if found[nth] is None])
+        if corrupt := [block_hashes[nth] for nth in sources.get(self._extents, {}) if found[nth] is None]:
+            self.counters["corrupt_blocks"] += len(corrupt)
+            log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(corrupt))
+            self.pool.remove(group[0], [BlockRun(group_idx, corrupt)])
         return found
-
-    def _lease(self, group: GroupKey, block_hashes: Sequence[bytes]) -> int:
-        """Keeps own blocks where they are until the lease is released; 0 for no blocks."""
-        if not block_hashes:
-            return 0
-        runs = [BlockRun(group[1], block_hashes)]
-        return self.pool.lookup(group[0], runs, prefix_only=False, lease_ttl_ms=_TTL_MS).lease_id
-
-    def _remove_corrupt(self, group: GroupKey, block_hashes: Sequence[bytes]) -> None:
-        if block_hashes:
-            self.counters["corrupt_blocks"] += len(block_hashes)
-            log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(block_hashes))
-            self.pool.remove(group[0], [BlockRun(group[1], block_hashes)])
-
-    # Removal
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
@@ -336,15 +312,9 @@ class FileTier(Tier):
         async with self._writing:
             try:
                 await self._flush_journal()
-                await self._running_threads().call(self._free, self.pool.arena.unused_extents())
+                await self._running_threads().call(self._extents.free, self.pool.arena.unused_extents())
             except OSError as error:
                 raise TierError(f"{self.name}: {error}") from None
-
-    def _free(self, extents: Sequence[int]) -> None:
-        for idx in extents:
-            self._extents.free(idx)
-
-    # State
 
     def specs(self) -> list[NamespaceSpec]:
         opened = self.pool.open_namespaces()
@@ -365,8 +335,6 @@ class FileTier(Tier):
             num_entries=pool.num_entries,
             counters={**self.counters, "evicted_blocks": pool.counters.get("evicted_blocks", 0)},
         )
-
-    # The directory and its peers
 
     async def refresh(self) -> None:
         """Sends a heartbeat and reads what peers have added; done every REFRESH_S. Failures are logged and retried."""

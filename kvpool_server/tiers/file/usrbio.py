@@ -28,8 +28,7 @@ ENTRIES = 64
 class UsrbioDisk(Disk):
     """See the module. Files that are no extents (the journal) use plain file calls.
 
-    Raises:
-        ConfigError: hf3fs_fuse is not installed, or the path is not on a mount of 3FS.
+    Raises ConfigError if hf3fs_fuse is not installed, or the path is not on a mount of 3FS.
     """
 
     def __init__(self, path: Path):

@@ -7,12 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvpool_server.tiers.tier import BlockKey
+
 FRESH_S = 10.0
 """How long a block is believed to be there: the cluster evicts, and other servers remove, without notice."""
 MAX_BLOCKS = 1 << 17
-
-BlockKey = tuple[bytes, int, bytes]
-"""(fingerprint, group_idx, block_hash)"""
 
 
 @dataclass(slots=True)
@@ -41,11 +40,7 @@ class PresenceCache:
         return presence is not None and self._clock() < presence.fresh_until
 
     def add(self, key: BlockKey, own_bytes: int = 0) -> None:
-        """Notes that a block is there.
-
-        Args:
-            own_bytes: bytes of its slot if this server has just written the block, else 0.
-        """
+        """Notes that a block is there; `own_bytes` are those of its slot if this server has just written it, else 0."""
         if (presence := self._blocks.get(key)) is None:
             presence = self._blocks[key] = _Presence(0.0, 0)
         presence.fresh_until = self._clock() + FRESH_S

@@ -36,11 +36,7 @@ class StoreError(Exception):
 
 
 class StoreChannel:
-    """One connection to the process: one call at a time.
-
-    Attributes:
-        memory: staging for the blocks of a call: uint8 [STAGING_BYTES].
-    """
+    """One connection to the process, for one call at a time. `memory` stages a call's blocks: uint8 [STAGING_BYTES]."""
 
     def __init__(self, store: StoreProcess, connection: Connection, memory: npt.NDArray[np.uint8], offset: int):
         self.memory = memory
@@ -119,7 +115,7 @@ class StoreProcess:
     @property
     def is_alive(self) -> bool:
         """Whether calls may succeed."""
-        return not self._is_dead and self._process.exit_status is None
+        return not self._is_dead and self._process.poll() is None
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[StoreChannel]:

@@ -16,7 +16,7 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -28,13 +28,12 @@ from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.presence_cache import BlockKey, PresenceCache
+from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreError, StoreProcess
 from kvpool_server.tiers.mooncake.worker import StoreConfig
-from kvpool_server.tiers.options import TierContext, TierOptions
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Tier, TierError
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
@@ -78,12 +77,7 @@ class MooncakeOptions(TierOptions):
 
 
 class MooncakeTier(Tier):
-    """See the module.
-
-    Args:
-        config: the cluster, and what this server gives to it.
-        threads: calls at once.
-    """
+    """See the module. `store` is Mooncake's client process; None before the first call, and once closed."""
 
     def __init__(self, config: StoreConfig, threads: int = 2):
         super().__init__(f"mooncake:{config.master}")
@@ -91,11 +85,9 @@ class MooncakeTier(Tier):
         self._num_threads = threads
         self._presence = PresenceCache()
         self._threads: DaemonThreadPool | None = None
-        self._store: StoreProcess | None = None
+        self.store: StoreProcess | None = None
         self._start_lock = threading.Lock()
         self._is_closed = False
-
-    # Start and end
 
     async def open(self) -> None:
         if 0 < self._config.segment_bytes < MIN_SEGMENT_BYTES:
@@ -114,28 +106,23 @@ class MooncakeTier(Tier):
 
     async def close(self) -> None:
         self._is_closed = True
-        store, self._store = self._store, None
+        store, self.store = self.store, None
         if store is not None:
             await asyncio.to_thread(store.end)
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.close(CLOSE_S)
 
-    @property
-    def store(self) -> StoreProcess | None:
-        """Mooncake's client process; None before the first call, and once closed."""
-        return self._store
-
     def _running_store(self) -> StoreProcess:
         """The process, started if necessary; for the tier's threads. Raises TierError."""
         with self._start_lock:
             if self._is_closed:
                 raise TierError(f"{self.name} is closed")
-            if self._store is not None and self._store.is_alive:
-                return self._store
-            if self._store is not None:
+            if self.store is not None and self.store.is_alive:
+                return self.store
+            if self.store is not None:
                 log.error("Mooncake's client process has died and is started again", tier=self.name)
-                self._store.end()
+                self.store.end()
             try:
                 store = StoreProcess(self._config, self._num_threads)
             except (StoreError, OSError) as error:
@@ -143,10 +130,8 @@ class MooncakeTier(Tier):
             if self._is_closed:
                 store.end()
                 raise TierError(f"{self.name} is closed")
-            self._store = store
+            self.store = store
             return store
-
-    # What is there
 
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """All True for blocks that were lately written, found or read; else only the master can tell."""
@@ -164,8 +149,6 @@ class MooncakeTier(Tier):
             else:
                 self._presence.discard([key])
         return [code == IS_THERE for code in codes]
-
-    # Down
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         there = await self.find(namespace, group_idx, [block.block_hash for block in blocks])
@@ -203,8 +186,6 @@ class MooncakeTier(Tier):
                 channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
             return channel.call("put", keys, offsets, [size] * len(keys))
 
-    # Up
-
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
@@ -222,30 +203,24 @@ class MooncakeTier(Tier):
             finally:
                 reading.cancel()  # A thread may still copy, if this task was cancelled.
             self._check(codes)
-            self._note(_block_keys(namespace, group_idx, hashes), reading)
-            await self._remove_corrupt(reading.corrupt)
+            for key, sums, view in zip(
+                _block_keys(namespace, group_idx, hashes), reading.found, reading.views, strict=True
+            ):
+                if sums is None:
+                    self._presence.discard([key])
+                else:
+                    self._presence.add(key)
+                    self.counters["read_bytes"] += view.nbytes
+            if reading.corrupt:
+                self.counters["corrupt_blocks"] += len(reading.corrupt)
+                log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(reading.corrupt))
+                self._check(await self._call(self._ask, "remove", reading.corrupt))
             found += reading.found
         return found
 
     def _get(self, reading: StagedRead) -> list[int]:
         with self._running_store().channel() as channel:
             return reading.run(channel)
-
-    def _note(self, keys: Iterable[BlockKey], reading: StagedRead) -> None:
-        for key, sums, view in zip(keys, reading.found, reading.views, strict=True):
-            if sums is None:
-                self._presence.discard([key])
-            else:
-                self._presence.add(key)
-                self.counters["read_bytes"] += view.nbytes
-
-    async def _remove_corrupt(self, keys: Sequence[str]) -> None:
-        if keys:
-            self.counters["corrupt_blocks"] += len(keys)
-            log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(keys))
-            self._check(await self._call(self._ask, "remove", keys))
-
-    # Removal
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
@@ -256,8 +231,6 @@ class MooncakeTier(Tier):
         self._presence.clear(fingerprint)
         prefix = f"kvpool/{fingerprint.hex()}/" if fingerprint else "kvpool/"
         self._check(await self._call(self._ask, "clear", [f"^{re.escape(prefix)}"]))
-
-    # State
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         """Blocks that this server has written and not found gone since, of the latest MAX_BLOCKS it has seen.
@@ -275,8 +248,6 @@ class MooncakeTier(Tier):
             num_entries=sum(list(self._presence.num_own.values())),
             counters=dict(self.counters),
         )
-
-    # Helpers
 
     def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
         with self._running_store().channel() as channel:

@@ -19,9 +19,8 @@ from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.cache import holders
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.observer import Observer
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import pin, reserve
 from tests.support.clock import FakeClock

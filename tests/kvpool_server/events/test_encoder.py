@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from kvpool_server.cache.entry import Group
-from kvpool_server.events.changes import Change, ChangeBatch, split
 from kvpool_server.events.encoder import Encoder
+from kvpool_server.events.ledger import Change, ChangeBatch, split
 from tests.support.events import low_64_bits
 from tests.support.values import block_hash, group_spec
 

@@ -10,8 +10,8 @@ from kvpool.errors import ConfigError
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.file.options import FileOptions
 from kvpool_server.tiers.open_files import OpenFiles
-from kvpool_server.tiers.options import TierContext
 from kvpool_server.tiers.registry import KINDS, parse
+from kvpool_server.tiers.tier import TierContext
 from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of, run
 
 

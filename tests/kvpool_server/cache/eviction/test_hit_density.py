@@ -6,8 +6,7 @@ import pytest
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import TICK, Evictor
-from kvpool_server.cache.eviction.hit_density import MAX_TURN, MIN_GHOSTS, HitDensity, is_tail, turn_of
-from kvpool_server.cache.eviction.hit_density_queue import MAX_BUCKETS
+from kvpool_server.cache.eviction.hit_density import MAX_BUCKETS, MAX_TURN, MIN_GHOSTS, HitDensity, is_tail, turn_of
 from tests.support.entries import drop, evict, make_chain, make_entry
 
 

@@ -10,8 +10,7 @@ import pytest
 from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.inventory import Inventory
-from kvpool_server.tiers.file.journal import Journal
+from kvpool_server.tiers.file.journal import Inventory, Journal
 from tests.contracts.tier_contract import TierContract
 from tests.support.values import block_hash
 

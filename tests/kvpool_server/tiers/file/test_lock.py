@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.tiers.file.lock import DirectoryGoneError, DirectoryLock, acquire, heartbeat_age_s
+from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, acquire, heartbeat_age_s
 
 LONG_S = 4_000.0
 

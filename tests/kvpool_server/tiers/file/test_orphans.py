@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.command import app
 from kvpool_server.tiers.file import frames, orphans
-from kvpool_server.tiers.file.lock import DirectoryLock, acquire
+from kvpool_server.tiers.file.own_directory import DirectoryLock, acquire
 from kvpool_server.tiers.file.tier import FileTier
 from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
 

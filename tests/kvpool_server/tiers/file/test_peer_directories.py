@@ -16,7 +16,7 @@ from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.lock import acquire
+from kvpool_server.tiers.file.own_directory import acquire
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.open_files import OpenFiles

@@ -1,4 +1,7 @@
-"""Keeps Python's cyclic garbage collector from stopping the server.
+"""Tunes malloc and Python's garbage collector for the server.
+
+By default malloc returns a freed megabyte to the kernel, and the next gRPC message pays page faults for it: more than
+the copy into it. The memory kept is bounded by the messages in flight at one time, plus `KEEP_BYTES`.
 
 The collector tracks every entry, so a full collection among millions of entries takes a good part of a second, during
 which the server answers no call. Entries do not need the collector: their reference counts free them. So objects that
@@ -9,11 +12,31 @@ only objects made since the last. Cycles among young objects are still found.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 from collections.abc import Iterator
 
+KEEP_BYTES = 64 << 20
+"""Free memory at the end of the heap that malloc keeps."""
+MMAP_FROM_BYTES = 32 << 20
+"""Larger allocations are still mapped and unmapped one by one; glibc allows no higher threshold."""
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
 THRESHOLDS = (700, 10, 3)
 """Python's defaults are 700, 10, 10, with which more new entries wait for each full collection."""
+
+
+def keep_freed_memory() -> bool:
+    """Sets malloc's thresholds for this process; False if its C library has none, which costs only speed.
+
+    Source: mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_FROM_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES))
 
 
 def keep_collections_short() -> None:
