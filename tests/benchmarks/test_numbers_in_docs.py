@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "up to 60 s where": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
         "by 5 % of the compute time": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
     },
-    "testing.md": {"takes 15 minutes on two cores": ELSEWHERE},
+    "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
         "of a container is 64 MiB": ELSEWHERE,
         "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
