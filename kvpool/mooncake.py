@@ -31,7 +31,6 @@ from kvpool.errors import ConfigError, TransferError
 
 Bytes = npt.NDArray[np.uint8]
 
-PROTOCOLS = ("tcp", "rdma")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LISTEN_WAIT_US = 50_000
 _start_lock = threading.Lock()
