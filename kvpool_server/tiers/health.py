@@ -21,7 +21,7 @@ ANSWER_S = 10.0
 
 
 class Health:
-    """Health of one tier. `call` belongs to the event loop; any thread may read the rest."""
+    """Health of one tier. Belongs to the event loop."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic):
         self._name = name
@@ -40,7 +40,7 @@ class Health:
     def is_available(self) -> bool:
         """True if calls may be sent to the tier now."""
         now = self._clock()
-        return now >= self._back_at and not any(now - began_at > ANSWER_S for began_at in list(self._calls.values()))
+        return now >= self._back_at and not any(now - began_at > ANSWER_S for began_at in self._calls.values())
 
     @property
     def is_working(self) -> bool:

@@ -50,6 +50,7 @@ from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler import (
     admission,
+    load_policy,
     loads,
     lookups,
     request_lookup,
@@ -58,7 +59,6 @@ from vllm_plugin.scheduler import (
     store_jobs,
     stores,
 )
-from vllm_plugin.scheduler import load_policy as load_policy
 from vllm_plugin.worker import transfer
 
 FULL = full_attention(head_size=2)

@@ -42,10 +42,6 @@ class PowerDisk(Disk):
         """Names since, and None for one that was removed."""
         self._of_fd: dict[int, int] = {}
 
-    @property
-    def is_dead(self) -> bool:
-        return self.ops_left is not None and self.ops_left <= 0
-
     def open(self, path: Path, flags: int) -> int:
         is_new = not path.exists()
         fd = super().open(path, flags)

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
+from kvpool.transport.choice import CANDIDATES
 from kvpool.types import BlockRun
 from testbed.engine import kvpool_transfer_config
 from tests.conftest import StartServer
@@ -206,6 +207,11 @@ def test_a_gauge_is_as_high_as_on_the_worst_rank_and_falls_when_the_last_one_say
     recorders[1].set("breaker_open", 0)
     assert step() == {"breaker_open": 0}
     assert step() == {}, "nothing is said of what has not changed"
+
+
+@pytest.mark.parametrize("transport", sorted({name for tried in CANDIDATES.values() for name in tried}))
+def test_every_transport_has_a_counter(transport: str) -> None:
+    Recorder().add(f"connected_{transport}")  # As a session does on its thread, which an error would end.
 
 
 @pytest.mark.parametrize("name", [*COUNTERS, *GAUGES, *HISTOGRAMS])

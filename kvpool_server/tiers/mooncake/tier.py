@@ -244,8 +244,8 @@ class MooncakeTier(Tier):
         return TierStats(
             self.name,
             size_bytes=0,
-            used_bytes=sum(list(self._presence.own_bytes.values())),  # A copy: a scrape asks from another thread.
-            num_entries=sum(list(self._presence.num_own.values())),
+            used_bytes=self._presence.own_bytes.total(),
+            num_entries=self._presence.num_own.total(),
             counters=dict(self.counters),
         )
 

@@ -1,6 +1,6 @@
 """Beside a connector whose loads fail, under vLLM's MultiConnector and its real scheduler: nothing wrong is stored.
 
-An engine that shares the pool checks every byte that it reads; see `toy.py`.
+An engine that shares the pool checks every byte that it reads; see `tests/support/toy/engine.py`.
 """
 
 from __future__ import annotations
