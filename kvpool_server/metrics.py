@@ -1,7 +1,8 @@
 """Prometheus metrics of the server.
 
-To add one, give it a name with its unit last and a HELP text that can be read alone in a dashboard; then run
-`python -m tests.support.metrics_page`, which writes the tables of docs/metrics.md.
+Counters of the pool are in `cache/counters.py`, those of a tier in `tiers/tier.py`, gauges here: a name with its unit
+last, and a HELP text that can be read alone in a dashboard. `python -m tests.support.metrics_page` writes the tables of
+docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from prometheus_client.registry import Collector
 from kvpool.errors import KVPoolError
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
+from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -34,51 +37,11 @@ GAUGES = {
     "num_tickets": "Live put tickets: stores under way.",
 }
 
-COUNTERS = {
-    "lookups": "Lookups. A lookup that is repeated while blocks are promoted from a tier counts once.",
-    "lookup_blocks": "Blocks that lookups asked for.",
-    "lookup_hits": "Blocks that lookups found complete. Divided by kvpool_lookup_blocks_total: the hit ratio.",
-    "put_granted_blocks": "Blocks for which a put got a region to write.",
-    "put_present_blocks": "Blocks that a put found present.",
-    "put_busy_blocks": "Blocks that a put skipped because another put was writing them.",
-    "put_completed_blocks": "Blocks that became readable.",
-    "get_blocks": "Blocks that gets asked for.",
-    "get_present_blocks": "Blocks that gets found present.",
-    "evicted_blocks": "Blocks evicted to make room.",
-    "quota_evicted_blocks": "Blocks evicted because their tenant or namespace would have exceeded its quota.",
-    "removed_blocks": "Blocks removed or cleared by request.",
-    "corrupt_blocks": "Blocks dropped because their bytes had changed. Alert on any.",
-    "out_of_space_puts": "Puts refused because nothing in the arena could be evicted.",
-    "over_quota_puts": "Puts refused because of a quota.",
-    "expired_leases": "Leases that reached their deadline: a reader died or stalled.",
-    "refused_leases": "Lookups that got no lease because too many leases were live.",
-    "expired_tickets": "Put tickets that reached their deadline: a writer died or stalled.",
-    "revoked_tickets": "Put tickets that a client gave back after a failed write.",
-    "kv_event_batches": "KV event batches (messages) published.",
-    "kv_events": "KV events published.",
-    "dropped_kv_event_batches": "KV event batches dropped because publishing lagged too far; subscribers see a gap.",
-    "kv_event_replays": "Replay requests of KV event subscribers that joined, missed messages or checked for them.",
-    "kv_event_snapshots": "Replay requests answered with a snapshot. If many, raise kv_events_buffer.",
-}
-
 TIER_GAUGES = {
     "up": "1 if the last call to the tier succeeded; 0 if the call failed or the tier does not answer.",
     "size_bytes": "Most bytes that this server may keep in the tier; 0 if the server sets no bound.",
     "used_bytes": "Bytes that this server has written to the tier and not removed since.",
     "num_entries": "Blocks that this server has written to the tier and not removed since.",
-}
-
-TIER_COUNTERS = {
-    "demoted_blocks": "Blocks written to the tier.",
-    "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
-    "refused_blocks": "Blocks for which the tier had no room.",
-    "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
-    "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
-    "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
-    "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
-    "evicted_blocks": "Blocks evicted from the tier to make room.",
-    "read_bytes": "Bytes read from the tier whose checksums matched.",
-    "written_bytes": "Bytes written to the tier.",
 }
 
 

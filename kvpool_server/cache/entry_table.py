@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvpool.types import BlockRun, PutStatus
@@ -44,7 +43,7 @@ class EntryTable:
         quarantine: Quarantine,
         clock: Callable[[], float],
         grace_ms: int,
-        counters: Counter[str],
+        counters: dict[str, int],
     ):
         self.num_live = 0
         self.num_complete = 0

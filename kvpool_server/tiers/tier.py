@@ -1,37 +1,40 @@
 """What a tier is: a place under the arena that keeps blocks longer, or for more servers, and takes longer to answer.
 
 A tier decides nothing about the arena: the server has it write blocks and read them back, and a tier may forget any
-block at any time. A tier must never return wrong bytes: `read` verifies the bytes where they lie afterwards.
+block at any time. A tier must never return wrong bytes: `read` verifies them with `is_sound` where they lie afterwards.
 
 The event loop calls a tier; work that takes time belongs on threads of the tier's own. A new tier implements the five
-abstract methods; the other methods have defaults for tiers that have nothing to open, know or report.
+abstract methods, and `holdings` and `stats`, which operators see; the other methods are for tiers that have threads,
+files or connections, or that can answer from memory.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvpool.hashing import checksum
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
 
-COUNTERS = (
-    "demoted_blocks",
-    "dropped_demotions",
-    "refused_blocks",
-    "promoted_blocks",
-    "missed_promotions",
-    "dropped_promotions",
-    "corrupt_blocks",
-    "evicted_blocks",
-    "read_bytes",
-    "written_bytes",
-)
-"""Counters of every tier."""
+COUNTERS = {
+    # Counted by the server
+    "demoted_blocks": "Blocks written to the tier.",
+    "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
+    "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
+    "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
+    "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
+    # Counted by the tier
+    "refused_blocks": "Blocks for which the tier had no room.",
+    "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
+    "evicted_blocks": "Blocks evicted from the tier to make room.",
+    "read_bytes": "Bytes read from the tier whose checksums matched.",
+    "written_bytes": "Bytes written to the tier.",
+}
+"""What is counted for each tier, with the HELP text of each metric."""
 
 
 class TierError(Exception):
@@ -54,6 +57,16 @@ class Block:
     payload: memoryview
 
 
+def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
+    """Whether the chunks of a block match their checksums.
+
+    Args:
+        payload: the chunks, one after the other: uint8 [slot_bytes].
+    """
+    size = payload.nbytes // len(checksums)
+    return all(checksum(payload[nth * size :][:size]) == expected for nth, expected in enumerate(checksums))
+
+
 class Tier(ABC):
     """See the module. One event loop calls `open` first and `close` last.
 
@@ -61,12 +74,12 @@ class Tier(ABC):
         name: what operators call the tier, for example "file:/mnt/kv".
 
     Attributes:
-        counters: of COUNTERS, since the start. Whoever moves blocks counts here, too.
+        counters: COUNTERS, since the start; the server counts what it moves, the tier the rest.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self.counters: Counter[str] = Counter()
+        self.counters = dict.fromkeys(COUNTERS, 0)
 
     # Every tier
 
@@ -78,7 +91,8 @@ class Tier(ABC):
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         """Stores blocks; returns how many of them the tier has now, including those that it had before.
 
-        The payloads are not read any more once the call has returned or raised.
+        A tier without room evicts blocks, or refuses these: that is no error. The payloads are not read any more once
+        the call has returned or raised.
 
         Raises:
             TierError: the tier has failed.
@@ -120,7 +134,7 @@ class Tier(ABC):
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
 
-    # Tiers that know what they hold
+    # Tiers that can answer from memory
 
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
@@ -129,6 +143,8 @@ class Tier(ABC):
     def specs(self) -> list[NamespaceSpec]:
         """The namespaces that an open tier has blocks of, oldest first, as far as it knows their specs."""
         return []
+
+    # What operators see
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""
