@@ -41,7 +41,6 @@ class TierOptions(BaseModel):
     PLACE: ClassVar[str] = ""
     """The option that stands first, without its name; empty: none does."""
 
-    threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
     write: Literal["through", "back"] = Field(
         "through", description="through writes a block when it is stored; back writes it before its eviction"
     )

@@ -7,9 +7,9 @@ import errno
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvpool.hashing import checksum
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
+from kvpool_server.tiers.tier import is_sound
 
 T = TypeVar("T")
 
@@ -31,11 +31,7 @@ class BlockSpot(NamedTuple):
 
     def is_sound(self) -> bool:
         """Whether the bytes in memory match the checksums."""
-        size = self.view.nbytes // len(self.checksums)
-        return all(
-            checksum(self.view[shard * size : (shard + 1) * size]) == expected
-            for shard, expected in enumerate(self.checksums)
-        )
+        return is_sound(self.view, self.checksums)
 
 
 class ReadableExtents(Protocol):
