@@ -179,7 +179,7 @@ def quota(
     quotas: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SUBJECT=SIZE]...",
+            metavar="SUBJECT=SIZE",
             help="tenant:NAME=20GiB, or namespace:PREFIX=20GiB with the first characters of a fingerprint; SUBJECT=0 "
             "removes a quota. Without any: list the quotas.",
         ),

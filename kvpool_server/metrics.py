@@ -1,7 +1,8 @@
 """Prometheus metrics of the server.
 
-To add one, give it a name with its unit last and a HELP text that can be read alone in a dashboard; then run
-`python -m tests.support.metrics_page`, which writes the tables of docs/metrics.md.
+Counters of the pool are in `cache/counters.py`, those of a tier in `tiers/tier.py`, gauges here: a name with its unit
+last, and a HELP text that can be read alone in a dashboard. `python -m tests.support.metrics_page` writes the tables of
+docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from prometheus_client.registry import Collector
 from kvpool.errors import KVPoolError
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
+from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
@@ -33,33 +35,6 @@ GAUGES = {
     "num_quarantined": "Slots that wait for late writers or readers before they are free.",
     "num_leases": "Live leases: loads under way.",
     "num_tickets": "Live put tickets: stores under way.",
-}
-
-COUNTERS = {
-    "lookups": "Lookups. A lookup that is repeated while blocks are promoted from a tier counts once.",
-    "lookup_blocks": "Blocks that lookups asked for.",
-    "lookup_hits": "Blocks that lookups found complete. Divided by kvpool_lookup_blocks_total: the hit ratio.",
-    "put_granted_blocks": "Blocks for which a put got a region to write.",
-    "put_present_blocks": "Blocks that a put found present.",
-    "put_busy_blocks": "Blocks that a put skipped because another put was writing them.",
-    "put_completed_blocks": "Blocks that became readable.",
-    "get_blocks": "Blocks that gets asked for.",
-    "get_present_blocks": "Blocks that gets found present.",
-    "evicted_blocks": "Blocks evicted to make room.",
-    "quota_evicted_blocks": "Blocks evicted because their tenant or namespace would have exceeded its quota.",
-    "removed_blocks": "Blocks removed or cleared by request.",
-    "corrupt_blocks": "Blocks dropped because their bytes had changed. Alert on any.",
-    "out_of_space_puts": "Puts refused because nothing in the arena could be evicted.",
-    "over_quota_puts": "Puts refused because of a quota.",
-    "expired_leases": "Leases that reached their deadline: a reader died or stalled.",
-    "refused_leases": "Lookups that got no lease because too many leases were live.",
-    "expired_tickets": "Put tickets that reached their deadline: a writer died or stalled.",
-    "revoked_tickets": "Put tickets that a client gave back after a failed write.",
-    "kv_event_batches": "KV event batches (messages) published.",
-    "kv_events": "KV events published.",
-    "dropped_kv_event_batches": "KV event batches dropped because publishing lagged too far; subscribers see a gap.",
-    "kv_event_replays": "Replay requests of KV event subscribers that joined, missed messages or checked for them.",
-    "kv_event_snapshots": "Replay requests answered with a snapshot. If many, raise kv_events_buffer.",
 }
 
 TIER_GAUGES = {

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.config import ClientConfig
 from kvpool_server.config import ServerConfig
+from kvpool_server.tiers.registry import KINDS
 from tests.support import metrics_page
 from tests.support.processes import ServerProcess, clean_environment
 
@@ -34,6 +35,21 @@ def test_every_server_setting_is_documented_with_its_default():
     for name, field in ServerConfig.model_fields.items():
         expected = "1GiB" if name == "memory" else "" if field.default == () else str(field.default)
         assert table[name] == expected, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_of_a_tier_is_documented_with_its_default(kind: str):
+    options = KINDS[kind]
+    table = _table(_section("configuration.md", "Tiers").split(f"| `{kind}:", 1)[1].split("\n\n", 1)[0])
+    for name, field in options.model_fields.items():
+        if name == options.PLACE:
+            continue
+        default = table.pop(name)
+        if field.is_required():
+            assert default == "must be given", name
+        elif field.default != "":  # The table says what an empty default means.
+            assert default == ("no" if field.default is False else str(field.default)), name
+    assert not table
 
 
 def test_every_client_setting_is_documented_with_its_default():
@@ -85,6 +101,17 @@ def test_the_tests_that_are_named_exist():
     assert len(named) > 20
     for name in named:
         assert list((ROOT / "tests").rglob(name)), name
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/design.md", "docs/testing.md"])
+def test_files_and_folders_that_are_named_exist(page: str):
+    """A page may leave out the first folders of a path."""
+    named = set(re.findall(r"`([\w./-]+(?:\.(?:py|proto|md|toml)|/))`", (ROOT / page).read_text()))
+    named = {path for path in named if "NAME" not in path}
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    missing = [path for path in named if not any(f"/{path.rstrip('/')}/" in f"/{file}/" for file in files)]
+    assert named and not missing
 
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvpool.types import BlockRun, PutStatus
@@ -79,7 +78,7 @@ class EntryTable:
         quarantine: Quarantine,
         clock: Callable[[], float],
         grace_ms: int,
-        counters: Counter[str],
+        counters: dict[str, int],
     ):
         self.num_live = 0
         self.num_complete = 0

@@ -14,7 +14,6 @@ Invariants (`check_integrity`):
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from kvpool.types import (
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
+from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
@@ -73,7 +73,7 @@ class Pool:
     ):
         self.arena = arena
         self.limits = limits or Limits()
-        self.counters: Counter[str] = Counter()
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.new_id = new_id
         self.placement = Placement(arena, policy, self.counters)
         self._quarantine = Quarantine()

@@ -5,7 +5,7 @@ Not thread-safe: the publisher's thread owns the history.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 class History:
     """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`."""
 
-    def __init__(self, ledger: Ledger, encode: Encoder, counters: Counter[str], max_batches: int):
+    def __init__(self, ledger: Ledger, encode: Encoder, counters: dict[str, int], max_batches: int):
         self._ledger = ledger
         self._encode = encode
         self._counters = counters

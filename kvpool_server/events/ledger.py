@@ -75,7 +75,7 @@ class Ledger(Observer):
     def __init__(
         self,
         defer: Callable[[Callable[[], None]], object],
-        counters: Counter[str],
+        counters: dict[str, int],
         first_seq: int | None = None,
         max_queued_blocks: int = MAX_QUEUED_BLOCKS,
         batch_blocks: int = BATCH_BLOCKS,

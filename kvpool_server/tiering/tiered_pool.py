@@ -28,7 +28,7 @@ from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promoter
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import ANSWER_S, Health
-from kvpool_server.tiers.tier import COUNTERS, Tier, TierError
+from kvpool_server.tiers.tier import Tier, TierError
 
 log = structlog.get_logger()
 
@@ -270,8 +270,7 @@ class TieredPool(Observer):
         tiers: list[TierStats] = []
         for level in self._levels[: self._num_open]:
             stats = level.tier.stats()
-            counters = {**dict.fromkeys(COUNTERS, 0), **stats.counters}
-            tiers.append(replace(stats, up=level.health.is_working, counters=counters))
+            tiers.append(replace(stats, up=level.health.is_working))
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
 
 

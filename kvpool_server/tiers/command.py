@@ -25,7 +25,7 @@ def _group() -> None:
 @app.command("gc")
 def collect_garbage(
     path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="PATH of --tier file:PATH.", exists=True, file_okay=False)
+        Path, typer.Argument(metavar="PATH", help="PATH of --tier file:PATH.", exists=True, file_okay=False)
     ],
     delete: Annotated[bool, typer.Option("--delete", help="Delete the candidates. Default: only list them.")] = False,
     min_age_s: Annotated[

@@ -1,22 +1,23 @@
 """What a tier is: a place under the arena that keeps blocks longer, or for more servers, and takes longer to answer.
 
 A tier decides nothing about the arena: the server has it write blocks and read them back, and a tier may forget any
-block at any time. A tier must never return wrong bytes: `read` verifies the bytes where they lie afterwards.
+block at any time. A tier must never return wrong bytes: `read` verifies them with `is_sound` where they lie afterwards.
 
 The event loop calls a tier; work that takes time belongs on threads of the tier's own. A new tier implements the five
-abstract methods; the other methods have defaults for tiers that have nothing to open, know or report.
+abstract methods, and `holdings` and `stats`, which operators see; the other methods are for tiers that have threads,
+files or connections, or that can answer from memory.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvpool.hashing import checksum
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
@@ -25,19 +26,20 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
 
 COUNTERS = {
+    # Counted by the server
     "demoted_blocks": "Blocks written to the tier.",
     "dropped_demotions": "Blocks not written to the tier because it was slow or unavailable.",
-    "refused_blocks": "Blocks for which the tier had no room.",
     "promoted_blocks": "Blocks promoted from the tier: hits that the arena alone would have missed.",
     "missed_promotions": "Blocks that were lost or corrupt in the tier when a lookup wanted them.",
     "dropped_promotions": "Blocks not promoted because no lookup wanted them any more, or the arena had no room.",
+    # Counted by the tier
+    "refused_blocks": "Blocks for which the tier had no room.",
     "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
     "evicted_blocks": "Blocks evicted from the tier to make room.",
     "read_bytes": "Bytes read from the tier whose checksums matched.",
     "written_bytes": "Bytes written to the tier.",
 }
-"""Counters of every tier, with the HELP texts of their metrics."""
-
+"""What is counted for each tier, with the HELP text of each metric."""
 
 BlockKey = tuple[bytes, int, bytes]
 """(fingerprint, group_idx, block_hash)"""
@@ -63,6 +65,16 @@ class Block:
     payload: memoryview
 
 
+def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
+    """Whether the chunks of a block match their checksums.
+
+    Args:
+        payload: the chunks, one after the other: uint8 [slot_bytes].
+    """
+    size = payload.nbytes // len(checksums)
+    return all(checksum(payload[nth * size :][:size]) == expected for nth, expected in enumerate(checksums))
+
+
 class Tier(ABC):
     """See the module. One event loop calls `open` first and `close` last.
 
@@ -70,12 +82,12 @@ class Tier(ABC):
         name: what operators call the tier, for example "file:/mnt/kv".
 
     Attributes:
-        counters: of COUNTERS, since the start. The demoter and the promoter count here, too.
+        counters: COUNTERS, since the start; the server counts what it moves, the tier the rest.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self.counters: Counter[str] = Counter()
+        self.counters = dict.fromkeys(COUNTERS, 0)
 
     # Every tier
 
@@ -87,7 +99,8 @@ class Tier(ABC):
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         """Stores blocks; returns how many of them the tier has now, also from before. Raises TierError.
 
-        The payloads are not read any more once the call has returned or raised.
+        A tier without room evicts blocks, or refuses these: that is no error. The payloads are not read any more once
+        the call has returned or raised.
         """
 
     @abstractmethod
@@ -123,7 +136,7 @@ class Tier(ABC):
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
 
-    # Tiers that know what they hold
+    # Tiers that can answer from memory
 
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
@@ -132,6 +145,8 @@ class Tier(ABC):
     def specs(self) -> list[NamespaceSpec]:
         """The namespaces that an open tier has blocks of, oldest first, as far as it knows their specs."""
         return []
+
+    # What operators see
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""
@@ -169,7 +184,6 @@ class TierOptions(BaseModel):
     PLACE: ClassVar[str] = ""
     """The option that stands first, without its name; empty: none does."""
 
-    threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
     write: Literal["through", "back"] = Field(
         "through", description="through writes a block when it is stored; back writes it before its eviction"
     )

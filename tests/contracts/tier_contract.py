@@ -1,4 +1,4 @@
-"""What every tier must do; each tier's own tests subclass this."""
+"""What every tier must do; each tier's own tests subclass `TierContract`, or `PersistentTierContract`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 class TierContract:
-    """Fixture `make_tier` is to be given: each call makes a tier, not opened, on the same place."""
+    """Fixture `make_tier` is to be given: each call makes a tier that is not open yet, with room for 40 blocks."""
 
     spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=SHARDS), group_spec(chunk_bytes=CHUNK))
 
@@ -155,23 +155,6 @@ class TierContract:
 
         run(test)
 
-    def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            names = [f"n{nth}" for nth in range(10)]
-            first = make_tier()
-            await first.open()
-            await first.write(namespace, 0, blocks_of(*names))
-            await first.close()
-            second = make_tier()
-            await second.open()
-            try:
-                assert await self._there(second, namespace, names) == [True] * 10
-                assert await self._read(second, namespace, names) == names
-            finally:
-                await second.close()
-
-        run(test)
-
     def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             tier = make_tier()
@@ -201,5 +184,26 @@ class TierContract:
             await tier.close()
             await tier.close()
             assert {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")} <= before
+
+        run(test)
+
+
+class PersistentTierContract(TierContract):
+    """As `TierContract`, for tiers whose blocks survive the server; each call of `make_tier` names the same place."""
+
+    def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
+        async def test() -> None:
+            names = [f"n{nth}" for nth in range(10)]
+            first = make_tier()
+            await first.open()
+            await first.write(namespace, 0, blocks_of(*names))
+            await first.close()
+            second = make_tier()
+            await second.open()
+            try:
+                assert await self._there(second, namespace, names) == [True] * 10
+                assert await self._read(second, namespace, names) == names
+            finally:
+                await second.close()
 
         run(test)

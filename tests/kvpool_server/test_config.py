@@ -5,6 +5,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool_server.addresses import split_address
+from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.config import ServerConfig, load, service_links
 from tests.conftest import StartServer
 from tests.support.processes import run_command, server_command
@@ -242,7 +243,7 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
 
 
 def test_a_value_that_is_no_choice_is_told_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"^unknown policy 'x' \(--policy\); choose density or lru$"):
+    with pytest.raises(ConfigError, match=rf"^unknown policy 'x' \(--policy\); choose {' or '.join(POLICIES)}$"):
         load({"policy": "x"}, None, {})
 
 

@@ -38,8 +38,7 @@ class MemoryTier(Tier):
     """
 
     def __init__(self, name: str = "memory:", answers_at_once: bool = True):
-        self.name = name
-        self.counters = Counter()
+        super().__init__(name)
         self.kept: dict[bytes, tuple[bytes, Sequence[int]]] = {}
         self.calls: Counter[str] = Counter()
         self.gate = asyncio.Event()

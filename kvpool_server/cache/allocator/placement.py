@@ -14,7 +14,6 @@ Decides only: the entry table evicts the victims, then allocates the slots.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.errors import OutOfSpaceError
@@ -93,7 +92,7 @@ class NoRoomError(OutOfSpaceError):
 class Placement:
     """The arena, the eviction policies, and the stamp of each slot size's last use."""
 
-    def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: Counter[str]):
+    def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: dict[str, int]):
         self._arena = arena
         self._superseded = Superseded()
         self._drain = ExtentDrain(arena)

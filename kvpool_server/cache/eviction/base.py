@@ -38,6 +38,9 @@ class VictimQueue(ABC):
 class Policy(ABC):
     """An eviction policy for the entries of one slot size.
 
+    `stored` and `used` must set `entry.used` to a stamp of the call, whatever the policy's order: the allocator, the
+    demoter and `Evictor` read it. A queue in another order keeps keys of its own, as `HitDensity`'s does.
+
     Attributes:
         summary: what it evicts, in a few words, for the help of `--policy`.
         queue: its candidates; a subclass sets it.

@@ -7,10 +7,10 @@ import errno
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvpool.hashing import checksum
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.peer_directories import PeerBlocks
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
+from kvpool_server.tiers.tier import is_sound
 
 T = TypeVar("T")
 
@@ -33,11 +33,8 @@ class BlockSpot(NamedTuple):
     checksums: Sequence[int]
 
     def is_sound(self) -> bool:
-        size = self.view.nbytes // len(self.checksums)
-        return all(
-            checksum(self.view[shard * size : (shard + 1) * size]) == expected
-            for shard, expected in enumerate(self.checksums)
-        )
+        """Whether the bytes in memory match the checksums."""
+        return is_sound(self.view, self.checksums)
 
 
 async def write_all(threads: DaemonThreadPool, extents: Extents, spots: Sequence[BlockSpot]) -> None:

@@ -25,6 +25,7 @@ class FileOptions(TierOptions):
     name: str = Field(
         "", pattern=r"^[A-Za-z0-9._-]*$", description="this server's directory below; default: host and port"
     )
+    threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
     io: Literal["direct", "buffered", "usrbio"] = Field(
         "direct", description="direct bypasses the page cache where possible; usrbio is for mounts of 3FS"
     )

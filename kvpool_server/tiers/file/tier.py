@@ -333,7 +333,7 @@ class FileTier(Tier):
             size_bytes=pool.arena_bytes,
             used_bytes=pool.arena_bytes - pool.free_bytes,
             num_entries=pool.num_entries,
-            counters={**self.counters, "evicted_blocks": pool.counters.get("evicted_blocks", 0)},
+            counters={**self.counters, "evicted_blocks": pool.counters["evicted_blocks"]},
         )
 
     async def refresh(self) -> None:

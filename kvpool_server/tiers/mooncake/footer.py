@@ -13,7 +13,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-from kvpool.hashing import checksum
+from kvpool_server.tiers.tier import is_sound
 
 MAGIC = b"kvpool\x00\x01"
 _HEAD = struct.Struct("<8s32sQQ")
@@ -40,11 +40,7 @@ def verify(key: str, payload: memoryview, num_shards: int, footer: bytes) -> Seq
     if _HEAD.unpack_from(footer) != (MAGIC, _digest(key), payload.nbytes, num_shards):
         return None
     checksums: Sequence[int] = struct.unpack_from(f"<{num_shards}Q", footer, _HEAD.size)
-    size = payload.nbytes // num_shards
-    for shard, expected in enumerate(checksums):
-        if checksum(payload[shard * size : (shard + 1) * size]) != expected:
-            return None
-    return checksums
+    return checksums if is_sound(payload, checksums) else None
 
 
 def _digest(key: str) -> bytes:

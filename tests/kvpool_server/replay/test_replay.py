@@ -106,7 +106,7 @@ def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--policy", "fifo"], "unknown policy 'fifo'; choose density or lru"),
+        (["--policy", "best"], f"unknown policy 'best'; choose {' or '.join(POLICIES)}"),
         (["--share", "0"], "--share 0"),
         (["--share", "101"], "--share 101"),
         (["--plot", "plot.txt"], "plot.txt"),

@@ -15,8 +15,8 @@ def evictor(request: pytest.FixtureRequest) -> Evictor:
 
 def test_a_policy_is_checked_by_name() -> None:
     assert check_policy(DEFAULT_POLICY) == DEFAULT_POLICY
-    with pytest.raises(ValueError, match="unknown policy 'fifo'; choose density or lru"):
-        check_policy("fifo")
+    with pytest.raises(ValueError, match=f"unknown policy 'best'; choose {' or '.join(POLICIES)}"):
+        check_policy("best")
 
 
 def _stored(evictor: Evictor, stamp: int, *prefixes: list[Entry]) -> Evictor:

@@ -19,7 +19,15 @@ from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import Block, Tier, TierError
-from tests.contracts.tier_contract import SLOT, Memory, TierContract, blocks_of, namespace_of, run
+from tests.contracts.tier_contract import (
+    SLOT,
+    Memory,
+    PersistentTierContract,
+    TierContract,
+    blocks_of,
+    namespace_of,
+    run,
+)
 from tests.support.values import block_hash
 
 SIZE = 8 << 20
@@ -51,7 +59,7 @@ class RecordingDisk(Disk):
         return super().open(path, flags)
 
 
-class TestFileTier(TierContract):
+class TestFileTier(PersistentTierContract):
     @pytest.fixture(params=["direct", "buffered"])
     def make_tier(self, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], Tier]:
         return lambda: _tier(tmp_path / "tier", direct=request.param == "direct")

@@ -17,7 +17,7 @@ from kvpool_server.tiers.file import usrbio
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.file.usrbio import UsrbioDisk
 from kvpool_server.tiers.tier import Tier
-from tests.contracts.tier_contract import TierContract
+from tests.contracts.tier_contract import PersistentTierContract
 from tests.support.processes import run_command, server_command
 
 
@@ -64,7 +64,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[int]:
     return fds
 
 
-class TestUsrbio(TierContract):
+class TestUsrbio(PersistentTierContract):
     @pytest.fixture(params=[usrbio.BUFFER_BYTES, 1000], ids=["large buffer", "small buffer"])
     def make_tier(
         self, registered: set[int], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,16 @@ from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import Tier, TierError
-from tests.contracts.tier_contract import SHARDS, SLOT, Memory, TierContract, blocks_of, namespace_of, run
+from tests.contracts.tier_contract import (
+    SHARDS,
+    SLOT,
+    Memory,
+    PersistentTierContract,
+    TierContract,
+    blocks_of,
+    namespace_of,
+    run,
+)
 from tests.support.effort import some
 from tests.support.mooncake import Cluster
 from tests.support.processes import run_command, server_command
@@ -63,7 +72,7 @@ def own_cluster() -> Iterator[MakeCluster]:
         each.stop()
 
 
-class TestMooncakeTier(TierContract):
+class TestMooncakeTier(PersistentTierContract):
     @pytest.fixture
     def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
         return lambda: MooncakeTier(_config(cluster.address))

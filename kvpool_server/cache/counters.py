@@ -1,0 +1,31 @@
+"""What a pool counts, for /metrics and `kvpool stats`: each name with its HELP text.
+
+To add a counter, name it here and count it in `pool.counters`; a name that is not here is a KeyError.
+"""
+
+COUNTERS = {
+    "lookups": "Lookups. A lookup that is repeated while blocks are promoted from a tier counts once.",
+    "lookup_blocks": "Blocks that lookups asked for.",
+    "lookup_hits": "Blocks that lookups found complete. Divided by kvpool_lookup_blocks_total: the hit ratio.",
+    "put_granted_blocks": "Blocks for which a put got a region to write.",
+    "put_present_blocks": "Blocks that a put found present.",
+    "put_busy_blocks": "Blocks that a put skipped because another put was writing them.",
+    "put_completed_blocks": "Blocks that became readable.",
+    "get_blocks": "Blocks that gets asked for.",
+    "get_present_blocks": "Blocks that gets found present.",
+    "evicted_blocks": "Blocks evicted to make room.",
+    "quota_evicted_blocks": "Blocks evicted because their tenant or namespace would have exceeded its quota.",
+    "removed_blocks": "Blocks removed or cleared by request.",
+    "corrupt_blocks": "Blocks dropped because their bytes had changed. Alert on any.",
+    "out_of_space_puts": "Puts refused because nothing in the arena could be evicted.",
+    "over_quota_puts": "Puts refused because of a quota.",
+    "expired_leases": "Leases that reached their deadline: a reader died or stalled.",
+    "refused_leases": "Lookups that got no lease because too many leases were live.",
+    "expired_tickets": "Put tickets that reached their deadline: a writer died or stalled.",
+    "revoked_tickets": "Put tickets that a client gave back after a failed write.",
+    "kv_event_batches": "KV event batches (messages) published.",
+    "kv_events": "KV events published.",
+    "dropped_kv_event_batches": "KV event batches dropped because publishing lagged too far; subscribers see a gap.",
+    "kv_event_replays": "Replay requests of KV event subscribers that joined, missed messages or checked for them.",
+    "kv_event_snapshots": "Replay requests answered with a snapshot. If many, raise kv_events_buffer.",
+}
