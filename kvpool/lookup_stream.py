@@ -93,12 +93,6 @@ class LookupStream:
                     lookup.set_exception(self._stream.error)  # The server cannot be reached.
         return lookup
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the stream that the last lookup used is still open."""
-        stream = self._stream
-        return stream is not None and not stream.has_ended
-
     def close(self) -> None:
         """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
         with self._lock:

@@ -83,11 +83,12 @@ class PendingLookup:
     def result(self, timeout_s: float | None = None) -> Lookup | None:
         """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
         try:
-            return self._rpc.decode_lookup(self._namespace, self._call.result(timeout=timeout_s))
+            reply = self._call.result(timeout=timeout_s)
         except grpc.FutureTimeoutError:
             return None
         except CALL_ERRORS as error:
             raise self._rpc.error_of(error) from None
+        return self._rpc.decode_lookup(self._namespace, reply)
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         """Calls back from another thread once the lookup has ended."""

@@ -134,27 +134,25 @@ class Attachment:
 
     Args:
         choose: attaches to what a server offers.
+
+    Attributes:
+        choice: the transport in use, and why; None while detached.
     """
 
     def __init__(self, choose: Callable[[Offer], Choice]):
         self._choose = choose
         self._lock = threading.Lock()
-        self._choice: Choice | None = None
+        self.choice: Choice | None = None
         self._boot_token = 0
-
-    @property
-    def choice(self) -> Choice | None:
-        """The transport in use, and why; None while detached."""
-        return self._choice
 
     def attach(self, offer: Offer, boot_token: int) -> Transport:
         """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
         with self._lock:
-            if self._choice is None or self._boot_token != boot_token:
+            if self.choice is None or self._boot_token != boot_token:
                 self._close()
-                self._choice = self._choose(offer)
+                self.choice = self._choose(offer)
                 self._boot_token = boot_token
-            return self._choice.transport
+            return self.choice.transport
 
     def detach(self) -> None:
         """Closes the transport, and with it unmaps the server's memory. Idempotent."""
@@ -162,6 +160,6 @@ class Attachment:
             self._close()
 
     def _close(self) -> None:
-        if self._choice is not None:
-            self._choice.transport.close()
-            self._choice = None
+        if self.choice is not None:
+            self.choice.transport.close()
+            self.choice = None

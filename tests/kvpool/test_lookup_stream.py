@@ -78,6 +78,12 @@ class Served:
         return code
 
 
+def wait_for_readers() -> None:
+    wait_for(
+        lambda: not any(thread.name == "kvpool-lookups" for thread in threading.enumerate()), "readers that have ended"
+    )
+
+
 @pytest.fixture
 def served() -> Iterator[Served]:
     made = Served()
@@ -86,9 +92,7 @@ def served() -> Iterator[Served]:
     made.lookups.close()
     made.channel.close()
     made.server.stop(None).wait()
-    wait_for(
-        lambda: not any(thread.name == "kvpool-lookups" for thread in threading.enumerate()), "readers that have ended"
-    )
+    wait_for_readers()
 
 
 def test_many_threads_get_their_own_answers_over_one_call(served: Served) -> None:
@@ -139,7 +143,7 @@ def test_a_lookup_ends_at_its_deadline_and_a_late_answer_is_nobody_elses(served:
 
 def test_an_answer_that_nobody_asked_for_ends_the_stream(served: Served) -> None:
     served.ask(SAY_MORE)
-    wait_for(lambda: not served.lookups.is_open, "the stream's end")
+    wait_for_readers()
     assert served.ask(100) == 100
     assert served.whim.num_streams == 2
 
