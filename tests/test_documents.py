@@ -40,7 +40,9 @@ def test_every_server_setting_is_documented_with_its_default():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_of_a_tier_is_documented_with_its_default(kind: str):
     options = KINDS[kind]
-    table = _table(_section("configuration.md", "Tiers").split(f"| `{kind}:", 1)[1].split("\n\n", 1)[0])
+    _, heading, rest = _section("configuration.md", "Tiers").partition(f"| `{kind}:")
+    assert heading, f"docs/configuration.md has no table of the options of {kind}:"
+    table = _table(rest.split("\n\n", 1)[0])
     for name, field in options.model_fields.items():
         if name == options.PLACE:
             continue
