@@ -66,16 +66,12 @@ class Breaker:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._state = State.OPEN
+        self.state = State.OPEN
         self._failures: dict[str, int] = {}
         self._closed_at = -math.inf
         self._flap_wait_s = FIRST_WAIT_S
         self._retry_wait_s = 0.0
         self._probe_at = clock()
-
-    @property
-    def state(self) -> State:
-        return self._state
 
     def succeeded(self, call: str) -> None:
         """A call succeeded. A load proves lookup, transfer and checksum; any other call proves only itself."""
@@ -94,7 +90,7 @@ class Breaker:
             call: the kind of call: "lookup", "load" …; failures are counted by kind, so that stores that succeed cannot
                 hide loads that always fail.
         """
-        if self._state is not State.CLOSED:
+        if self.state is not State.CLOSED:
             return False
         if isinstance(error, _USELESS):
             self._failures[call] = self._failures.get(call, 0) + 1
@@ -109,32 +105,32 @@ class Breaker:
             self._flap_wait_s = FIRST_WAIT_S if was_stable else min(2 * self._flap_wait_s, MAX_FLAP_WAIT_S)
             wait_s = self._flap_wait_s
         self._retry_wait_s = min(wait_s, MAX_RETRY_S)
-        self._state = State.OPEN
+        self.state = State.OPEN
         self._probe_at = now + wait_s
         return True
 
     def renew(self) -> None:
         """Calls go to another namespace from now on: the breaker begins anew, with a probe at once."""
-        self._state = State.OPEN
+        self.state = State.OPEN
         self._failures.clear()
         self._probe_at = self._clock()
 
     def wait_s(self) -> float | None:
         """Seconds until the next probe is due; None while the breaker is closed."""
-        return None if self._state is State.CLOSED else max(0.0, self._probe_at - self._clock())
+        return None if self.state is State.CLOSED else max(0.0, self._probe_at - self._clock())
 
     def probe_began(self) -> None:
-        assert self._state is State.OPEN, self._state
-        self._state = State.HALF_OPEN
+        assert self.state is State.OPEN, self.state
+        self.state = State.HALF_OPEN
 
     def probe_ended(self, succeeded: bool) -> None:
-        assert self._state is State.HALF_OPEN, self._state
+        assert self.state is State.HALF_OPEN, self.state
         now = self._clock()
         if succeeded:
-            self._state = State.CLOSED
+            self.state = State.CLOSED
             self._closed_at = now
             self._failures.clear()
         else:
-            self._state = State.OPEN
+            self.state = State.OPEN
             self._retry_wait_s = min(max(2 * self._retry_wait_s, FIRST_WAIT_S), MAX_RETRY_S)
             self._probe_at = now + self._retry_wait_s

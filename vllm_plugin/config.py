@@ -12,9 +12,17 @@ from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.errors import ConfigError
 
 MAX_TIMEOUT_MS = 300_000
-
-
-ON_RESET = ("leave", "connector", "keep")
+BOUNDS: Mapping[str, tuple[int, int]] = {
+    "lookup_timeout_ms": (1, MAX_TIMEOUT_MS),
+    "load_timeout_ms": (1, MAX_TIMEOUT_MS),
+    "store_timeout_ms": (1, MAX_TIMEOUT_MS),
+    "promotion_wait_ms": (0, MAX_TIMEOUT_MS),
+    "num_shards": (0, 64),
+}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "on_reset": ("leave", "connector", "keep"),
+    "share_adapters": ("unchanged", "always", "never"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +99,13 @@ class ConnectorConfig:
             ):
                 raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not a {wanted.__name__}")
         config = cls(**extra)
-        for name in ("lookup_timeout_ms", "load_timeout_ms", "store_timeout_ms"):
-            if not 1 <= getattr(config, name) <= MAX_TIMEOUT_MS:
-                raise ConfigError(
-                    f"kv_connector_extra_config: {name} = {getattr(config, name)} is not in 1 to {MAX_TIMEOUT_MS}"
-                )
-        if not 0 <= config.promotion_wait_ms <= MAX_TIMEOUT_MS:
-            raise ConfigError(
-                f"kv_connector_extra_config: promotion_wait_ms = {config.promotion_wait_ms} is not in 0 to "
-                f"{MAX_TIMEOUT_MS}; 0 never waits"
-            )
+        for name, (low, high) in BOUNDS.items():
+            if not low <= (value := getattr(config, name)) <= high:
+                raise ConfigError(f"kv_connector_extra_config: {name} = {value} is not in {low} to {high}")
         config.client_config()
-        if config.on_reset not in ON_RESET:
-            raise ConfigError(
-                f"kv_connector_extra_config: on_reset = {config.on_reset!r} is not one of {', '.join(ON_RESET)}"
-            )
-        if config.share_adapters not in ("unchanged", "always", "never"):
-            raise ConfigError(
-                f"kv_connector_extra_config: share_adapters = {config.share_adapters!r} is not 'unchanged', 'always' "
-                "or 'never'"
-            )
+        for name, choices in CHOICES.items():
+            if (value := getattr(config, name)) not in choices:
+                raise ConfigError(f"kv_connector_extra_config: {name} = {value!r} is not one of {', '.join(choices)}")
         if config.window_interval_tokens < 1:
             raise ConfigError(
                 f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is less than 1; "
@@ -120,8 +115,6 @@ class ConnectorConfig:
             raise ConfigError(
                 f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
             )
-        if not 0 <= config.num_shards <= 64:
-            raise ConfigError(f"kv_connector_extra_config: num_shards = {config.num_shards} is not in 0 to 64")
         return config
 
     def client_config(self) -> ClientConfig:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from packaging.version import InvalidVersion, Version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,7 +27,6 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
-from vllm_plugin.versions import warn_if_untested
 from vllm_plugin.worker.worker import KVPoolWorker
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvpool.connector")
+
+TESTED = ((0, 32), (0, 33))
+"""First and last release of vLLM that the connector is tested with, as docs/compatibility.md says."""
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -108,7 +111,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler_side.handshake(metadata)
+        self.scheduler_side.stages.handshake(metadata)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.matched_tokens(request, num_computed_tokens)
@@ -176,3 +179,21 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ConnectorMetadata)
         return metadata
+
+
+def warn_if_untested(version: str) -> bool:
+    """Warns of a vLLM release that kvpool is not tested with; returns whether it did."""
+    first, last = TESTED
+    try:
+        is_tested = first <= Version(version).release[:2] <= last
+    except InvalidVersion:
+        is_tested = False
+    if not is_tested:
+        logger.warning(
+            "kvpool is tested with vLLM %d.%d to %d.%d, and this is vLLM %s, whose connector interface may differ; see "
+            "docs/compatibility.md",
+            *first,
+            *last,
+            version,
+        )
+    return not is_tested

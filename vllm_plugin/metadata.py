@@ -6,6 +6,7 @@ Jobs have ids of their own, since a preempted or repeated request comes back und
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,11 +140,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
-        ended = dict(self.ended_stores)
-        for job_id, ranks in other.ended_stores.items():
-            ended[job_id] = ended.get(job_id, 0) + ranks
         return WorkerMetadata(
-            ended,
+            dict(Counter(self.ended_stores) + Counter(other.ended_stores)),
             self.failed_stores | other.failed_stores,
             self.namespaces | other.namespaces,
             self.loaded_steps | other.loaded_steps,

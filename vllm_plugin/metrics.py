@@ -120,40 +120,36 @@ class Recorder:
 
 
 class KVPoolPromMetrics(KVConnectorPromMetrics):
-    """vLLM's Prometheus series of the connector, one an engine."""
+    """vLLM's Prometheus series of the connector, one an engine.
+
+    Attributes:
+        metrics: by name, of all engines.
+    """
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames)
-            for name, gloss in COUNTERS.items()
-        }
-        self._gauges = {
-            name: self._gauge_cls(
-                name=f"vllm:kvpool_{name}",
-                documentation=gloss,
-                labelnames=labelnames,
-                multiprocess_mode="mostrecent",  # Any API server may be the one that hears of a step.
-            )
-            for name, gloss in GAUGES.items()
-        }
-        self._histograms = {
-            name: self._histogram_cls(
-                name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames, buckets=_BUCKETS
-            )
-            for name, gloss in HISTOGRAMS.items()
+        # Any API server may be the one that hears of a step.
+        kinds: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+            (self._counter_cls, COUNTERS, {}),
+            (self._gauge_cls, GAUGES, {"multiprocess_mode": "mostrecent"}),
+            (self._histogram_cls, HISTOGRAMS, {"buckets": _BUCKETS}),
+        ]
+        self.metrics = {
+            name: cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=labelnames, **options)
+            for cls, glosses, options in kinds
+            for name, gloss in glosses.items()
         }
         for labels in per_engine_labelvalues.values():
-            for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
+            for metric in self.metrics.values():
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in (transfer_stats_data or {}).items():
-            if name in self._counters:
-                self._counters[name].labels(*labels).inc(value)
-            elif name in self._gauges:
-                self._gauges[name].labels(*labels).set(value)
-            elif name in self._histograms:
+            if name in COUNTERS:
+                self.metrics[name].labels(*labels).inc(value)
+            elif name in GAUGES:
+                self.metrics[name].labels(*labels).set(value)
+            elif name in HISTOGRAMS:
                 for seconds in value:
-                    self._histograms[name].labels(*labels).observe(seconds)
+                    self.metrics[name].labels(*labels).observe(seconds)

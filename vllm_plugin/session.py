@@ -47,8 +47,10 @@ class Session:
     Args:
         config: `timeout_ms` is the budget of a lookup.
         name: for logs and the thread's name: "scheduler" or "worker 0".
-        recorder: gets `breaker_openings` and `breaker_open`.
         explains: whether this session logs why nothing of other namespaces of the model is read; one an engine does.
+
+    Attributes:
+        namespace: that is open; None while the pool is away, that is while the breaker is not closed.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Session:
         self._name = name
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
-        self._namespace: Namespace | None = None
+        self.namespace: Namespace | None = None
         self._tell: Callable[[Namespace], None] = _ignore
         self._said = ""  # The last logged error: a repeated error is logged once.
         self._explains = explains
@@ -81,11 +83,6 @@ class Session:
         self._thread.start()
 
     @property
-    def namespace(self) -> Namespace | None:
-        """The open namespace; None while the pool is away, that is while the breaker is not closed."""
-        return self._namespace
-
-    @property
     def state(self) -> State:
         """The breaker's."""
         return self._breaker.state
@@ -94,7 +91,7 @@ class Session:
         """Calls `tell` each time that the namespace is opened, on the session's thread; at once if it is open now."""
         with self._lock:
             self._tell = tell
-            namespace = self._namespace
+            namespace = self.namespace
         if namespace is not None:
             tell(namespace)
 
@@ -111,7 +108,7 @@ class Session:
                 return
             if not self._breaker.failed(call, error):
                 return
-            self._namespace = None
+            self.namespace = None
             self._said = str(error)
             self._recorder.add("breaker_openings")
             self._recorder.set("breaker_open", 1)
@@ -122,7 +119,7 @@ class Session:
         """Moves to another namespace, which is opened in the background."""
         with self._lock:
             self._spec = spec
-            self._namespace = None
+            self.namespace = None
             self._breaker.renew()
             self._recorder.set("breaker_open", 1)
             self._wanted.set()
@@ -132,7 +129,7 @@ class Session:
         with self._lock:
             self._closed.set()
             self._wanted.set()
-            self._namespace = None
+            self.namespace = None
         self.client.close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=OPEN_TIMEOUT_MS / 1000 + 1)
@@ -152,7 +149,7 @@ class Session:
 
     def _ping(self) -> None:
         """Notices, before a request does, that the server is gone or has restarted."""
-        namespace = self._namespace
+        namespace = self.namespace
         if namespace is None:
             return
         try:
@@ -184,7 +181,7 @@ class Session:
             self._breaker.probe_ended(True)
             self._recorder.set("breaker_open", 0)
             self._recorder.add(f"connected_{namespace.transport.name}")
-            self._namespace = namespace
+            self.namespace = namespace
             self._wanted.clear()
             tell = self._tell
         tell(namespace)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.kinds import FullAttention, Kind, SlidingWindow
-from vllm_plugin.scheduler.retention import Retention
+from vllm_plugin.scheduler.stores import Retention
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 32_768

@@ -341,7 +341,7 @@ class SimEngine(ToyEngine):
             return send(request, local, limit)
 
         def watched_update(output: Any) -> None:
-            self._failed |= {name for name in output.failed_recving if connector.stores.tracked(name)}
+            self._failed |= {name for name in output.failed_recving if name in connector.stores.tracked}
             update(output)
 
         def watched_finished(request: Any, tables: Any) -> None:

@@ -153,5 +153,5 @@ def blocks(count: int) -> int:
 def shake_hands(core: Core, config: Any, cache: KVCacheConfig, extra: dict[str, Any]) -> list[NamespaceSpec]:
     """Tells the scheduler's side what both stages' workers would."""
     specs = [namespace_spec(config, cache, ConnectorConfig.parse(extra), stage) for stage in range(2)]
-    core.side.handshake({(stage, 0): Handshake(spec) for stage, spec in enumerate(specs)})
+    core.side.stages.handshake({(stage, 0): Handshake(spec) for stage, spec in enumerate(specs)})
     return specs

@@ -144,7 +144,7 @@ def test_an_abort_may_leave_more_hashes_than_blocks(fresh_fleet: FreshFleet) -> 
         request = engine.add("r", prompt)
         side = engine.connector
         engine.step_until(lambda: engine.answers["r"], "a token")
-        side.stores.tracked("r").stored = [0]
+        side.stores.tracked["r"].stored = [0]
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = {"r": 1}
         (table,) = engine.scheduler.kv_cache_manager.get_block_ids("r")

@@ -248,5 +248,5 @@ def test_prometheus_gets_every_number_under_vllms_prefix(vllm_config: MakeConfig
         for name in HISTOGRAMS:
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_count", {"engine": "1"}) == 2
     finally:
-        for metric in (*made._counters.values(), *made._gauges.values(), *made._histograms.values()):
+        for metric in made.metrics.values():
             REGISTRY.unregister(metric)

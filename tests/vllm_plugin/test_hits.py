@@ -196,7 +196,7 @@ def test_vllm_may_take_less_than_was_found(cut: int, fresh_fleet: FreshFleet) ->
     after_alloc = KVPoolScheduler.after_alloc
 
     def all_or_nothing(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        lookup = self.lookups.get(request.request_id)
+        lookup = self.lookups.by_request.get(request.request_id)
         found = lookup.boundary - lookup.asked if lookup is not None else 0
         assert num_external_tokens in (0, found), f"{num_external_tokens} of {found} tokens are taken"
         after_alloc(self, request, blocks, num_external_tokens)

@@ -80,7 +80,7 @@ def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, s
     after_alloc = KVPoolScheduler.after_alloc
 
     def load_what_was_found(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        lookup = self.lookups.get(request.request_id)
+        lookup = self.lookups.by_request.get(request.request_id)
         found = lookup.boundary - lookup.asked if lookup is not None else 0
         after_alloc(self, request, blocks, found)
 

@@ -161,7 +161,7 @@ def test_the_slot_of_the_last_sampled_token_is_not_stored(steps_ahead: int, fres
         finished = KVPoolConnector.request_finished_all_groups
 
         def store_all_tokens(self: Any, request: Any, block_ids: Any) -> Any:
-            self.scheduler_side.stores.tracked(request.request_id).written = request.num_tokens
+            self.scheduler_side.stores.tracked[request.request_id].written = request.num_tokens
             return finished(self, request, block_ids)
 
         with patch.object(KVPoolConnector, "request_finished_all_groups", store_all_tokens):

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import iter_layer_specs
+
 from kvpool.errors import ConfigError
 from kvpool.namespace import GroupSpec
 from kvpool.types import ShardRange
@@ -38,13 +41,6 @@ class PoolGroup:
     members: tuple[int, ...]
 
 
-def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
-    """The specs of a group's layers where the layers differ, else the one spec of all layers."""
-    from vllm.v1.kv_cache_interface import iter_layer_specs
-
-    return list(iter_layer_specs(spec))
-
-
 def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[PoolGroup]:
     """The pool's groups, in the order of their first members.
 
@@ -55,7 +51,7 @@ def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list
     eagle = eagle_groups(vllm_config, kv_cache_config)
     merged: dict[Kind, list[int]] = {}
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = layer_specs(group.kv_cache_spec)[0]
+        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
         kind = kind_of(spec)
         assert kind is not None, f"check_supported let {type(spec).__name__} pass"
         merged.setdefault(kind.of(spec), []).append(idx)
@@ -82,8 +78,6 @@ def alignment_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens that one of the engine's block hashes covers."""
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
     return kv_cache_config.hash_block_size or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
@@ -125,7 +119,7 @@ def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
     return any(
         getattr(spec, "num_head_slots", None) is not None
         for group in kv_cache_config.kv_cache_groups
-        for spec in layer_specs(group.kv_cache_spec)
+        for spec in iter_layer_specs(group.kv_cache_spec)
     )
 
 
@@ -180,7 +174,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"{vllm_config.model_config.model} has no KV cache, so there is nothing to share; serve it without kvpool"
         )
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
-        for spec in layer_specs(group.kv_cache_spec):
+        for spec in iter_layer_specs(group.kv_cache_spec):
             reason = _why_not_shared(spec)
             if reason is None and not (group.enable_kv_transfer and spec.prefix_cacheable):
                 reason = "is scratch memory that vLLM does not share"

@@ -6,6 +6,7 @@ for that (`kinds.py`) is a run of blocks that ends at L. Each boundary is judged
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +32,6 @@ class Found:
         self.leading = first + (~complete & (complete + 1)).bit_length() - 1
         self._complete = complete
         self._length = max(length, complete.bit_length())
-        self._gapless: Ints | None = None
 
     def has(self, start: int, stop: int) -> bool:
         """Whether blocks [start, stop) are all there; `start` is not before the first that was asked for."""
@@ -48,15 +48,13 @@ class Found:
         runs = self._runs[np.clip(last, 0, self._length - 1)]
         return (stop <= start) | ((last < self._length) & (runs >= stop - start))
 
-    @property
+    @functools.cached_property
     def _runs(self) -> Ints:
         """How many blocks without a gap end at each one."""
-        if self._gapless is None:
-            packed = np.frombuffer(self._complete.to_bytes(-(-self._length // 8), "little"), np.uint8)
-            bits = np.unpackbits(packed, count=self._length, bitorder="little")
-            nth = np.arange(1, self._length + 1)
-            self._gapless = nth - np.maximum.accumulate(np.where(bits, 0, nth))
-        return self._gapless
+        packed = np.frombuffer(self._complete.to_bytes(-(-self._length // 8), "little"), np.uint8)
+        bits = np.unpackbits(packed, count=self._length, bitorder="little")
+        nth = np.arange(1, self._length + 1)
+        return nth - np.maximum.accumulate(np.where(bits, 0, nth))
 
 
 def usable(kinds: Sequence[Kind], found: Sequence[Found], local: int, boundary: int) -> bool:

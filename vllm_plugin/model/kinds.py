@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1 import kv_cache_interface as vllm_specs
 
 from kvpool.errors import ConfigError
 
@@ -64,13 +65,15 @@ class Kind(ABC):
 
     needs_prefix: ClassVar[bool] = False
     """A hit needs every block before its boundary."""
+    specs: ClassVar[tuple[type[vllm_specs.KVCacheSpec], ...]] = ()
+    """vLLM's specs of layers of the kind."""
     is_positional: ClassVar[bool] = True
     """Block i of the request's block table holds tokens [i * block_tokens, (i + 1) * block_tokens)."""
 
     @classmethod
-    @abstractmethod
     def serves(cls, spec: Any) -> bool:
-        """Whether layers with this vLLM `KVCacheSpec` are of the kind."""
+        """Whether layers with this vLLM `KVCacheSpec` are of the kind; a subclass of a spec may be of another."""
+        return type(spec) in cls.specs
 
     @classmethod
     def why_not_shared(cls, spec: Any) -> str | None:
@@ -80,9 +83,10 @@ class Kind(ABC):
         return None
 
     @classmethod
-    def of(cls, spec: Any) -> Kind:
+    def of(cls, spec: Any, **sizes: Any) -> Kind:
         """The kind with the sizes of one layer's spec."""
-        return cls(**_common(spec))
+        name = str(vllm_specs.get_kv_cache_spec_kind(spec).value)
+        return cls(block_tokens=spec.block_size, name=name, is_replicated=is_replicated(spec), **sizes)
 
     # Rule
 
@@ -158,13 +162,8 @@ class Kind(ABC):
 class FullAttention(Kind):
     """Attention to all tokens before, MLA among it: a hit needs every block, and every block is worth storing."""
 
-    needs_prefix: ClassVar[bool] = True
-
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
-        return type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+    specs = (vllm_specs.FullAttentionSpec, vllm_specs.MLAAttentionSpec)
+    needs_prefix = True
 
     def first(self, boundary: Num) -> Num:
         return boundary * 0
@@ -180,16 +179,12 @@ class FullAttention(Kind):
 class SlidingWindow(Kind):
     """Attention to the last tokens: a hit needs the blocks of the window before its boundary."""
 
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        from vllm.v1.kv_cache_interface import SlidingWindowMLASpec, SlidingWindowSpec
-
-        return type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec)
+    specs = (vllm_specs.SlidingWindowSpec, vllm_specs.SlidingWindowMLASpec)
 
     @classmethod
-    def of(cls, spec: Any) -> Kind:
+    def of(cls, spec: Any, **sizes: Any) -> Kind:
         reach_tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
-        return cls(**_common(spec), reach_tokens=reach_tokens, window_tokens=spec.sliding_window)
+        return super().of(spec, reach_tokens=reach_tokens, window_tokens=spec.sliding_window, **sizes)
 
     def first(self, boundary: Num) -> Num:
         return (boundary - self.reach_tokens) * (boundary > self.reach_tokens) // self.block_tokens
@@ -199,15 +194,11 @@ class SlidingWindow(Kind):
 class ChunkedLocal(Kind):
     """Attention inside chunks of tokens: a hit needs the blocks from the start of its boundary's chunk on."""
 
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-        return type(spec) is ChunkedLocalAttentionSpec
+    specs = (vllm_specs.ChunkedLocalAttentionSpec,)
 
     @classmethod
-    def of(cls, spec: Any) -> Kind:
-        return cls(**_common(spec), reach_tokens=spec.attention_chunk_size)
+    def of(cls, spec: Any, **sizes: Any) -> Kind:
+        return super().of(spec, reach_tokens=spec.attention_chunk_size, **sizes)
 
     def first(self, boundary: Num) -> Num:
         return boundary // self.reach_tokens * self.reach_tokens // self.block_tokens
@@ -221,13 +212,12 @@ class MambaState(Kind):
     no states, so that a state never needs a block more to prove it.
     """
 
-    is_positional: ClassVar[bool] = False
+    specs = (vllm_specs.MambaSpec,)
+    is_positional = False
 
     @classmethod
     def serves(cls, spec: Any) -> bool:
-        from vllm.v1.kv_cache_interface import MambaSpec
-
-        return isinstance(spec, MambaSpec)
+        return isinstance(spec, cls.specs)
 
     @classmethod
     def why_not_shared(cls, spec: Any) -> str | None:
@@ -265,13 +255,3 @@ def kind_of(spec: Any) -> type[Kind] | None:
 def is_replicated(spec: Any) -> bool:
     """Whether every tensor-parallel rank holds the same bytes of a layer."""
     return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
-
-
-def _common(spec: Any) -> dict[str, Any]:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-
-    return {
-        "block_tokens": spec.block_size,
-        "name": str(get_kv_cache_spec_kind(spec).value),
-        "is_replicated": is_replicated(spec),
-    }

@@ -36,10 +36,7 @@ def sections(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
     """The parts of an engine's configuration that are looked at field by field."""
     yield "vllm_config", vllm_config
     for name in FIELDS:
-        if name == "multimodal_config":
-            part = getattr(vllm_config.model_config, name, None)
-        else:
-            part = getattr(vllm_config, name, None)
+        part = getattr(vllm_config.model_config if name == "multimodal_config" else vllm_config, name, None)
         if part is not None:
             yield name, part
 

@@ -1,1 +1,1 @@
-"""What runs on the scheduler's thread."""
+"""What runs on the scheduler's thread: no other thread calls these modules."""

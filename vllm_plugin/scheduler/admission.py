@@ -37,7 +37,6 @@ class Admission:
 
     Args:
         contents: told of the blocks that a lookup has found missing.
-        recorder: gets `promotion_waits`, `promotion_wait_seconds` and `promotion_missed_tokens`.
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class Admission:
         boundary = self.boundary(request, local)
         if boundary is None:
             return None
-        may_begin = is_admitted or self._budget.may_begin
-        if boundary > local and not (may_begin and self._loads.has_room(request)):
+        if boundary > local and not ((is_admitted or self._budget.may_begin) and self._loads.has_room(request)):
             if self._budget.may_wait(local):
                 return None
             boundary = local
@@ -90,14 +88,14 @@ class Admission:
         """The longest hit that is worth its load; `local` for none; None: ask again."""
         # The last token is always computed: its logits are what the request is waiting for.
         limit = (request.num_tokens - 1) // self._alignment * self._alignment
-        if limit <= local or not self._lookups.may_send:
+        if limit <= local or not self._lookups.stages.sessions:
             return local
         if request.lora_request is not None and not self._names.are_current(request):
             self._lookups.discard(request.request_id)
             return self._ask_again(local) if self._names.are_coming(request) else local
-        lookup = self._lookups.get(request.request_id)
+        lookup = self._lookups.by_request.get(request.request_id)
         if lookup is None or lookup.must_be_sent_again(local):
-            if not self._lookups.is_pool_open:
+            if not self._lookups.stages.are_open:
                 self._lookups.discard(request.request_id)
                 return local
             if not self._budget.may_begin:
@@ -131,7 +129,7 @@ class Admission:
             reply = self._lookups.receive(lookup)
             if reply is Reply.ANSWERED:
                 self._weigh(lookup)
-            elif reply is Reply.FAILED and lookup.is_waiting and self._lookups.is_pool_open:
+            elif reply is Reply.FAILED and lookup.is_waiting and self._lookups.stages.are_open:
                 self._accept(lookup)  # Late, and not gone: what was ready before still is.
             elif reply is Reply.FAILED:
                 self._give_up(lookup)
@@ -161,7 +159,7 @@ class Admission:
             found = [each.found() for each in lookup.availability]
             lookup.coming_tokens = self._longest(lookup, promised) - self._longest(lookup, found)
         if lookup.coming_tokens and lookup.wait.lasts(
-            time.monotonic(), lookup.num_ready, self._loads.compute_seconds(lookup.coming_tokens), lookup.retry_s
+            time.monotonic(), lookup.num_ready, self._loads.policy.compute_seconds(lookup.coming_tokens), lookup.retry_s
         ):
             lookup.is_waiting = True
         else:

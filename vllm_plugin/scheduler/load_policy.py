@@ -1,6 +1,6 @@
 """Whether a hit is worth loading: the rates of loading and of computing are learned while running, hit by hit.
 
-Only the scheduler's thread calls it. `seconds` are seconds that a request waits, queueing and batching included.
+`seconds` are seconds that a request waits, queueing and batching included.
 
 Invariants:
 - An unknown rate counts in the pool's favour: a hit is taken until both rates are known.
@@ -74,7 +74,6 @@ class LoadPolicy:
     """One engine's.
 
     Args:
-        recorder: gets `declined_loads`, `saved_seconds`, `lost_seconds`.
         clock: monotonic seconds.
     """
 

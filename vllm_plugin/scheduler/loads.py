@@ -47,42 +47,27 @@ class Loads:
 
     Args:
         decline: whether hits that are slower than computing are declined.
-        recorder: see `LoadPolicy`.
+
+    Attributes:
+        loading: loads under way, by request id.
     """
 
     def __init__(self, geometry: Geometry, stages: Stages, decline: bool, recorder: Recorder):
         self._geometry = geometry
         self._stages = stages
         self._decline = decline
-        self._loading: dict[str, Loading] = {}
+        self.loading: dict[str, Loading] = {}
         self._waiting_first = ""
         self._waiting_at = 0.0
-        self._policy = LoadPolicy(recorder)
-
-    def __len__(self) -> int:
-        return len(self._loading)
-
-    # Steps
-
-    def step_began(self, num_prefill_tokens: int, num_other_tokens: int) -> None:
-        """See `LoadPolicy`."""
-        self._policy.step_began(num_prefill_tokens, num_other_tokens)
-
-    def step_ended(self) -> None:
-        """See `LoadPolicy`."""
-        self._policy.step_ended()
+        self.policy = LoadPolicy(recorder)
 
     # A hit
-
-    def compute_seconds(self, num_tokens: int) -> float:
-        """Estimated seconds of computing so many tokens; infinite while unknown."""
-        return self._policy.compute_seconds(num_tokens)
 
     def verdict(self, start: int, stop: int) -> Verdict:
         """Whether a hit is worth loading, from token `start` to boundary `stop`."""
         if not self._decline:
             return Verdict(True, math.inf, 0.0)
-        return self._policy.verdict(stop - start, self._nbytes(start, stop))
+        return self.policy.verdict(stop - start, self._nbytes(start, stop))
 
     def has_room(self, request: Request) -> bool:
         """Whether all loads could fail, with this one, and every request still find its blocks.
@@ -95,7 +80,7 @@ class Loads:
         now = time.monotonic()
         if self._waiting_first not in ("", request.request_id) and now - self._waiting_at < MAX_WAIT_BETWEEN_ASKS_S:
             return False
-        loading = sum(load.num_blocks for load in self._loading.values())
+        loading = sum(load.num_blocks for load in self.loading.values())
         needed = self._geometry.blocks_to_compute(request.num_tokens)
         has_room = not loading or loading + needed < self._geometry.num_blocks
         self._waiting_first, self._waiting_at = "" if has_room else request.request_id, now
@@ -138,17 +123,17 @@ class Loads:
     def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:
         """A load of tokens [start, stop) is on its way to the workers."""
         num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
-        self._loading[job.request_id] = Loading(
+        self.loading[job.request_id] = Loading(
             job, time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, num_blocks
         )
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
         """Every rank has reported a request's load; None if there is none."""
-        load = self._loading.pop(request_id, None)
+        load = self.loading.pop(request_id, None)
         if load is None:
             return None
         seconds = time.monotonic() - load.started_at
-        self._policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe)
+        self.policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe)
         return load.job
 
     def _nbytes(self, start: int, stop: int) -> int:

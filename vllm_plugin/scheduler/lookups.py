@@ -21,9 +21,7 @@ from kvpool.types import Lookup
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.availability import Availability
-from vllm_plugin.scheduler.promotion_wait import PromotionWait
-from vllm_plugin.scheduler.request_lookup import RequestLookup
+from vllm_plugin.scheduler.request_lookup import Availability, PromotionWait, RequestLookup
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.session import Session
@@ -45,42 +43,29 @@ class Lookups:
 
     Args:
         budget: how long the calls of one step may wait for answers.
-        recorder: gets `lookups`, `lookup_failures` and `lookup_seconds`.
+
+    Attributes:
+        by_request: lookups that were sent, by request id; they own the leases of their answers.
     """
 
     def __init__(
         self, geometry: Geometry, stages: Stages, config: ConnectorConfig, budget: StepBudget, recorder: Recorder
     ):
         self._geometry = geometry
-        self._stages = stages
+        self.stages = stages
         self._config = config
         self._budget = budget
         self._recorder = recorder
         self._prefix_only = all(group.kind.needs_prefix for group in geometry.groups)
-        self._by_request: dict[str, RequestLookup] = {}
+        self.by_request: dict[str, RequestLookup] = {}
         self._released: list[tuple[int, ...]] = []
-
-    def __len__(self) -> int:
-        return len(self._by_request)
-
-    @property
-    def may_send(self) -> bool:
-        """Whether the stages' namespaces are known."""
-        return self._stages.are_known
-
-    @property
-    def is_pool_open(self) -> bool:
-        return self._stages.are_open
-
-    def get(self, request_id: str) -> RequestLookup | None:
-        return self._by_request.get(request_id)
 
     def send(self, request: Request, local: int, limit: int) -> RequestLookup | None:
         """Looks up what a request may need beyond its `local` tokens; None if the pool is away.
 
         A lookup of the request that was sent before is canceled; its verdict and its wait go on.
         """
-        before = self._by_request.get(request.request_id)
+        before = self.by_request.get(request.request_id)
         self.discard(request.request_id)
         names = self._geometry.names
         runs, firsts, probes = [], [], []
@@ -97,7 +82,7 @@ class Lookups:
         lookup = RequestLookup(local, limit, runs, probes, firsts, wait, asked=local, boundary=local)
         if not self.send_again(lookup):
             return None
-        self._by_request[request.request_id] = lookup
+        self.by_request[request.request_id] = lookup
         if before is not None:  # A hit is judged once, and waited for once.
             lookup.verdict, lookup.wait = before.verdict, before.wait
         return lookup
@@ -106,7 +91,7 @@ class Lookups:
         """Asks every stage; False if the pool is away."""
         lookup.sent_at = time.monotonic()
         runs = [*lookup.runs, *lookup.probes]
-        for session in self._stages.sessions:
+        for session in self.stages.sessions:
             namespace = session.namespace
             try:
                 if namespace is None:
@@ -120,7 +105,7 @@ class Lookups:
     def receive(self, lookup: RequestLookup) -> Reply:
         """Receives the answers if they are there, or come within what this step may still wait."""
         answers: list[Lookup] = []
-        for session, call in zip(self._stages.sessions, lookup.calls, strict=True):
+        for session, call in zip(self.stages.sessions, lookup.calls, strict=True):
             wait_s = self._budget.wait_s
             if not wait_s and not call.done():
                 return Reply.PENDING
@@ -168,18 +153,14 @@ class Lookups:
             if all(answer.hits[nth].num_leading for answer in answers)
         }
 
-    def pop(self, request_id: str) -> RequestLookup | None:
-        """Hands over a request's lookup with its leases, if there is one."""
-        return self._by_request.pop(request_id, None)
-
     def discard(self, request_id: str) -> None:
         """Cancels and forgets a request's lookup, if there is one."""
-        lookup = self.pop(request_id)
+        lookup = self.by_request.pop(request_id, None)
         if lookup is not None:
             self.cancel(lookup)
 
     def discard_all(self) -> None:
-        for request_id in list(self._by_request):
+        for request_id in list(self.by_request):
             self.discard(request_id)
 
     def cancel(self, lookup: RequestLookup) -> None:
@@ -190,7 +171,7 @@ class Lookups:
 
     def abandon(self, lookup: RequestLookup) -> None:
         """Waits no longer for the calls under way; their leases are released when they are answered."""
-        for session, call in zip(self._stages.sessions, lookup.calls, strict=False):
+        for session, call in zip(self.stages.sessions, lookup.calls, strict=False):
             call.on_done(functools.partial(_release_late, session))
         lookup.calls = []
 
@@ -202,7 +183,7 @@ class Lookups:
     def flush(self) -> None:
         """Tells the pool of all leases that were released: one call a stage, which is not waited for."""
         if self._released:
-            for session, lease_ids in zip(self._stages.sessions, zip(*self._released, strict=True), strict=False):
+            for session, lease_ids in zip(self.stages.sessions, zip(*self._released, strict=True), strict=False):
                 session.client.rpc.release_quietly(*lease_ids)
             self._released.clear()
 

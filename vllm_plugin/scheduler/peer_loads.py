@@ -15,8 +15,6 @@ are evicted from the engine's own cache, so that no later request finds one ther
 
 A peer's asynchronous load needs none of this: its request is not scheduled, and its blocks are not shared, before vLLM
 knows which of them are valid.
-
-Only the scheduler's thread calls it.
 """
 
 from __future__ import annotations
@@ -136,7 +134,9 @@ class PeerLoads:
         self._held.clear()
         self._released.clear()
         self._jobs.drop_unsent()  # Of requests that have finished with this output.
-        self._spread(self._stores.with_blocks(), invalid)
+        # Requests that wait for their load are not scheduled, and share no blocks.
+        tracked = self._stores.tracked.items()
+        self._spread([name for name, each in tracked if each.request.status == RequestStatus.RUNNING], invalid)
         if self._invalid_from:
             logger.warning(
                 "kvpool: a load of another connector has failed, so %d requests that share its blocks store nothing",

@@ -1,16 +1,118 @@
-"""One request's lookup: what was asked, what is under way, what the pool has answered."""
+"""One request's lookup: what was asked, which blocks the pool has, and how long the request waits for more of them."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.rpc import PendingLookup
-from kvpool.types import BlockRun
+from kvpool.types import BlockRun, RunHits
 from vllm_plugin.model.hit_rules import Found
-from vllm_plugin.scheduler.availability import Availability
+from vllm_plugin.model.kinds import Kind
 from vllm_plugin.scheduler.load_policy import Verdict
-from vllm_plugin.scheduler.promotion_wait import PromotionWait
+
+STUCK_S = 0.25
+"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
+
+
+class PromotionWait:
+    """The wait of one request, over all its lookups, for blocks on their way up from a tier.
+
+    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. `now` is
+    monotonic seconds.
+
+    Args:
+        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
+
+    Attributes:
+        began_at: when an answer first said that blocks are on their way; infinite until then.
+    """
+
+    def __init__(self, wait_s: float):
+        self.began_at = math.inf
+        self._ends_at = math.inf
+        self._due_at = math.inf
+        self._num_ready = -1
+        self._progress_at = -math.inf
+        self._wait_s = wait_s
+
+    def lasts(self, now: float, num_ready: int, compute_s: float, retry_s: float) -> bool:
+        """Whether to ask again, after an answer with blocks on their way.
+
+        Args:
+            num_ready: blocks that are ready, in any measure that grows with them.
+            compute_s: seconds of computing the blocks on their way; infinite while unknown.
+            retry_s: when asking again is worth it. If that is too late, the wait ends at once.
+        """
+        if math.isinf(self.began_at):
+            self.began_at, self._ends_at = now, now + self._wait_s
+        if num_ready > self._num_ready:
+            self._num_ready, self._progress_at = num_ready, now
+        self._ends_at = min(self._ends_at, now + compute_s)
+        self._due_at = now + retry_s
+        return self._due_at < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to ask again."""
+        return now >= self._due_at
+
+    def has_ended(self, now: float) -> bool:
+        return now >= self._ends_at
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Which blocks of one group the pool has, by the answers of all pipeline stages to one lookup.
+
+    Bit i of a bitmap is the i-th block that was asked for.
+
+    Args:
+        first: index of the first block that was asked for.
+        length: how many blocks were asked for.
+        ready: every stage has the block.
+        coming: every stage has the block, or it may be on its way up from a tier.
+    """
+
+    first: int
+    length: int
+    ready: int
+    coming: int
+
+    @classmethod
+    def of(cls, kind: Kind, first: int, length: int, stages: Iterable[RunHits]) -> Availability:
+        """By the answers of all stages.
+
+        An answer says how many blocks are on their way up. For a group that needs its whole prefix they are taken to be
+        those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit. For any
+        other kind one of them may be all that a hit lacks, whichever it is.
+        """
+        ready = coming = everything = (1 << length) - 1
+        for hits in stages:
+            here = hits.complete | (1 << hits.num_leading) - 1
+            ready &= here
+            if kind.needs_prefix:
+                coming &= here | (1 << hits.num_leading + hits.num_pending) - 1
+            elif not hits.num_pending:
+                coming &= here
+        return cls(first, length, ready & everything, coming & everything)
+
+    def found(self) -> Found:
+        return Found(self.first, self.ready, self.length)
+
+    def promised(self) -> Found:
+        """What will be found once all blocks are ready that are on their way."""
+        return Found(self.first, self.coming, self.length)
+
+    def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """The names of blocks that are neither ready nor on their way."""
+        if not self.coming:
+            return names
+        if self.coming == (1 << self.length) - 1:
+            return ()
+        bits = reversed(f"{self.coming:0{self.length}b}")
+        return [name for bit, name in zip(bits, names, strict=True) if bit == "0"]
 
 
 @dataclass(slots=True)

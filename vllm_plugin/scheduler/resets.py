@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.pins import Pins
 from vllm_plugin.scheduler.stages import Stages
-from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class Resets:
     correct for engines with the old weights.
 
     Args:
-        jobs: tell whether blocks of the engine are in use.
-        recorder: gets `sharing_off`.
+        pins: tell whether blocks of the engine are in use.
 
     Attributes:
         is_pending: blocks of the engine are from before a reset; nothing is loaded or stored until they are free.
@@ -49,7 +48,7 @@ class Resets:
         stages: Stages,
         lookups: Lookups,
         stores: Stores,
-        jobs: StoreJobs,
+        pins: Pins,
         recorder: Recorder,
     ):
         self.is_pending = False
@@ -57,7 +56,7 @@ class Resets:
         self._stages = stages
         self._lookups = lookups
         self._stores = stores
-        self._jobs = jobs
+        self._pins = pins
         self._recorder = recorder
         self._is_epoch_private = False  # No other engine has its name.
         self._empty_own_cache: Callable[[], bool] | None = None
@@ -75,7 +74,7 @@ class Resets:
 
     def finish(self) -> None:
         """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
-        if not self.is_pending or self._jobs.has_pinned_blocks or not self._jobs.nothing_in_use():
+        if not self.is_pending or len(self._pins) or not self._pins.nothing_in_use():
             return
         if self._empty_own_cache is not None and not self._empty_own_cache():
             return
@@ -90,7 +89,7 @@ class Resets:
         alone would have succeeded without a pool, so it is ended when they are gone.
         """
         self._is_own_cache_empty = succeeded
-        if self._config.on_reset == "leave" and (succeeded or self._jobs.nothing_in_use()):
+        if self._config.on_reset == "leave" and (succeeded or self._pins.nothing_in_use()):
             self._change_namespace()
 
     def _change_namespace(self) -> None:
@@ -103,7 +102,7 @@ class Resets:
             self._move(named)
         self._is_epoch_private = named is None
         # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
-        self.is_pending = not (self._is_own_cache_empty and self._jobs.nothing_in_use())
+        self.is_pending = not (self._is_own_cache_empty and self._pins.nothing_in_use())
         self._recorder.set("sharing_off", int(self.is_pending))
         namespace = "a namespace of its own" if named is None else f"the namespace of weights epoch {named!r}"
         if self.is_pending:
@@ -151,20 +150,14 @@ def named_epoch(config: ConnectorConfig) -> str | None:
         return None
     try:
         name = Path(config.weights_epoch_file).read_text(encoding="utf-8").strip()
+        if len(name) > MAX_NAME_CHARS or not name.isprintable() or "#" in name:
+            raise ValueError(f"it does not hold one line of at most {MAX_NAME_CHARS} printable characters without '#'")
     except (OSError, ValueError) as error:
         logger.warning(
-            "kvpool: weights_epoch_file %s cannot be read (%s): the engine shares KV with no other engine until a "
-            "reset that finds the file readable",
+            "kvpool: weights_epoch_file %s cannot be used (%s): the engine shares KV with no other engine until a "
+            "reset that finds a usable name in the file",
             config.weights_epoch_file,
             error,
-        )
-        return None
-    if len(name) > MAX_NAME_CHARS or not name.isprintable() or "#" in name:
-        logger.warning(
-            "kvpool: weights_epoch_file %s does not hold one line of at most %d printable characters without '#': the "
-            "engine shares KV with no other engine until a reset that finds such a line",
-            config.weights_epoch_file,
-            MAX_NAME_CHARS,
         )
         return None
     return f"{config.weights_epoch}@{name}" if name else config.weights_epoch

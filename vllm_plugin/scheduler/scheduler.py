@@ -1,12 +1,12 @@
 """The scheduler's side of the connector: lookups, loads and stores of one engine.
 
-One thread calls it, the scheduler's. What its calls may cost a step is bounded (`step_budget.py`). The file stands in
-the order of a request's way: lookup, load, store, end.
+What its calls may cost a step is bounded (`step_budget.py`). The file stands in the order of a request's way: lookup,
+load, store, end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_plugin.config import ConnectorConfig
@@ -59,10 +59,10 @@ class KVPoolScheduler:
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self.admission = Admission(geometry, self.lookups, self.loads, self.contents, self.budget, recorder)
-        self.jobs = StoreJobs(geometry, config.max_pinned_fraction, config.weights_epoch, self.contents, recorder)
+        self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         self._peer_loads = PeerLoads(self.stores, self.jobs)
-        self._resets = Resets(config, self.stages, self.lookups, self.stores, self.jobs, recorder)
+        self._resets = Resets(config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder)
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
@@ -73,10 +73,6 @@ class KVPoolScheduler:
         self.jobs.bind(block_pool)
         self._peer_loads.bind(block_pool)
         self._resets.bind(block_pool)
-
-    def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Learns the workers' namespaces, by stage and rank, where the scheduler cannot derive them."""
-        self.stages.handshake(metadata)
 
     # Lookup
 
@@ -103,37 +99,34 @@ class KVPoolScheduler:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for a request, and takes the answer, or a part of it, or none of it."""
         with self.budget:
-            self._after_alloc(request, blocks, num_external_tokens)
-
-    def _after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._unallocated = None
-        request_id = request.request_id
-        lookup = self.lookups.pop(request_id)
-        self.loads.stop_waiting(request_id)
-        self._peer_loads.admitted(request_id)
-        self._names.admitted(request_id)
-        self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
-        if lookup is not None:
-            for idx in lookup.proven:
-                num_blocks = lookup.local // self.geometry.groups[idx].kind.block_tokens
-                self.stores.proven(request_id, idx, num_blocks)
-        if num_external_tokens == 0:
+            self._unallocated = None
+            request_id = request.request_id
+            lookup = self.lookups.by_request.pop(request_id, None)
+            self.loads.stop_waiting(request_id)
+            self._peer_loads.admitted(request_id)
+            self._names.admitted(request_id)
+            self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
             if lookup is not None:
-                self.lookups.cancel(lookup)
-            return
-        assert lookup is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, which has no lookup"
-        stop_tokens = lookup.asked + num_external_tokens
-        parts = self.loads.parts(request, lookup, blocks.get_block_ids(), stop_tokens)
-        if parts is None:
-            # Taken in part, at a boundary that cannot be resumed: without leases the load fails, and all is computed.
-            self.lookups.release(lookup.lease_ids)
-            lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
-        job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch)
-        self._new_loads.append(job)
-        is_probe = lookup.verdict is not None and lookup.verdict.is_probe
-        self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
-        self._recorder.add("hit_tokens", num_external_tokens)
-        self.stores.loads(request_id, lookup.asked, stop_tokens)
+                for idx in lookup.proven:
+                    num_blocks = lookup.local // self.geometry.groups[idx].kind.block_tokens
+                    self.stores.proven(request_id, idx, num_blocks)
+            if num_external_tokens == 0:
+                if lookup is not None:
+                    self.lookups.cancel(lookup)
+                return
+            assert lookup is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, which has no lookup"
+            stop_tokens = lookup.asked + num_external_tokens
+            parts = self.loads.parts(request, lookup, blocks.get_block_ids(), stop_tokens)
+            if parts is None:
+                # Taken in part, at a boundary that cannot be resumed: without leases the load fails; all is computed.
+                self.lookups.release(lookup.lease_ids)
+                lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
+            job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch)
+            self._new_loads.append(job)
+            is_probe = lookup.verdict is not None and lookup.verdict.is_probe
+            self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
+            self._recorder.add("hit_tokens", num_external_tokens)
+            self.stores.loads(request_id, lookup.asked, stop_tokens)
 
     # Store
 
@@ -162,15 +155,16 @@ class KVPoolScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         prefill = 0
         if total > len(scheduled):  # Else every request computes one token, and none of them tells anything.
+            requests = self.stores.tracked
             for request_id, count in scheduled.items():
-                tracked = self.stores.tracked(request_id)
+                tracked = requests.get(request_id)
                 if tracked is not None and tracked.request.num_computed_tokens < tracked.request.num_prompt_tokens:
                     prefill += count
-        self.loads.step_began(prefill, total - prefill)
+        self.loads.policy.step_began(prefill, total - prefill)
 
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""
-        return self.jobs.has_pinned_blocks
+        return len(self.jobs.pins) > 0
 
     def has_pending_block_frees(self) -> bool:
         """A running request lacks blocks; True if some will be free within a few steps, without preempting another."""
@@ -179,11 +173,12 @@ class KVPoolScheduler:
     def held(self) -> dict[str, int]:
         """What is kept for requests, by name; nothing is left once all have ended."""
         return {
-            **self.jobs.held(),
-            "requests": len(self.stores),
+            "jobs": len(self.jobs.pins),
+            "pinned blocks": self.jobs.pins.num_blocks,
+            "requests": len(self.stores.tracked),
             "held stores": len(self._peer_loads),
-            "lookups": len(self.lookups),
-            "loads": len(self.loads),
+            "lookups": len(self.lookups.by_request),
+            "loads": len(self.loads.loading),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
         }
@@ -217,7 +212,7 @@ class KVPoolScheduler:
             for part in () if succeeded else job.groups:
                 for run in part.runs:
                     self.contents.missing(part.group_idx, run.block_hashes)
-        if self.stores.tracked(request_id) is None:
+        if request_id not in self.stores.tracked:
             self._failed.discard(request_id)
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
@@ -242,7 +237,7 @@ class KVPoolScheduler:
 
     def stats(self) -> KVPoolStats | None:
         """What was counted since the last call. vLLM asks once for each step that has ended."""
-        self.loads.step_ended()
+        self.loads.policy.step_ended()
         self.stores.step_ended()
         return self._recorder.take()
 

@@ -1,7 +1,7 @@
 """The namespaces of an engine's pipeline stages, and a session for each: a block is in the pool if every stage has it.
 
-The scheduler's thread alone calls it. With one stage the scheduler knows the namespace from its own configuration; with
-several it learns each stage's from the workers' handshake.
+With one stage the scheduler knows the namespace from its own configuration; with several it learns each stage's from
+the workers' handshake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Stages:
 
     Args:
         num_stages: pipeline stages of the engine.
-        recorder: gets `namespaces_disagree`.
 
     Attributes:
         sessions, specs: one a stage; empty until the stages' namespaces are known.
@@ -45,13 +44,12 @@ class Stages:
         self._boot_token = 0
 
     @property
-    def are_known(self) -> bool:
-        return bool(self.sessions)
-
-    @property
     def are_open(self) -> bool:
         """Whether the pool may be called for every stage."""
-        return bool(self.sessions) and all(session.namespace is not None for session in self.sessions)
+        for session in self.sessions:
+            if session.namespace is None:
+                return False
+        return bool(self.sessions)
 
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Opens the namespaces that the workers report, by stage and rank, where the scheduler cannot derive them."""

@@ -26,11 +26,7 @@ MAX_LOOKUP_WALKS_S = 10e-3
 
 
 class StepBudget:
-    """One engine's.
-
-    Args:
-        recorder: gets `declined_waits`.
-    """
+    """One engine's."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -1,7 +1,6 @@
 """Store jobs that have not ended: their blocks are pinned until every rank has reported the job.
 
-The scheduler's thread alone calls it. A step unpins reported jobs of `step_blocks` blocks, so that a long prompt costs
-many steps a little.
+A step unpins reported jobs of `step_blocks` blocks, so that a long prompt costs many steps a little.
 
 Invariant: every job that was added is pinned until it has ended: all ranks have reported it, or no rank was ever told
 of it.
@@ -16,15 +15,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.block_pool import let_resets_pass
-from vllm_plugin.scheduler.pins import Pins
+from vllm_plugin.scheduler.pins import Pins, let_resets_pass
 from vllm_plugin.scheduler.pool_contents import PoolContents
 
 if TYPE_CHECKING:
@@ -61,83 +59,58 @@ class StoreJobs:
     """Those of one engine.
 
     Args:
-        max_pinned_fraction: share of the engine's blocks that may be pinned.
-        weights_epoch: of the namespace that the engine is in.
         contents: told of every job that all ranks have stored.
-        recorder: gets `store_dropped_blocks`.
 
     Attributes:
         weights_epoch: of the namespace that the engine is in.
+        pins: of the jobs.
+        step: number of the newest step, from 1 on.
         step_blocks: how many blocks a step may offer.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        max_pinned_fraction: float,
-        weights_epoch: str,
-        contents: PoolContents,
-        recorder: Recorder,
-    ):
-        self.weights_epoch = weights_epoch
+    def __init__(self, geometry: Geometry, config: ConnectorConfig, contents: PoolContents, recorder: Recorder):
+        self.weights_epoch = config.weights_epoch
         self.step_blocks = step_blocks(geometry)
         self._contents = contents
         self._recorder = recorder
-        self._pins = Pins(geometry.num_ranks, int(geometry.num_blocks * max_pinned_fraction))
+        self.pins = Pins(geometry.num_ranks, int(geometry.num_blocks * config.max_pinned_fraction))
         self._storing: dict[int, Storing] = {}
         self._unsent: deque[StoreJob] = deque()  # Of requests that have finished.
         self._reported: deque[int] = deque()  # Jobs that all ranks have reported, still pinned.
         self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
         self._job_ids = itertools.count(1)
-        self._step = 0
+        self.step = 0
         self._unpin_budget = self.step_blocks
 
     def bind(self, block_pool: BlockPool) -> None:
-        self._pins.bind(block_pool)
-        let_resets_pass(block_pool, self._pins)
-
-    @property
-    def has_pinned_blocks(self) -> bool:
-        return len(self._pins) > 0
-
-    @property
-    def room(self) -> int:
-        """How many blocks may still be pinned."""
-        return self._pins.room
-
-    def nothing_in_use(self) -> bool:
-        """Whether no request has a block of the engine."""
-        return self._pins.nothing_in_use()
-
-    def held(self) -> dict[str, int]:
-        """What is kept, by name; see `KVPoolScheduler.held`."""
-        return {"jobs": len(self._storing), "pinned blocks": self._pins.num_blocks, "unsent jobs": len(self._unsent)}
+        self.pins.bind(block_pool)
+        let_resets_pass(block_pool, self.pins)
 
     # A job's life
 
-    def new_step(self) -> None:
-        """The metadata of another step is built."""
-        self._step += 1
+    def new_step(self, may_store: bool) -> tuple[list[StoreJob], int]:
+        """The metadata of another step is built: its queued jobs, and how many blocks it may still offer."""
+        self.step += 1
         self._unpin_reported()
-        self._unpin_budget = self.step_blocks
+        self._unpin_budget = budget = self.step_blocks
+        if not may_store:
+            self.drop_unsent()
+        jobs = []
+        while self._unsent and budget > 0:
+            jobs.append(self._unsent.popleft())
+            budget -= jobs[-1].num_blocks
+        return jobs, budget
 
     def add(self, request: Request, parts: list[GroupBlocks], adapter: bytes) -> StoreJob:
         """A job to store blocks of a request, which are pinned from here on."""
         job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter)
         self._storing[job.job_id] = Storing(request, job)
-        self._pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
+        self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job
 
     def queue(self, job: StoreJob) -> None:
         """Leaves a job of a request that has finished to a later step."""
         self._unsent.append(job)
-
-    def queued(self, max_blocks: int) -> Iterator[StoreJob]:
-        """Queued jobs for this step, the oldest first, until they have `max_blocks` blocks or more."""
-        while self._unsent and max_blocks > 0:
-            job = self._unsent.popleft()
-            max_blocks -= job.num_blocks
-            yield job
 
     def sent(self, jobs: list[StoreJob]) -> None:
         """The ranks are told of jobs with this step."""
@@ -151,14 +124,14 @@ class StoreJobs:
 
     def cancel(self, job: StoreJob) -> Request:
         """Ends a job that no rank has been given; returns its request."""
-        self._pins.unpin(job.job_id)
+        self.pins.unpin(job.job_id)
         return self._storing.pop(job.job_id).request
 
     def update(self, metadata: WorkerMetadata) -> None:
         """Ranks have reported jobs."""
         for job_id, ranks in metadata.ended_stores.items():
             self._storing[job_id].has_failed |= job_id in metadata.failed_stores
-            if self._pins.report(job_id, ranks):
+            if self.pins.report(job_id, ranks):
                 self._reported.append(job_id)
         self._unpin_reported()
 
@@ -170,7 +143,7 @@ class StoreJobs:
     def _unpin(self, job_id: int) -> int:
         """A job has ended. Returns how many blocks are free of it."""
         storing = self._storing.pop(job_id)
-        num_blocks = self._pins.unpin(job_id)
+        num_blocks = self.pins.unpin(job_id)
         if storing.has_failed:
             if storing.is_sent and storing.dropped_at is not None:
                 self._recorder.add("store_dropped_blocks", num_blocks)
@@ -182,12 +155,12 @@ class StoreJobs:
 
     def make_room(self, num_blocks: int) -> None:
         """Drops jobs that alone hold blocks, if a request that is to be admitted needs more blocks than are free."""
-        if len(self._pins) and self._pins.num_free_blocks < num_blocks:
+        if len(self.pins) and self.pins.num_free_blocks < num_blocks:
             self._drop_orphans()
 
     def relieve(self) -> bool:
         """A running request lacks blocks; True if it should wait for dropped stores rather than preempt another."""
-        if not len(self._pins):
+        if not len(self.pins):
             return False
         freed = bool(self._reported)
         while self._reported:
@@ -196,7 +169,7 @@ class StoreJobs:
             return True
         now = time.monotonic()
         return any(
-            now - storing.dropped_at[0] < RELIEF_S or self._step - storing.dropped_at[1] < RELIEF_STEPS
+            now - storing.dropped_at[0] < RELIEF_S or self.step - storing.dropped_at[1] < RELIEF_STEPS
             for storing in self._storing.values()
             if storing.dropped_at is not None
         )
@@ -216,7 +189,7 @@ class StoreJobs:
         orphans = [
             storing
             for job_id, storing in self._storing.items()
-            if storing.dropped_at is None and not storing.is_held and self._pins.holds_alone(job_id)
+            if storing.dropped_at is None and not storing.is_held and self.pins.holds_alone(job_id)
         ]
         for storing in orphans:
             self._drop(storing)
@@ -224,7 +197,7 @@ class StoreJobs:
 
     def _drop(self, storing: Storing) -> None:
         job = storing.job
-        storing.dropped_at = time.monotonic(), self._step
+        storing.dropped_at = time.monotonic(), self.step
         if storing.is_sent:
             self._to_drop.append(job.job_id)
             return

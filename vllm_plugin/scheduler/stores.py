@@ -1,7 +1,7 @@
 """Which blocks each step completes, and which of them are offered to the pool.
 
-The scheduler's thread alone calls it. A step offers `StoreJobs.step_blocks` blocks, so that a long prompt costs many
-steps a little; what a request has left when it finishes is pinned and offered afterwards.
+A step offers `StoreJobs.step_blocks` blocks, so that a long prompt costs many steps a little; what a request has left
+when it finishes is pinned and offered afterwards.
 
 Invariant: a block is offered only after a step that writes it was given to the workers (`TrackedRequest.written`).
 """
@@ -9,24 +9,64 @@ Invariant: a block is offered only after a step that writes it was given to the 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.kinds import Kind
 from vllm_plugin.scheduler.pool_contents import PoolContents
-from vllm_plugin.scheduler.retention import Retention
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Where later requests may resume, which decides what blocks of a request are worth storing.
+
+    A hit needs only a part of the prefix in some groups (a sliding window: the window before the boundary). Their
+    blocks are stored at the boundaries where a later request may resume: at the end of the prompt, everywhere in
+    decoded tokens (the next turn of a conversation ends anywhere), where this prompt parted from one that the pool
+    knows, and at every multiple of an interval for the first prompt that parts from this one.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        alignment: of boundaries, in tokens.
+        interval: tokens between boundaries that are kept whatever the prompt; a multiple of `alignment`.
+        divergence: boundary where the prompt parted from what the pool knows; 0: none.
+    """
+
+    prompt_tokens: int
+    alignment: int
+    interval: int
+    divergence: int = 0
+
+    def blocks(self, kind: Kind, start: int, stop: int) -> list[int]:
+        """Those of blocks [start, stop) that are worth storing, in order."""
+        prompt_end = self.prompt_tokens // self.alignment * self.alignment
+        start_tokens, stop_tokens = start * kind.block_tokens, stop * kind.block_tokens
+        boundaries = [
+            # From the multiple before, which the first block may have to prove, to the one the last block leads to.
+            *range(
+                start_tokens // self.interval * self.interval,
+                -(-stop_tokens // self.interval) * self.interval + 1,
+                self.interval,
+            ),
+            self.divergence,
+            # The same prompt again computes its last token; a longer one may resume after it.
+            (self.prompt_tokens - 1) // self.alignment * self.alignment,
+            prompt_end,
+            prompt_end - self.alignment,  # The block after it proves it where a draft model asks for that.
+        ]
+        return kind.worth_storing(start, stop, boundaries, prompt_end // kind.block_tokens)
 
 
 @dataclass(slots=True)
@@ -59,7 +99,9 @@ class Stores:
     Args:
         jobs: of the engine; gets each job that is built here.
         contents: which blocks need not be offered.
-        recorder: gets `deferred_stores`.
+
+    Attributes:
+        tracked: requests that have blocks, by id.
     """
 
     def __init__(
@@ -69,15 +111,13 @@ class Stores:
         self._alignment = geometry.alignment
         self._names = geometry.names
         self._jobs = jobs
+        self._pins = jobs.pins
         self._contents = contents
         self._recorder = recorder
         self._store_decoded = config.store_decoded
         self._interval = -(-config.window_interval_tokens // geometry.alignment) * geometry.alignment
-        self._tracked: dict[str, TrackedRequest] = {}
-        self._step = self._num_ended_steps = 0
-
-    def __len__(self) -> int:
-        return len(self._tracked)
+        self.tracked: dict[str, TrackedRequest] = {}
+        self._num_ended_steps = 0
 
     # A request, from its first blocks on
 
@@ -87,14 +127,11 @@ class Stores:
         Args:
             divergence: see `Retention`; None: as before.
         """
-        tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request, [0] * len(self._groups)))
+        tracked = self.tracked.setdefault(request.request_id, TrackedRequest(request, [0] * len(self._groups)))
         tracked.written = tracked.first_step = tracked.due = 0  # These may be other blocks than before.
         tracked.ran_at = 0.0
         if divergence is not None:
             tracked.divergence = divergence
-
-    def tracked(self, request_id: str) -> TrackedRequest | None:
-        return self._tracked.get(request_id)
 
     def proven(self, request_id: str, group_idx: int, num_blocks: int) -> None:
         """The pool has block `num_blocks - 1` of a group: the blocks up to that one are not offered.
@@ -102,12 +139,12 @@ class Stores:
         That does not prove that the pool has those before it. But stores begin at the front, and the pool evicts the
         deepest block of a prefix first. A block that is missing even so is a later miss, and is then offered again.
         """
-        stored = self._tracked[request_id].stored
+        stored = self.tracked[request_id].stored
         stored[group_idx] = max(num_blocks, stored[group_idx])
 
     def loads(self, request_id: str, start_tokens: int, stop_tokens: int) -> None:
         """A tracked request loads tokens [start, stop): the pool has their blocks."""
-        stored = self._tracked[request_id].stored
+        stored = self.tracked[request_id].stored
         for idx, group in enumerate(self._groups):
             first, stop = start_tokens // group.kind.block_tokens, stop_tokens // group.kind.block_tokens
             # Of a window the pool may have only the blocks that this load needs, and none before them.
@@ -116,7 +153,7 @@ class Stores:
 
     def load_failed(self, request_id: str) -> None:
         """A request is computed from its first token on: all of its blocks are offered again."""
-        tracked = self._tracked.get(request_id)
+        tracked = self.tracked.get(request_id)
         if tracked is not None:
             tracked.stored = [0] * len(self._groups)
             tracked.written = tracked.due = 0
@@ -127,34 +164,25 @@ class Stores:
         Args:
             tables: its block tables, to store the blocks that its steps have left; None: nothing more is stored.
         """
-        tracked = self._tracked.pop(request_id, None)
+        tracked = self.tracked.pop(request_id, None)
         if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
             return
         while (job := self._job(tracked, tables, (), self._jobs.step_blocks)) is not None:
             self._jobs.queue(job)
 
-    def with_blocks(self) -> list[str]:
-        """Requests that are scheduled, or about to be; not those that wait for their load."""
-        return [
-            request_id
-            for request_id, tracked in self._tracked.items()
-            if tracked.request.status == RequestStatus.RUNNING
-        ]
-
     def forbid(self, request_id: str) -> None:
         """A request stores nothing until it is allowed to again."""
-        if request_id in self._tracked:
-            tracked = self._tracked[request_id]
+        if (tracked := self.tracked.get(request_id)) is not None:
             tracked.may_store, tracked.written = False, 0
 
     def allow(self, request_id: str) -> None:
-        if request_id in self._tracked:
-            self._tracked[request_id].may_store = True
+        if request_id in self.tracked:
+            self.tracked[request_id].may_store = True
 
     def cancel(self, job: StoreJob) -> None:
         """A job that no rank has been given is canceled; its blocks are offered again."""
         request = self._jobs.cancel(job)
-        tracked = self._tracked.get(request.request_id)
+        tracked = self.tracked.get(request.request_id)
         if tracked is None:
             return
         tracked.due = 0
@@ -165,7 +193,7 @@ class Stores:
         """The engine moves to the namespace of another weights epoch, in which none of its blocks are."""
         self._jobs.weights_epoch = weights_epoch
         self._contents.forget_all()
-        for tracked in self._tracked.values():
+        for tracked in self.tracked.values():
             tracked.stored, tracked.due = [0] * len(self._groups), 0
         self._jobs.drop_unsent()
 
@@ -173,14 +201,11 @@ class Stores:
 
     def build(self, output: SchedulerOutput, may_store: bool) -> list[StoreJob]:
         """This step's jobs, whose blocks are pinned from here on."""
-        self._step += 1
-        self._jobs.new_step()
-        if not may_store:
-            self._jobs.drop_unsent()
-            return []
-        jobs = list(self._jobs.queued(self._jobs.step_blocks))
-        jobs += self._new_jobs(output, self._jobs.step_blocks - sum(job.num_blocks for job in jobs))
-        self._jobs.sent(jobs)
+        jobs, budget = self._jobs.new_step(may_store)
+        if may_store:
+            jobs += self._new_jobs(output, budget)
+        if jobs:
+            self._jobs.sent(jobs)
         return jobs
 
     def step_ended(self) -> None:
@@ -195,7 +220,7 @@ class Stores:
         jobs = []
         scheduled, offloads = output.num_scheduled_tokens, state.boundary_state_offloads
         for request_id in {**scheduled, **offloads}:
-            tracked, num_tokens = self._tracked.get(request_id), scheduled.get(request_id, 0)
+            tracked, num_tokens = self.tracked.get(request_id), scheduled.get(request_id, 0)
             if tracked is None:
                 continue
             if tracked.request.num_computed_tokens + num_tokens < tracked.due and request_id not in offloads:
@@ -223,11 +248,11 @@ class Stores:
         if not self._is_adapter_sure(tracked):
             return None
         offers = state.boundary_state_offloads.get(request_id, ())
-        if not offers and not self._has_more(tracked):
-            tracked.due = self._due(tracked)
+        if not offers and written < (due := self._due(tracked)):
+            tracked.due = due
             return None
-        if min(budget, self._jobs.room) <= 0:
-            if self._jobs.room <= 0:
+        if min(budget, self._pins.room) <= 0:
+            if self._pins.room <= 0:
                 self._recorder.add("deferred_stores")
             return None
         tables = state.get_block_ids(request_id)
@@ -240,7 +265,7 @@ class Stores:
         """
         if tracked.request.lora_request is None:
             return True
-        tracked.first_step = tracked.first_step or self._step
+        tracked.first_step = tracked.first_step or self._jobs.step
         if not tracked.ran_at:
             if self._num_ended_steps < tracked.first_step:
                 return False
@@ -255,7 +280,7 @@ class Stores:
         budget: int,
     ) -> StoreJob | None:
         """A job of at most `budget` blocks, which are pinned; None if there is nothing to store, or no room."""
-        room = min(budget, self._jobs.room)
+        room = min(budget, self._pins.room)
         parts: list[GroupBlocks] = []
         for idx, group in enumerate(self._groups):
             if not group.kind.is_positional:
@@ -265,29 +290,21 @@ class Stores:
             if part is not None:
                 parts.append(part)
                 room -= part.num_blocks
-        if self._jobs.room < budget and self._has_more(tracked):
+        if self._pins.room < budget and tracked.written >= self._due(tracked):
             self._recorder.add("deferred_stores")
         if not parts:
             return None
         return self._jobs.add(tracked.request, parts, self._names.adapter(tracked.request))
 
-    def _has_more(self, tracked: TrackedRequest) -> bool:
-        """Whether some complete blocks have not been offered."""
-        return any(
-            tracked.written // group.kind.block_tokens > stored
-            for group, stored in zip(self._groups, tracked.stored, strict=True)
-            if group.kind.is_positional
-        )
-
     def _due(self, tracked: TrackedRequest) -> int:
-        """How many tokens must be written for the next block to be complete."""
+        """How many tokens must be written for the next block that is to be offered to be complete."""
         return min(
             (
                 (stored + 1) * group.kind.block_tokens
                 for group, stored in zip(self._groups, tracked.stored, strict=True)
                 if group.kind.is_positional
             ),
-            default=0,
+            default=sys.maxsize,
         )
 
     def _blocks(

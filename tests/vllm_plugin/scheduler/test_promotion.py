@@ -18,7 +18,7 @@ from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, los
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import admission, lookups, request_lookup
-from vllm_plugin.scheduler.promotion_wait import STUCK_S
+from vllm_plugin.scheduler.request_lookup import STUCK_S
 
 RETRY_S = 0.02
 
@@ -38,7 +38,7 @@ def look(core: Core, request: Request, computed: int = 0) -> int | None:
     def settled() -> tuple[int | None] | None:
         matched, _ = core.side.matched_tokens(request, computed)
         core.step()
-        lookup = core.side.lookups.get(request.request_id)
+        lookup = core.side.lookups.by_request.get(request.request_id)
         return None if lookup is not None and lookup.calls else (matched,)
 
     return wait_for(settled, "an answer")[0]
@@ -144,7 +144,7 @@ def test_an_engine_that_was_busy_meanwhile_takes_what_is_ready(alone: Core, cloc
 def test_nobody_waits_longer_than_computing_takes(token_s: float, waits: bool, alone: Core, clock: FakeClock) -> None:
     request = stored(alone)
     Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    alone.side.loads.compute_seconds = lambda num_tokens: num_tokens * token_s  # type: ignore[method-assign]
+    alone.side.loads.policy.compute_seconds = lambda num_tokens: num_tokens * token_s  # type: ignore[method-assign]
     began = clock()
     while look(alone, request) is None:
         clock.advance(RETRY_S)

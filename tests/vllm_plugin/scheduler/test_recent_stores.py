@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tests.support.values import block_hash, run_of
 from vllm_plugin.metadata import GroupBlocks, StoreJob
-from vllm_plugin.scheduler.recent_stores import FORGET_S, MAX_BLOCKS, RecentStores
+from vllm_plugin.scheduler.pool_contents import FORGET_S, MAX_BLOCKS, RecentStores
 
 
 def job_of(*names: object) -> StoreJob:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.effort import effort
 from vllm_plugin.model.hit_rules import Found, longest
 from vllm_plugin.model.kinds import ChunkedLocal, FullAttention, Kind, SlidingWindow
-from vllm_plugin.scheduler.retention import Retention
+from vllm_plugin.scheduler.stores import Retention
 
 MAX_TOKENS = 640
 

@@ -861,7 +861,9 @@ def test_where_ranks_disagree_at_the_start_nothing_is_shared(
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     spec = namespace_spec(config, cache_config(), ConnectorConfig())
-    one.side.handshake({ranks: Handshake(replace(spec, weights_digest=digest)) for ranks, digest in told.items()})
+    one.side.stages.handshake(
+        {ranks: Handshake(replace(spec, weights_digest=digest)) for ranks, digest in told.items()}
+    )
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert message in record.getMessage() and "the same model files" in record.getMessage()
     request = make_request("r", tokens(100))
@@ -874,7 +876,7 @@ def test_where_ranks_disagree_at_the_start_nothing_is_shared(
 
 def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, caplog: pytest.LogCaptureFixture) -> None:
     one = core(stages=2)
-    one.side.handshake({(0, 0): object(), (1, 0): object()})
+    one.side.stages.handshake({(0, 0): object(), (1, 0): object()})
     assert "the handshake of another connector" in caplog.text
     request = make_request("r", tokens(100))
     assert one.side.matched_tokens(request, 0) == (0, False)
@@ -884,7 +886,7 @@ def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, capl
 
 def test_with_one_stage_a_foreign_handshake_changes_nothing(core: MakeCore) -> None:
     one = core().connected()
-    one.side.handshake({(0, 0): object()})
+    one.side.stages.handshake({(0, 0): object()})
     assert one.side.stages.sessions[0].namespace is not None
 
 
@@ -893,7 +895,7 @@ def test_what_workers_tell_takes_the_place_of_what_was_worked_out(core: MakeCore
     before = one.side.stages.sessions[0]
     spec = replace(before.namespace.spec, revision="as the workers have it") if before.namespace else None
     assert spec is not None
-    one.side.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
+    one.side.stages.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
     one.connected()
     (after,) = one.side.stages.sessions
     assert after.namespace is not None and after.namespace.spec == spec
@@ -904,7 +906,7 @@ def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(core: Ma
     """MultiConnector gives every connector the first one's handshake (`get_handshake_metadata`)."""
     first, second = core(salt="first", tenant="one", weights_epoch="old"), core(salt="second", tenant="two")
     wanted = second.side.stages.specs
-    second.side.handshake({(0, 0): Handshake(first.side.stages.specs[0])})
+    second.side.stages.handshake({(0, 0): Handshake(first.side.stages.specs[0])})
     assert second.side.stages.specs == wanted != first.side.stages.specs
 
 
