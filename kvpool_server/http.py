@@ -53,9 +53,12 @@ class OperatorHttp:
 
             def do_GET(self) -> None:
                 try:
-                    self._answer(*self._route())
+                    status, text, content_type = self._route()
                 except TimeoutError:
-                    self._answer(503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n")
+                    status, content_type = 503, TEXT
+                    text = f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n"
+                # Outside the try: a client that reads too slowly is no fault of the loop, and gets no second answer.
+                self._answer(status, text, content_type)
 
             def _route(self) -> tuple[int, str, str]:
                 if self.path == "/metrics":
@@ -65,7 +68,7 @@ class OperatorHttp:
                     return 200 if state == SERVING else 503, f"{state}\n", TEXT
                 return 404, "try /metrics or /healthz\n", TEXT
 
-            def _answer(self, status: int, text: str, content_type: str = TEXT) -> None:
+            def _answer(self, status: int, text: str, content_type: str) -> None:
                 body = text.encode()
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
