@@ -31,6 +31,16 @@ def _spec() -> NamespaceSpec:
     return namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=SHARDS))
 
 
+def _restarted(pool_server: StartServer, connect: Connect, path: Path) -> tuple[Client, NamespaceSpec]:
+    """A client of a server that was restarted: the blocks NAMES of the namespace lie in its file tier alone."""
+    flags, spec = ("--memory", "64MiB", *_file(path)), _spec()
+    server = pool_server(*flags)
+    client = connect(server)
+    _put(client, client.open_namespace(spec), NAMES)
+    server.stop()
+    return connect(pool_server(*flags)), spec
+
+
 def _put(client: Client, namespace: Namespace, names: Sequence[object]) -> None:
     client.put_blocks(namespace, run_of(*names), [payload(name, SLOT) for name in names])
 
@@ -138,12 +148,7 @@ def test_without_a_tier_it_comes_back_empty_at_once(pool_server: StartServer, co
 def test_a_lookup_says_what_is_on_its_way_and_existence_checks_move_nothing(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
-    spec = _spec()
-    server = pool_server("--memory", "64MiB", *_file(tmp_path))
-    client = connect(server)
-    _put(client, client.open_namespace(spec), NAMES)
-    server.stop()
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    client, spec = _restarted(pool_server, connect, tmp_path)
     namespace = client.open_namespace(spec)
     checked = client.lookup(namespace, [run_of(*NAMES)], prefix_only=True, lease=False)
     assert checked.hits[0].num_pending == 0
@@ -156,12 +161,7 @@ def test_a_lookup_says_what_is_on_its_way_and_existence_checks_move_nothing(
 
 
 def test_an_inline_get_waits_for_what_is_on_its_way(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    spec = _spec()
-    server = pool_server("--memory", "64MiB", *_file(tmp_path))
-    client = connect(server)
-    _put(client, client.open_namespace(spec), NAMES)
-    server.stop()
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    client, spec = _restarted(pool_server, connect, tmp_path)
     fingerprint = client.open_namespace(spec).fingerprint
     keys = [PoolKey(fingerprint, 0, block_hash(name), shard) for name in [*NAMES[::9], "absent"] for shard in (0, 3)]
     chunks = client.chunks.get(keys)
@@ -203,12 +203,7 @@ def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: C
 def test_a_lookup_counts_once_however_often_it_is_asked_again(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
-    spec = _spec()
-    server = pool_server("--memory", "64MiB", *_file(tmp_path))
-    client = connect(server)
-    _put(client, client.open_namespace(spec), NAMES)
-    server.stop()
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    client, spec = _restarted(pool_server, connect, tmp_path)
     namespace = client.open_namespace(spec)
     asked = [client.lookup(namespace, [run_of(*NAMES)]) for _ in range(3)]
     assert asked[0].retry_after_ms, "nothing is on its way"
@@ -224,12 +219,7 @@ def test_a_lookup_counts_once_however_often_it_is_asked_again(
 def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
-    spec = _spec()
-    server = pool_server("--memory", "64MiB", *_file(tmp_path))
-    client = connect(server)
-    _put(client, client.open_namespace(spec), NAMES)
-    server.stop()
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
+    client, spec = _restarted(pool_server, connect, tmp_path)
     (info,) = client.admin.namespaces()
     assert (info.spec, info.num_entries, info.tiers[0].num_entries) == (spec, 0, len(NAMES))
     client.admin.clear(spec.fingerprint())
