@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
 
-MAGIC = b"kvpool1\n"
+MAGIC = b"kvpool2\n"
 NONCE_BYTES = 16
 NO_ROOM = bytes(NONCE_BYTES)
 """The greeting's nonce if the data port accepts no more connections."""
@@ -37,7 +37,7 @@ PIECE_BYTES = 1 << 20
 MAX_BUFFERS = 512
 """Most buffers of one system call; Linux accepts 1,024."""
 
-_HEADER = struct.Struct("<BxxxIIQQ24s")
+_HEADER = struct.Struct("<BxxxIIQQQ24s")
 _REPLY = struct.Struct("<BxxxIQ")
 _SIGNED = struct.Struct("<BQqQI")
 _DEADLINE = struct.Struct("<q")
@@ -54,7 +54,8 @@ class Kind(enum.IntEnum):
     READ = 2
     """A permit to read: `stop` offsets follow. Not answered."""
     MOVE = 3
-    """Regions [first, stop) of the permit: their bytes follow (write) or are requested (read). Answered."""
+    """Bytes [skip_bytes, skip_bytes + region_bytes) of each of the permit's regions [first, stop): they follow (write)
+    or are requested (read). Answered."""
 
 
 class Status(enum.IntEnum):
@@ -69,33 +70,39 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A request's header. `Kind` says what `first` and `stop` mean; the other fields belong to permits only.
+    """A request's header. `Kind` says what `first` and `stop` mean.
 
     Args:
-        holding_id: of the ticket or lease.
-        region_bytes: of every region.
+        region_bytes: of every region; of a MOVE: how many of them move.
+        skip_bytes: of a MOVE: where in every region they begin.
+        holding_id: of the permit's ticket or lease.
         permit: `PERMIT_BYTES`, as the server gave it.
     """
 
     kind: Kind
     first: int
     stop: int
+    region_bytes: int
+    skip_bytes: int = 0
     holding_id: int = 0
-    region_bytes: int = 0
     permit: bytes = bytes(PERMIT_BYTES)
 
     def encode(self) -> bytes:
-        return _HEADER.pack(self.kind, self.first, self.stop, self.holding_id, self.region_bytes, self.permit)
+        return _HEADER.pack(
+            self.kind, self.first, self.stop, self.region_bytes, self.skip_bytes, self.holding_id, self.permit
+        )
 
     @classmethod
     def decode(cls, packed: bytes) -> Header:
         """Raises InvalidRequestError for a header that no client of this release sends."""
-        kind, first, stop, holding_id, region_bytes, permit = _HEADER.unpack(packed)
+        kind, first, stop, region_bytes, skip_bytes, holding_id, permit = _HEADER.unpack(packed)
         if kind not in Kind.__members__.values():
             raise InvalidRequestError(f"unknown header kind {kind}; install the same release of kvpool on both sides")
         if not first < stop <= MAX_REGIONS or (kind != Kind.MOVE and first):
             raise InvalidRequestError(f"invalid regions [{first}, {stop}); give 1 to {MAX_REGIONS} of them")
-        return cls(Kind(kind), first, stop, holding_id, region_bytes, permit)
+        if not region_bytes:
+            raise InvalidRequestError("regions of 0 bytes; give the bytes of each region")
+        return cls(Kind(kind), first, stop, region_bytes, skip_bytes, holding_id, permit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,13 @@ class Transfer:
 
     Args:
         holding_id: id of the ticket (write) or of the lease (read) that the regions belong to.
-        offsets: arena offset of each region, in bytes.
-        region_bytes: size of every region.
+        offsets: arena offset of each region that was granted, in bytes.
+        region_bytes: how many bytes of each region move.
         timeout_s: time for the whole transfer.
         batch_bytes: most bytes passed to one callback; a batch has at least one region.
         permit: the server's proof for the data port that these regions were granted; empty if there is none.
+        skip_bytes: where in each region they begin: a rank moves some shards of whole slots that were granted.
+        permitted_bytes: size of each region that was granted; 0: `region_bytes`.
     """
 
     holding_id: int
@@ -48,6 +50,13 @@ class Transfer:
     timeout_s: float
     batch_bytes: int = BATCH_BYTES
     permit: bytes = b""
+    skip_bytes: int = 0
+    permitted_bytes: int = 0
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Arena offset of the bytes that move, of each region."""
+        return [offset + self.skip_bytes for offset in self.offsets] if self.skip_bytes else self.offsets
 
     def batches(self) -> list[tuple[int, int]]:
         """The regions as batches [start, stop), in order."""
@@ -57,7 +66,7 @@ class Transfer:
 
     def check_bounds(self, arena_bytes: int) -> None:
         """Raises TransferError unless every region ends within the arena."""
-        end = max(self.offsets, default=-self.region_bytes) + self.region_bytes
+        end = max(self.starts, default=-self.region_bytes) + self.region_bytes
         if end > arena_bytes:
             raise TransferError(f"a region ends at {end}, beyond the arena's {arena_bytes} bytes")
 

@@ -77,7 +77,7 @@ class GrpcTransport:
                         if ended.is_set():
                             return
                         fill(start, list(rows))
-                    for row, offset in zip(rows, transfer.offsets[start:stop], strict=True):
+                    for row, offset in zip(rows, transfer.starts[start:stop], strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
                             payload = row[at : at + self._piece_bytes].data
                             yield Piece(transfer.holding_id, offset + at, payload)
@@ -100,7 +100,7 @@ class GrpcTransport:
 
     def read(self, transfer: Transfer, drain: Drain) -> None:
         request = pb.ReadRequest(
-            lease_id=transfer.holding_id, offsets=transfer.offsets, region_bytes=transfer.region_bytes
+            lease_id=transfer.holding_id, offsets=transfer.starts, region_bytes=transfer.region_bytes
         )
         call: Any = self._read(request, timeout=transfer.timeout_s)
         staging = _staging(transfer)
@@ -108,7 +108,7 @@ class GrpcTransport:
         try:
             with watchdog:
                 for start, stop in transfer.batches():
-                    rows = zip(staging, transfer.offsets[start:stop], strict=False)
+                    rows = zip(staging, transfer.starts[start:stop], strict=False)
                     wait = drain(start, [self._receive(call, watchdog, row, offset) for row, offset in rows])
                     if wait is not None:
                         wait()

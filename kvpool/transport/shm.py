@@ -50,7 +50,7 @@ class ShmTransport:
         for start, stop in transfer.batches():
             if self._clock() > deadline:
                 raise PoolTimeoutError(f"a shared-memory transfer took more than {transfer.timeout_s:.3f} s")
-            visit(start, [arena[offset : offset + region_bytes] for offset in transfer.offsets[start:stop]])
+            visit(start, [arena[offset : offset + region_bytes] for offset in transfer.starts[start:stop]])
 
     def close(self) -> None:
         self.segment.close()

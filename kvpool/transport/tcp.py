@@ -282,12 +282,13 @@ class _TcpChannel:
     def _headers(self, batch: TransferBatch) -> bytes:
         """What precedes a batch: the permit, unless this connection has shown it already, and the batch's regions."""
         transfer = batch.transfer
-        move = Header(Kind.MOVE, batch.first, batch.stop).encode()
+        move = Header(Kind.MOVE, batch.first, batch.stop, transfer.region_bytes, transfer.skip_bytes).encode()
         if self._shown is transfer:
             return move
         self._shown = transfer
         kind, count = Kind.WRITE if batch.is_write else Kind.READ, len(transfer.offsets)
-        shown = Header(kind, 0, count, transfer.holding_id, transfer.region_bytes, transfer.permit).encode()
+        whole_bytes = transfer.permitted_bytes or transfer.region_bytes
+        shown = Header(kind, 0, count, whole_bytes, holding_id=transfer.holding_id, permit=transfer.permit).encode()
         return shown + pack_offsets(transfer.offsets).tobytes() + move
 
     def _receive_reply(self, connection: socket.socket, batch: TransferBatch) -> None:

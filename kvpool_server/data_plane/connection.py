@@ -119,7 +119,7 @@ class Connection:
         deadline_ns = self._signer.deadline_ns(header, offsets)
         if deadline_ns is None:
             raise _RefusedError(Status.REFUSED, "the permit is not for these regions, or of another boot")
-        if not header.region_bytes or int(offsets.max()) + header.region_bytes > len(self._arena):
+        if int(offsets.max()) + header.region_bytes > len(self._arena):
             raise InvalidRequestError(
                 f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
             )
@@ -128,8 +128,12 @@ class Connection:
     def _move(self, permit: _Permit, header: Header) -> None:
         if header.stop > len(permit.offsets):
             raise InvalidRequestError(f"regions [{header.first}, {header.stop}) of a permit for {len(permit.offsets)}")
+        if header.skip_bytes + header.region_bytes > permit.region_bytes:
+            raise InvalidRequestError(
+                f"{header.region_bytes} bytes from {header.skip_bytes} on of regions of {permit.region_bytes} bytes"
+            )
         views = self._views(permit, header)
-        nbytes = (header.stop - header.first) * permit.region_bytes
+        nbytes = (header.stop - header.first) * header.region_bytes
         is_write = permit.kind is Kind.WRITE
         self._bound_wait(permit)
         if is_write:
@@ -153,13 +157,14 @@ class Connection:
             raise
 
     def _views(self, permit: _Permit, header: Header) -> list[memoryview]:
-        """The regions' bytes; adjacent regions are one view."""
+        """The bytes to move; those that adjoin are one view."""
         runs: list[tuple[int, int]] = []
-        for offset in permit.offsets[header.first : header.stop].tolist():
-            if runs and runs[-1][1] == offset:
-                runs[-1] = (runs[-1][0], offset + permit.region_bytes)
+        for region in permit.offsets[header.first : header.stop].tolist():
+            start = region + header.skip_bytes
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], start + header.region_bytes)
             else:
-                runs.append((offset, offset + permit.region_bytes))
+                runs.append((start, start + header.region_bytes))
         return [self._arena[start:stop] for start, stop in runs]
 
     def _bound_wait(self, permit: _Permit, is_begun: bool = False) -> None:

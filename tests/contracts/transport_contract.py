@@ -172,6 +172,22 @@ class TransportContract:
         rig.transport.read(Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
         assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
+    def test_a_part_of_each_region_may_be_moved(self, rig: Rig) -> None:
+        """As a rank does with its shards of whole slots."""
+        regions = rig.regions(3, REGION_BYTES)
+        half = REGION_BYTES // 2
+        for skip_bytes in (0, half):
+
+            def fill(first: int, buffers: Buffers, skip_bytes: int = skip_bytes) -> None:
+                for idx, buffer in enumerate(buffers, first):
+                    buffer[:] = payload(idx, REGION_BYTES)[skip_bytes : skip_bytes + half]
+
+            rig.transport.write(_part(regions.ticket_id, regions, skip_bytes, half), fill)
+        read: list[bytes] = []
+        lease_id = regions.seal()
+        rig.transport.read(_part(lease_id, regions, 5, 7), lambda _, rows: read.extend(row.tobytes() for row in rows))
+        assert read == [payload(idx, REGION_BYTES)[5:12].tobytes() for idx in range(3)]
+
     @pytest.mark.parametrize("fails_at", [0, 4])
     def test_an_exception_in_fill_ends_the_write_and_reaches_the_caller_unchanged(
         self, rig: Rig, fails_at: int
@@ -268,3 +284,16 @@ class TransportContract:
         with ExitStack() as stack:
             stack.callback(rig.transport.close)
             rig.transport.close()
+
+
+def _part(holding_id: int, regions: Regions, skip_bytes: int, nbytes: int) -> Transfer:
+    """Bytes [skip_bytes, skip_bytes + nbytes) of each region, two regions a batch."""
+    return Transfer(
+        holding_id,
+        regions.offsets,
+        nbytes,
+        DEADLINE_S,
+        2 * nbytes,
+        skip_bytes=skip_bytes,
+        permitted_bytes=REGION_BYTES,
+    )

@@ -81,7 +81,9 @@ class Permitted:
     def _permitted(self, kind: Kind, transfer: Transfer) -> Transfer:
         if transfer.permit:
             return transfer
-        permit = self._port.permit(kind, transfer.holding_id, transfer.offsets, transfer.region_bytes)
+        permit = self._port.permit(
+            kind, transfer.holding_id, transfer.offsets, transfer.permitted_bytes or transfer.region_bytes
+        )
         return dataclasses.replace(transfer, permit=permit)
 
     def close(self) -> None:

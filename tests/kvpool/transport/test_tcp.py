@@ -148,7 +148,7 @@ def test_nothing_is_written_once_a_permit_has_expired_on_the_way(port: Port) -> 
     """A client that stops in the middle, as one that was stopped would: what it sends afterwards goes nowhere."""
     port.arena[: 2 * MIB] = 0
     with _greeted(port) as client:
-        client.sendall(_shown(port, Kind.WRITE, [0], 2 * MIB, ttl_s=0.3) + Header(Kind.MOVE, 0, 1).encode())
+        client.sendall(_shown(port, Kind.WRITE, [0], 2 * MIB, ttl_s=0.3) + Header(Kind.MOVE, 0, 1, 2 * MIB).encode())
         client.sendall(bytes([1]) * MIB)
         time.sleep(0.5)
         client.sendall(bytes([1]) * MIB)
@@ -164,7 +164,7 @@ def _greeted(port: Port) -> socket.socket:
 
 def _shown(port: Port, kind: Kind, offsets: list[int], region_bytes: int, ttl_s: float = 60.0) -> bytes:
     permit = port.permit(kind, 1, offsets, region_bytes, ttl_s)
-    return Header(kind, 0, len(offsets), 1, region_bytes, permit).encode() + pack(offsets).tobytes()
+    return Header(kind, 0, len(offsets), region_bytes, holding_id=1, permit=permit).encode() + pack(offsets).tobytes()
 
 
 def _reply(client: socket.socket) -> Status:
@@ -177,8 +177,9 @@ def _reply(client: socket.socket) -> Status:
         b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: someone who is lost\r\n\r\n",
         bytes(HEADER_BYTES),
         b"\xff" * HEADER_BYTES,
-        Header(Kind.MOVE, 0, 1).encode(),
-        Header(Kind.READ, 0, 65_537).encode(),
+        Header(Kind.MOVE, 0, 1, 64).encode(),
+        Header(Kind.MOVE, 0, 1, 0).encode(),
+        Header(Kind.READ, 0, 65_537, 64).encode(),
     ],
 )
 def test_who_speaks_another_language_is_told_so_and_hung_up_on(port: Port, words: bytes) -> None:
@@ -193,7 +194,15 @@ def test_who_speaks_another_language_is_told_so_and_hung_up_on(port: Port, words
 
 def test_regions_that_the_permit_does_not_have_are_refused(port: Port) -> None:
     with _greeted(port) as client:
-        client.sendall(_shown(port, Kind.READ, [0, 64], 64) + Header(Kind.MOVE, 1, 3).encode())
+        client.sendall(_shown(port, Kind.READ, [0, 64], 64) + Header(Kind.MOVE, 1, 3, 64).encode())
+        assert _reply(client) is Status.INVALID
+
+
+@pytest.mark.parametrize(("skip_bytes", "nbytes"), [(1, 64), (64, 1), (0, 65), ((1 << 64) - 64, 64)])
+def test_bytes_beyond_the_regions_of_the_permit_are_refused(port: Port, skip_bytes: int, nbytes: int) -> None:
+    with _greeted(port) as client:
+        move = Header(Kind.MOVE, 0, 1, nbytes, skip_bytes)
+        client.sendall(_shown(port, Kind.READ, [64], 64) + move.encode())
         assert _reply(client) is Status.INVALID
 
 
