@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvpool.block_io import InPlace as InPlace
     from kvpool.client import Client as Client
     from kvpool.client import PutResult as PutResult
     from kvpool.config import ClientConfig as ClientConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvpool.version import __version__ as __version__
 
 _HOMES = {
+    "block_io": ("InPlace",),
     "client": ("Client", "PutResult"),
     "config": ("ClientConfig",),
     "errors": ("KVPoolError",),

@@ -33,8 +33,7 @@ from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError, Lease
 from kvpool.inline_chunks import InlineChunks
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.rpc import Namespace, PoolRpc
-from kvpool.sums import Summer
-from kvpool.transport.base import BATCH_BYTES, Buffers, Transfer
+from kvpool.transport.base import BATCH_BYTES, Transfer
 from kvpool.transport.choice import Attachment, Choose, choose
 from kvpool.types import (
     BlockRun,
@@ -79,7 +78,6 @@ class Client:
         self.admin = Admin(self.rpc)
         self.chunks = InlineChunks(self.rpc)
         self.attachment = Attachment(lambda offer: choose(self.config, offer, self.rpc.channel))
-        self._summer = Summer()
 
     def __repr__(self) -> str:
         return f"Client({self.config.endpoint})"
@@ -94,7 +92,6 @@ class Client:
         """Ends the connection; calls in flight fail. Idempotent."""
         self.rpc.close()
         self.attachment.detach()
-        self._summer.close()
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", *, timeout_ms: int | None = None
@@ -129,7 +126,7 @@ class Client:
         self,
         namespace: Namespace,
         runs: Sequence[BlockRun],
-        fill: FillBlocks,
+        fill: FillBlocks | InPlace,
         *,
         shards: ShardRange | None = None,
         batch_bytes: int = BATCH_BYTES,
@@ -138,24 +135,28 @@ class Client:
 
         Args:
             runs: the blocks, all of one group.
-            fill: writes blocks into the transport's buffers; called only for blocks that were granted.
+            fill: writes blocks into the transport's buffers, called only for blocks that were granted; or the arrays
+                that the blocks lie in.
             shards: which shards of each block; all of them by default.
             batch_bytes: most bytes passed to one call of `fill`; at least one block.
 
         Raises:
+            InvalidRequestError: the arrays are not the blocks of `runs`.
             OutOfSpaceError: no room; nothing changed.
             LeaseExpiredError: the ticket expired before all bytes had been written; nothing became readable.
         """
         group = _one_group(namespace, runs)
         shards = shards or ShardRange(0, group.num_shards)
+        region_bytes = shards.count * group.chunk_bytes
+        if isinstance(fill, InPlace):
+            fill.check(sum(map(len, runs)), region_bytes)
         grant = self.rpc.put_start(namespace, runs, shards)
         if not grant.ticket_id:
             return PutResult(grant.statuses, PutReceipt(0, 0), 0)
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
-        region_bytes = shards.count * group.chunk_bytes
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
         transfer = Transfer(grant.ticket_id, grant.offsets, region_bytes, timeout_s, batch_bytes, grant.permit)
-        writer = BlockWriter(namespace.transport, self._summer, fill, granted, group.chunk_bytes)
+        writer = BlockWriter(namespace.transport, fill, granted, region_bytes, group.chunk_bytes)
         try:
             receipt = self.rpc.put_end(grant.ticket_id, writer.write(transfer))
         except BaseException as error:
@@ -188,43 +189,46 @@ class Client:
                 found = f"{block.nbytes} bytes of {block.dtype}"
                 raise InvalidRequestError(f"payload {idx} has {found}; the group's blocks have {expected} of uint8")
 
-        def fill(indices: Sequence[int], buffers: Buffers) -> InPlace:
-            return InPlace([blocks[idx] for idx in indices])
-
-        return self.put(namespace, [run], fill, shards=shards)
+        return self.put(namespace, [run], InPlace(blocks), shards=shards)
 
     def get(
         self,
         namespace: Namespace,
         lease_id: int,
         runs: Sequence[BlockRun],
-        drain: DrainBlocks,
+        drain: DrainBlocks | InPlace,
         *,
         shards: ShardRange | None = None,
         batch_bytes: int = BATCH_BYTES,
         head_blocks: int = 0,
+        drain_sums: bool = False,
     ) -> Located:
         """Reads leased blocks, verified.
 
         Args:
             runs: the blocks, all of one group.
-            drain: copies blocks from the transport's buffers. Use what it has copied only after `get` has returned.
+            drain: copies blocks from the transport's buffers; or arrays that receive the blocks. Use what is there
+                only after `get` has returned.
             shards: which shards of each block; all of them by default.
             batch_bytes: most bytes passed to one call of `drain`; at least one block.
             head_blocks: so many blocks are located by a first call, so that their bytes travel while a second call
                 locates the others; for callers whose copies run on a device. 0: one call.
+            drain_sums: `drain` returns the checksums of what it copies; else the transport computes them.
 
         Returns:
             Where the blocks lay. A block that is gone is not `present`, and `drain` was not called for it.
 
         Raises:
+            InvalidRequestError: the arrays are not the blocks of `runs`.
             LeaseExpiredError: the lease was not live, or expired before all bytes had been read.
             ChecksumError: bytes differ from their checksums; the server was told to drop the blocks.
         """
         group = _one_group(namespace, runs)
         shards = shards or ShardRange(0, group.num_shards)
         region_bytes = shards.count * group.chunk_bytes
-        reader = BlockReader(namespace.transport, self._summer, drain, group.chunk_bytes)
+        if isinstance(drain, InPlace):
+            drain.check(sum(map(len, runs)), region_bytes)
+        reader = BlockReader(namespace.transport, drain, drain_sums, region_bytes, group.chunk_bytes)
         asked_at = time.monotonic()
         ends_at = asked_at + self.config.data_timeout_ms / 1000
         first = 0
@@ -267,14 +271,11 @@ class Client:
 
         Raises as `get`.
         """
-        blocks: list[npt.NDArray[np.uint8] | None] = [None] * len(run)
-
-        def drain(indices: Sequence[int], buffers: Buffers) -> None:
-            for idx, buffer in zip(indices, buffers, strict=True):
-                blocks[idx] = buffer.copy()
-
-        self.get(namespace, lease_id, [run], drain, shards=shards)
-        return blocks
+        group = namespace.group(run.group_idx)
+        nbytes = (shards.count if shards else group.num_shards) * group.chunk_bytes
+        blocks = [np.empty(nbytes, np.uint8) for _ in run.block_hashes]
+        located = self.get(namespace, lease_id, [run], InPlace(blocks), shards=shards)
+        return [block if present else None for block, present in zip(blocks, located.present, strict=True)]
 
     def release(self, lease_ids: Sequence[int]) -> int:
         """Ends leases; returns how many of them were live."""

@@ -34,7 +34,8 @@ class ClientConfig:
             without shm.
         timeout_ms: deadline of every control call. Raise it for a distant server.
         data_timeout_ms: deadline of the bytes of one put or get.
-        stream_connections: number of connections over which `tcp` spreads a transfer, on a machine with many cores.
+        stream_connections: most connections over which `tcp` spreads a transfer; 0: as many as the cores pay for.
+        local_clients: clients that share this host's cores, such as the ranks of one engine.
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Must exceed the slowest load.
         ticket_ttl_ms: how long a put may take. Must exceed the slowest write of one put.
@@ -45,7 +46,8 @@ class ClientConfig:
     timeout_ms: int = 1_000
     data_timeout_ms: int = 5_000
     stall_timeout_ms: int = 1_000
-    stream_connections: int = 4
+    stream_connections: int = 0
+    local_clients: int = 1
     lease_ttl_ms: int = 10_000
     ticket_ttl_ms: int = 10_000
 
@@ -53,8 +55,10 @@ class ClientConfig:
         check_endpoint(self.endpoint)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if not isinstance(self.stream_connections, int) or not 1 <= self.stream_connections <= MAX_CONNECTIONS:
-            raise ConfigError(f"stream_connections is {self.stream_connections!r}; give 1 to {MAX_CONNECTIONS}")
+        if not isinstance(self.stream_connections, int) or not 0 <= self.stream_connections <= MAX_CONNECTIONS:
+            raise ConfigError(f"stream_connections is {self.stream_connections!r}; give 0 to {MAX_CONNECTIONS}")
+        if not isinstance(self.local_clients, int) or self.local_clients < 1:
+            raise ConfigError(f"local_clients is {self.local_clients!r}; give 1 or more")
         for name in ("timeout_ms", "data_timeout_ms", "stall_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 600_000:

@@ -1,85 +1,64 @@
-"""Checksums of buffers. With many cores, threads compute them while the caller goes on copying.
-
-One core copies and sums 4 GB/s on a GPU's host; a network delivers more.
-"""
+"""Checksums of the chunks that a put or get moves, each computed by the thread that has moved its bytes."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import xxhash
 
 from kvpool.hashing import checksum
-from kvpool.transport.base import Buffers
+from kvpool.transport.base import Pieces
 
 Checksums = Callable[[], Sequence[int]]
 """Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
 
-CORES_A_THREAD = 4
-MAX_THREADS = 4
-MIN_THREADED_BYTES = 256 << 10
-"""Buffers of fewer bytes are summed by the caller: waking a thread would cost more."""
+MIN_UNLOCKED_BYTES = 16 << 10
+"""Smaller chunks are summed with Python's lock (the GIL) held: to release and acquire it would cost more."""
 
 
-class Summer:
-    """Computes checksums. Thread-safe. A fork of the process gets threads of its own.
+class ChunkSums:
+    """One checksum for every chunk of some regions. Threads may add different regions at once.
 
     Args:
-        num_threads: threads beside the caller's; 0: the caller computes all checksums. None: by the number of cores.
+        region_bytes: of every region; whole chunks.
     """
 
-    def __init__(self, num_threads: int | None = None):
-        self._num_threads = threads_of(len(os.sched_getaffinity(0))) if num_threads is None else num_threads
-        self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
-        self._process_id = os.getpid()
+    def __init__(self, num_regions: int, region_bytes: int, chunk_bytes: int):
+        self._values = np.zeros((num_regions, region_bytes // chunk_bytes), np.uint64)
+        self._chunk_bytes = chunk_bytes
 
-    def begin(self, buffers: Buffers, chunk_bytes: int) -> Checksums:
-        """Starts to sum every `chunk_bytes` of some buffers.
+    def add(self, first: int, regions: Sequence[Pieces]) -> None:
+        """Sums regions [first, first + len(regions))."""
+        for nth, pieces in enumerate(regions, first):
+            self._values[nth] = sums_of(pieces, self._chunk_bytes)
 
-        Args:
-            buffers: uint8, contiguous, of whole chunks. They must keep their bytes until the checksums were returned.
-        """
-        chunks = [buffer[at : at + chunk_bytes] for buffer in buffers for at in range(0, len(buffer), chunk_bytes)]
-        if self._num_threads and len(chunks) * chunk_bytes >= MIN_THREADED_BYTES:
-            return self._submit(chunks)
-        return _known([checksum(chunk) for chunk in chunks])
+    def put(self, first: int, sums: Sequence[int]) -> None:
+        """Takes over the checksums of regions from `first` on, region-major."""
+        count = len(sums) // self._values.shape[1]
+        self._values[first : first + count] = np.array(sums, np.uint64).reshape(count, -1)
 
-    def close(self) -> None:
-        """Ends the threads after what they have begun. Idempotent; `begin` then leaves the work to its caller."""
-        with self._locked():
-            self._num_threads = 0
-            if self._threads is not None:
-                self._threads.shutdown(wait=False)
-
-    def _submit(self, chunks: Buffers) -> Checksums:
-        with self._locked():
-            if self._num_threads:
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(self._num_threads, "kvpool-sums")
-                with contextlib.suppress(RuntimeError):  # The interpreter ends, and accepts no more work.
-                    return self._threads.submit(_sum_all, chunks).result
-        return _known(_sum_all(chunks))
-
-    def _locked(self) -> threading.Lock:
-        if self._process_id != os.getpid():  # A fork, which has neither the threads nor the lock's holder.
-            self._lock, self._threads, self._process_id = threading.Lock(), None, os.getpid()
-        return self._lock
+    def all(self) -> list[int]:
+        """Every checksum, region-major."""
+        return self._values.reshape(-1).tolist()  # type: ignore[no-any-return]
 
 
-def _known(sums: list[int]) -> Checksums:
-    return lambda: sums
-
-
-def _sum_all(chunks: Buffers) -> list[int]:
-    # Unlike `checksum`, releases the GIL.
-    return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]
-
-
-def threads_of(num_cores: int) -> int:
-    """How many threads sum in a process that may use so many cores."""
-    return min(MAX_THREADS, num_cores // CORES_A_THREAD)
+def sums_of(pieces: Pieces, chunk_bytes: int) -> list[int]:
+    """xxh3-64 of every `chunk_bytes` of some pieces, which together are whole chunks."""
+    if len(pieces) == 1:
+        chunks = [pieces[0][at : at + chunk_bytes] for at in range(0, len(pieces[0]), chunk_bytes)]
+        if chunk_bytes < MIN_UNLOCKED_BYTES:
+            return [checksum(chunk) for chunk in chunks]
+        return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]  # Releases the GIL.
+    sums: list[int] = []
+    hashed, room = xxhash.xxh3_64(), chunk_bytes
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + room]
+            hashed.update(part.data)
+            at, room = at + len(part), room - len(part)
+            if not room:
+                sums.append(hashed.intdigest())
+                hashed, room = xxhash.xxh3_64(), chunk_bytes
+    return sums

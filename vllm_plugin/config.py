@@ -117,7 +117,8 @@ class ConnectorConfig:
             )
         return config
 
-    def client_config(self) -> ClientConfig:
+    def client_config(self, local_clients: int = 1) -> ClientConfig:
+        """Settings of a client, one of `local_clients` on its host."""
         # A lease must outlive the slowest load, and the time until the worker begins the load.
         return ClientConfig(
             endpoint=self.endpoint,
@@ -127,4 +128,5 @@ class ConnectorConfig:
             stall_timeout_ms=self.lookup_timeout_ms,
             lease_ttl_ms=2 * self.load_timeout_ms,
             ticket_ttl_ms=self.store_timeout_ms,
+            local_clients=local_clients,
         )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness.measuring import timed
-from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.transport.base import Buffers
+from kvpool import BlockRun, Client, ClientConfig, GroupSpec, InPlace, NamespaceSpec, checksum
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -44,7 +42,7 @@ class Traffic:
         started = time.perf_counter()
         found = self._client.lookup(self._namespace, [self._run])
         looked_up = time.perf_counter()
-        self._client.get(self._namespace, found.lease_id, [self._run], self._drain)
+        self._client.get(self._namespace, found.lease_id, [self._run], InPlace(list(self._sink)))
         self.last_get_s = time.perf_counter() - looked_up
         self._client.release([found.lease_id])
         return time.perf_counter() - started
@@ -65,10 +63,6 @@ class Traffic:
         """Leaves the pool as empty as it was."""
         self._client.admin.remove(self._namespace, [self._run])
         self._client.close()
-
-    def _drain(self, indices: Sequence[int], buffers: Buffers) -> None:
-        for idx, buffer in zip(indices, buffers, strict=True):
-            self._sink[idx] = buffer
 
 
 def copy_and_sum(source: Bytes, sink: Bytes, chunk_bytes: int) -> None:

@@ -1,14 +1,18 @@
 """What a transport is: how bytes get from a caller's buffers to regions of the arena, and back.
 
-A transport calls back with buffers to fill or to drain, one batch of regions at a time. So shared memory needs no copy
-beyond the caller's, and the network carries one batch while the caller fills or drains another.
+A caller gives its bytes in one of two ways. Where they lie in arrays (`rows`), the transport sends from there and
+receives into them, on as many threads as pay. Else it calls back with buffers to fill or to drain, one batch of regions
+at a time on the caller's thread: with shared memory these are the regions themselves, and the network carries some
+batches while the caller fills or drains others.
 
 Invariants of every transport (tests/contracts asserts them):
 - `fill` and `drain` see every region once, in order, with buffers of exactly `region_bytes`.
+- `sum` sees every region once, in any order and from any thread, when its bytes are there, and before they may change.
 - An exception in a callback ends the transfer and reaches the caller unchanged. After an exception in `fill`, the
   transport first waits until no byte of the write is in flight. If that wait fails, the transport raises its own error
   from the callback's.
-- A call returns or raises within its `timeout_s`, apart from the time spent in callbacks.
+- A call returns or raises within its `timeout_s`, apart from the time spent in callbacks. Then no thread of the
+  transport touches the caller's arrays, nor calls back.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ import numpy.typing as npt
 
 from kvpool.errors import TransferError
 
-Buffers = Sequence[npt.NDArray[np.uint8]]
+Bytes = npt.NDArray[np.uint8]
+Buffers = Sequence[Bytes]
+Pieces = Sequence[Bytes]
+"""One region's bytes, in order: uint8 arrays, contiguous each, of the region's size together."""
 Clock = Callable[[], float]
 
 BATCH_BYTES = 2 << 20
@@ -74,12 +81,12 @@ class Transfer:
 class Fill(Protocol):
     """The callback of a write."""
 
-    def __call__(self, first: int, buffers: Buffers, /) -> Buffers | None:
+    def __call__(self, first: int, buffers: Buffers, /) -> Callable[[], object] | None:
         """Writes regions [first, first + len(buffers)) into `buffers`, each uint8 [region_bytes].
 
         Returns:
-            None. If the transport is `in_place`, the callback may instead return contiguous arrays of the same shapes
-            to send from; they must keep their bytes until the write has ended.
+            None if the bytes are there. Otherwise a function that waits until they are. The transport calls it before
+            it reads the buffers, on any of its threads; with shared memory nobody reads them, and it is not called.
         """
 
 
@@ -95,6 +102,77 @@ class Drain(Protocol):
         """
 
 
+class Sum(Protocol):
+    """Computes the checksums of regions. Thread-safe."""
+
+    def __call__(self, first: int, regions: Sequence[Pieces], /) -> None:
+        """Reads regions [first, first + len(regions))."""
+
+
+def no_sum(first: int, regions: Sequence[Pieces]) -> None:
+    """For transfers whose checksums nobody needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of a write come from: from `rows`, one a region, or from `fill`."""
+
+    fill: Fill | None = None
+    rows: Sequence[Pieces] | None = None
+    sum: Sum = no_sum
+
+    def filling(self) -> Fill:
+        """`fill`, or a callback that copies `rows`."""
+        if self.fill is not None:
+            return self.fill
+        rows = self.rows
+        assert rows is not None
+
+        def copy(first: int, buffers: Buffers) -> None:
+            for buffer, pieces in zip(buffers, rows[first:], strict=False):
+                gather(pieces, buffer)
+
+        return copy
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where the bytes of a read go: into `rows`, one a region, or to `drain`."""
+
+    drain: Drain | None = None
+    rows: Sequence[Pieces] | None = None
+    sum: Sum = no_sum
+
+    def draining(self) -> Drain:
+        """`drain`, or a callback that copies into `rows`."""
+        if self.drain is not None:
+            return self.drain
+        rows = self.rows
+        assert rows is not None
+
+        def copy(first: int, buffers: Buffers) -> None:
+            for buffer, pieces in zip(buffers, rows[first:], strict=False):
+                scatter(buffer, pieces)
+
+        return copy
+
+
+def gather(pieces: Pieces, buffer: Bytes) -> None:
+    """Copies pieces into one buffer."""
+    at = 0
+    for piece in pieces:
+        buffer[at : at + len(piece)] = piece
+        at += len(piece)
+
+
+def scatter(buffer: Bytes, pieces: Pieces) -> None:
+    """Copies one buffer into pieces."""
+    at = 0
+    for piece in pieces:
+        piece[:] = buffer[at : at + len(piece)]
+        at += len(piece)
+
+
 class Transport(Protocol):
     """How chunk bytes travel. Thread-safe."""
 
@@ -104,21 +182,19 @@ class Transport(Protocol):
     one_sided: bool
     """Whether bytes of a failed or abandoned write may still arrive: its ticket then has to expire."""
 
-    in_place: bool
-    """Whether the transport sends from the arrays that `fill` returns."""
-
     @property
-    def memory(self) -> npt.NDArray[np.uint8] | None:
-        """The pool's memory, if all buffers passed to callbacks lie in it; else None."""
+    def memory(self) -> Bytes | None:
+        """Memory in which the buffers of callbacks lie as long as the transport lives, worth pinning for a device: the
+        pool's own, or what bytes pass through. None if buffers come and go."""
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
+    def write(self, transfer: Transfer, source: Source) -> None:
         """Writes the regions of a ticket.
 
         Raises:
             TransferError, PoolTimeoutError, UnavailableError, LeaseExpiredError.
         """
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
+    def read(self, transfer: Transfer, sink: Sink) -> None:
         """Reads leased regions. Raises as `write` does."""
 
     def close(self) -> None:

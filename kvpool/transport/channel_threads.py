@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpool.errors import KVPoolError, TransferError
-from kvpool.transport.pipeline import MAX_CHANNELS, Bytes, TransferBatch, TransferChannel, in_rows
+from kvpool.transport.base import Bytes
+from kvpool.transport.pipeline import MAX_CHANNELS, TransferBatch, TransferChannel, in_rows
 
 LOST_AFTER_S = 5.0
 """A channel counts as lost if its batch was given up so long ago and has not ended."""
@@ -111,8 +112,12 @@ class ChannelThread:
         while (batch := self._inbox.get()) is not None:
             try:
                 buffer = self._buffer[: batch.nbytes]
+                if batch.is_write:
+                    self._sum(batch, buffer)
                 self._channel.begin(batch, buffer)
                 self._channel.finish(batch, buffer)
+                if not batch.is_write:
+                    self._sum(batch, buffer)
             except KVPoolError as error:
                 self._failure = error
             except Exception as error:  # Something may still access the buffer: the channel is never returned.
@@ -125,6 +130,11 @@ class ChannelThread:
                 self._ended.set()
                 self._return_if_free()
         self._channel.close()
+
+    @staticmethod
+    def _sum(batch: TransferBatch, buffer: Bytes) -> None:
+        if not batch.given_up:
+            batch.sum(batch.first, [[row] for row in in_rows(buffer, batch.transfer.region_bytes)])
 
     def _return_if_free(self) -> None:
         """Returns the channel to its pool if neither a caller nor a batch has it. The caller holds the lock."""

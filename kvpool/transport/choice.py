@@ -6,6 +6,7 @@ A new transport needs a function here that attaches to it, a line in `CANDIDATES
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from kvpool.mooncake import Engine, address_towards
 from kvpool.segment import Segment
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
+from kvpool.transport.helpers import movers_of
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.shm import ShmTransport
-from kvpool.transport.tcp import TcpTransport, prove
+from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.types import Offer
 
 PROVE_S = 3.0
@@ -72,7 +74,8 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.segment is None:
         raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; use transport=tcp")
-    return Choice(ShmTransport(Segment.attach(offer.segment)), "shm", "client and server share memory")
+    movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients)
+    return Choice(ShmTransport(Segment.attach(offer.segment), movers), "shm", "client and server share memory")
 
 
 def _mooncake_over_rdma(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
@@ -103,8 +106,10 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.data_port is None:
         raise TransferError("the server has no data port; see --data-listen")
     host, stall_s = _host(config), config.stall_timeout_ms / 1000
-    prove(offer.data_port, host, max(stall_s, PROVE_S))
-    transport = TcpTransport(offer.data_port, host, config.stream_connections, stall_s, stall_s)
+    peer = peer_of(offer.data_port, host, stall_s, stall_s)
+    peer.connect(max(stall_s, PROVE_S)).close()
+    connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
+    transport = TcpTransport(peer, connections)
     return Choice(transport, f"tcp over {transport.route}")
 
 

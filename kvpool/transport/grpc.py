@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvpool import wire
 from kvpool.errors import PoolTimeoutError, TransferError
-from kvpool.transport.base import Drain, Fill, Transfer
+from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 
@@ -37,7 +37,6 @@ class GrpcTransport:
 
     name = "grpc"
     one_sided = False
-    in_place = False
     memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):
@@ -58,8 +57,8 @@ class GrpcTransport:
     def __repr__(self) -> str:
         return f"GrpcTransport({self._endpoint}, pieces of {self._piece_bytes} bytes)"
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
-        region_bytes = transfer.region_bytes
+    def write(self, transfer: Transfer, source: Source) -> None:
+        fill, region_bytes = source.filling(), transfer.region_bytes
         failures: list[BaseException] = []
         # gRPC asks for pieces on a thread of its own, and may do so after the call has failed:
         #   1. the deadline passes while `fill` copies   2. the caller reuses the memory that `fill` copies from
@@ -76,7 +75,10 @@ class GrpcTransport:
                     with filling:
                         if ended.is_set():
                             return
-                        fill(start, list(rows))
+                        wait = fill(start, list(rows))
+                        if wait is not None:
+                            wait()
+                        source.sum(start, [[row] for row in rows])
                     for row, offset in zip(rows, transfer.starts[start:stop], strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
                             payload = row[at : at + self._piece_bytes].data
@@ -98,7 +100,8 @@ class GrpcTransport:
         if reply.nbytes != expected:
             raise TransferError(f"kvpool-server at {self._endpoint} wrote {reply.nbytes} of {expected} bytes")
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
+    def read(self, transfer: Transfer, sink: Sink) -> None:
+        drain = sink.draining()
         request = pb.ReadRequest(
             lease_id=transfer.holding_id, offsets=transfer.starts, region_bytes=transfer.region_bytes
         )
@@ -109,7 +112,9 @@ class GrpcTransport:
             with watchdog:
                 for start, stop in transfer.batches():
                     rows = zip(staging, transfer.starts[start:stop], strict=False)
-                    wait = drain(start, [self._receive(call, watchdog, row, offset) for row, offset in rows])
+                    received = [self._receive(call, watchdog, row, offset) for row, offset in rows]
+                    sink.sum(start, [[row] for row in received])
+                    wait = drain(start, received)
                     if wait is not None:
                         wait()
         except grpc.RpcError as error:

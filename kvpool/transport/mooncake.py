@@ -23,7 +23,7 @@ import numpy as np
 
 from kvpool.errors import KVPoolError, TransferError, UnavailableError
 from kvpool.mooncake import Bytes, Engine, State
-from kvpool.transport.base import BATCH_BYTES, Clock, Drain, Fill, Transfer
+from kvpool.transport.base import BATCH_BYTES, Clock, Sink, Source, Transfer
 from kvpool.transport.pipeline import MAX_CHANNELS, TransferBatch
 from kvpool.transport.threaded_pipeline import ThreadedPipeline
 from kvpool.types import MooncakeInfo
@@ -59,7 +59,6 @@ class MooncakeTransport:
     name = "mooncake"
     memory = None
     one_sided = True
-    in_place = False
 
     def __init__(
         self,
@@ -95,17 +94,17 @@ class MooncakeTransport:
         """Reads the server's nonce through the engine. Raises as `read`, and TransferError for another server."""
         read: list[bytes] = []
         transfer = Transfer(0, [self.info.nonce_offset], len(self.info.nonce), timeout_s)
-        self.pipeline.read(transfer, lambda _, rows: read.append(rows[0].tobytes()), stall_timeout_s=math.inf)
+        self.pipeline.read(transfer, Sink(lambda _, rows: read.append(rows[0].tobytes())), stall_timeout_s=math.inf)
         if read != [self.info.nonce]:
             raise TransferError(f"the Transfer Engine at {self.info.session} belongs to another server")
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
+    def write(self, transfer: Transfer, source: Source) -> None:
         transfer.check_bounds(self.info.nbytes)
-        self._renewed().write(transfer, fill)
+        self._renewed().write(transfer, source)
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
+    def read(self, transfer: Transfer, sink: Sink) -> None:
         transfer.check_bounds(self.info.nbytes)
-        self._renewed().read(transfer, drain)
+        self._renewed().read(transfer, sink)
 
     def _renewed(self) -> ThreadedPipeline:
         """The pipeline; a new one with a new engine if more than half of the channels are lost to a silent peer."""

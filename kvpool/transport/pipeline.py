@@ -1,11 +1,8 @@
-"""The pipeline of transports that need a peer: batches of a transfer travel over channels, several in flight at once.
+"""Batches in flight of a transport whose transfers nothing can stop (`mooncake`), and what moves them.
 
-A transport (`tcp`, `mooncake`) hands each transfer to its `TransferPipeline`. The pipeline cuts the transfer into
-batches, acquires channels to the peer, calls the caller's `fill` or `drain` in the order of the batches, and keeps the
-deadlines. A `TransferChannel` moves the bytes of a batch between a buffer and the arena.
-
-There are two pipelines: `DirectPipeline`, where the caller's thread moves the bytes, and `ThreadedPipeline`, where each
-channel has a thread.
+`ThreadedPipeline` cuts a transfer into batches, acquires channels to the peer, calls the caller's `fill` or `drain` in
+the order of the batches, and keeps the deadlines. A `TransferChannel` moves the bytes of a batch between a buffer and
+the arena.
 """
 
 from __future__ import annotations
@@ -15,28 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from kvpool.transport.base import Buffers, Drain, Fill, Transfer
-
-Bytes = npt.NDArray[np.uint8]
+from kvpool.transport.base import Bytes, Sum, Transfer
 
 MAX_CHANNELS = 16
 """Of one pipeline: a peer that does not answer costs at most the buffers of so many channels."""
-
-
-class TransferPipeline(Protocol):
-    """Moves transfers over the channels to one peer. Thread-safe."""
-
-    def write(self, transfer: Transfer, fill: Fill) -> None:
-        """Fills and sends one batch after the other; returns when the peer has all of them."""
-
-    def read(self, transfer: Transfer, drain: Drain) -> None:
-        """Requests batches ahead, and drains each one after it has arrived."""
-
-    def close(self) -> None:
-        """Ends transfers in flight, which then raise, and closes the channels. Idempotent."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +24,7 @@ class TransferBatch:
 
     Args:
         deadline: by `time.monotonic`.
-        source: of a write, one array a region to send from; None: the channel's buffer has the bytes.
+        sum: computes the checksums of its regions, where they lie in the channel's buffer.
 
     Attributes:
         progressed_at: when bytes of this batch were last seen to move, by `time.monotonic`.
@@ -57,7 +36,7 @@ class TransferBatch:
     stop: int
     deadline: float
     is_write: bool
-    source: Buffers | None = None
+    sum: Sum
     progressed_at: float = field(default_factory=time.monotonic)
     given_up: bool = False
 

@@ -1,5 +1,7 @@
 """The `shm` transport: the caller writes and reads the arena itself; bytes never pass through the server.
 
+Helpers copy and sum the caller's arrays beside it, and sum what its callbacks have copied.
+
 The transport checks the deadline before each batch: a process that was stopped for longer than its ticket lives must
 not write when it continues, because its slots may belong to another ticket. A process that is stopped inside a batch
 can still write late; the server's quarantine of expired tickets covers that race, and the checksum behind it.
@@ -8,14 +10,25 @@ can still write late; the server's quarantine of expired tickets covers that rac
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 
 from kvpool.errors import PoolTimeoutError
 from kvpool.segment import Bytes, Segment
-from kvpool.transport.base import Clock, Drain, Fill, Transfer
+from kvpool.transport.base import Buffers, Clock, Drain, Fill, Pieces, Sink, Source, Sum, Transfer, gather, scatter
+from kvpool.transport.helpers import Help, Helpers
+
+PART_BYTES = 1 << 20
+"""What a thread copies and sums at once: about what stays in its core's cache."""
+
+MIN_SHARED_BYTES = 256 << 10
+"""Batches of fewer bytes are summed by the caller: waking a thread would cost more."""
 
 
 class ShmTransport:
     """Regions of an attached segment.
+
+    Args:
+        num_movers: threads that move the bytes of one transfer, the caller's among them.
 
     Attributes:
         segment: closed with the transport.
@@ -23,10 +36,10 @@ class ShmTransport:
 
     name = "shm"
     one_sided = False
-    in_place = False
 
-    def __init__(self, segment: Segment, clock: Clock = time.monotonic):
+    def __init__(self, segment: Segment, num_movers: int = 1, clock: Clock = time.monotonic):
         self.segment = segment
+        self._helpers = Helpers(num_movers - 1)
         self._clock = clock
         segment.map_ahead()
 
@@ -37,20 +50,75 @@ class ShmTransport:
     def memory(self) -> Bytes:
         return self.segment.bytes
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
-        self._visit(transfer, fill)
+    def write(self, transfer: Transfer, source: Source) -> None:
+        if source.rows is None:
+            assert source.fill is not None
+            self._visit(transfer, source.fill, source.sum)
+        else:
+            self._copy(transfer, source.rows, source.sum, is_write=True)
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
-        self._visit(transfer, drain)
+    def read(self, transfer: Transfer, sink: Sink) -> None:
+        if sink.rows is None:
+            assert sink.drain is not None
+            self._visit(transfer, sink.drain, sink.sum)
+        else:
+            self._copy(transfer, sink.rows, sink.sum, is_write=False)
 
-    def _visit(self, transfer: Transfer, visit: Fill | Drain) -> None:
-        arena, region_bytes = self.segment.bytes, transfer.region_bytes
-        transfer.check_bounds(len(arena))
-        deadline = self._clock() + transfer.timeout_s
-        for start, stop in transfer.batches():
-            if self._clock() > deadline:
-                raise PoolTimeoutError(f"a shared-memory transfer took more than {transfer.timeout_s:.3f} s")
-            visit(start, [arena[offset : offset + region_bytes] for offset in transfer.starts[start:stop]])
+    def _copy(self, transfer: Transfer, rows: Sequence[Pieces], sum_regions: Sum, is_write: bool) -> None:
+        """Copies between the caller's arrays and the arena."""
+        deadline = self._deadline(transfer)
+        step = max(1, PART_BYTES // max(1, transfer.region_bytes))
+
+        def move(first: int) -> None:
+            self._check(deadline, transfer)
+            part = rows[first : first + step]
+            for pieces, region in zip(part, self._regions(transfer, first, first + len(part)), strict=True):
+                if is_write:
+                    gather(pieces, region)
+                else:
+                    scatter(region, pieces)
+            sum_regions(first, part)
+
+        self._helpers.share(range(0, len(transfer.offsets), step), move)
+
+    def _visit(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum) -> None:
+        """Shows the regions to a callback, batch by batch, and sums them behind it."""
+        deadline = self._deadline(transfer)
+        summing: list[Help] = []
+        try:
+            for start, stop in transfer.batches():
+                self._check(deadline, transfer)
+                regions = self._regions(transfer, start, stop)
+                wait = visit(start, regions)
+                if wait is None:
+                    summing += self._sum(sum_regions, start, regions)
+        except BaseException:
+            for each in summing:
+                each.drop()
+            raise
+        for each in summing:
+            each.finish()
+
+    def _sum(self, sum_regions: Sum, first: int, regions: Buffers) -> Iterator[Help]:
+        """Sums regions, or lets a helper do it."""
+        rows = [[region] for region in regions]
+        if len(regions) * len(regions[0]) >= MIN_SHARED_BYTES and self._helpers.num_threads:
+            yield self._helpers.submit(lambda: sum_regions(first, rows))
+        else:
+            sum_regions(first, rows)
+
+    def _deadline(self, transfer: Transfer) -> float:
+        transfer.check_bounds(len(self.segment.bytes))
+        return self._clock() + transfer.timeout_s
+
+    def _check(self, deadline: float, transfer: Transfer) -> None:
+        if self._clock() > deadline:
+            raise PoolTimeoutError(f"a shared-memory transfer took more than {transfer.timeout_s:.3f} s")
+
+    def _regions(self, transfer: Transfer, start: int, stop: int) -> Buffers:
+        arena, nbytes = self.segment.bytes, transfer.region_bytes
+        return [arena[offset : offset + nbytes] for offset in transfer.starts[start:stop]]
 
     def close(self) -> None:
+        self._helpers.close()
         self.segment.close()

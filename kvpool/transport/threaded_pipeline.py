@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.errors import KVPoolError, PoolTimeoutError
-from kvpool.transport.base import Buffers, Clock, Drain, Fill, Transfer
+from kvpool.transport.base import Clock, Sink, Source, Sum, Transfer
 from kvpool.transport.channel_threads import ChannelPool, ChannelThread
 from kvpool.transport.pipeline import MAX_CHANNELS, TransferBatch, TransferChannel
 
@@ -46,17 +46,23 @@ class ThreadedPipeline:
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
-        with _PipelinedCall(self.channels, self._depth, self._clock, transfer, is_write=True) as call:
-            call.write(fill)
+    def write(self, transfer: Transfer, source: Source) -> None:
+        """Fills and sends one batch after the other; returns when the peer has all of them."""
+        with _PipelinedCall(self.channels, self._depth, self._clock, transfer, source.sum, is_write=True) as call:
+            call.write(source)
 
-    def read(self, transfer: Transfer, drain: Drain, stall_timeout_s: float | None = None) -> None:
-        """As `TransferPipeline.read`; `stall_timeout_s` replaces the pipeline's own."""
+    def read(self, transfer: Transfer, sink: Sink, stall_timeout_s: float | None = None) -> None:
+        """Requests batches ahead, and drains each one after it has arrived.
+
+        Args:
+            stall_timeout_s: replaces the pipeline's own.
+        """
         limit_s = self._stall_timeout_s if stall_timeout_s is None else stall_timeout_s
-        with _PipelinedCall(self.channels, self._depth, self._clock, transfer, limit_s) as call:
-            call.read(drain)
+        with _PipelinedCall(self.channels, self._depth, self._clock, transfer, sink.sum, limit_s) as call:
+            call.read(sink)
 
     def close(self) -> None:
+        """Ends transfers in flight, which then raise, and closes the channels. Idempotent."""
         self.channels.close()
 
 
@@ -71,6 +77,7 @@ class _PipelinedCall:
     depth: int
     clock: Clock
     transfer: Transfer
+    sum: Sum
     stall_timeout_s: float = math.inf
     is_write: bool = False
     _held: deque[ChannelThread] = field(default_factory=deque)
@@ -85,17 +92,19 @@ class _PipelinedCall:
         while self._held:
             self._held.popleft().release()
 
-    def write(self, fill: Fill) -> None:
-        region_bytes = self.transfer.region_bytes
+    def write(self, source: Source) -> None:
+        fill, region_bytes = source.filling(), self.transfer.region_bytes
         for start, stop in self.transfer.batches():
             channel = self._acquire((stop - start) * region_bytes)
             try:
-                source = fill(start, channel.rows(stop - start, region_bytes))
+                wait = fill(start, channel.rows(stop - start, region_bytes))
+                if wait is not None:
+                    wait()
             except Exception as error:
                 self._finish_before(error)
                 raise
             self._check_deadline()
-            channel.send(self._batch(start, stop, source))
+            channel.send(self._batch(start, stop))
         self._finish_all()
 
     def _finish_before(self, error: Exception) -> None:
@@ -106,8 +115,8 @@ class _PipelinedCall:
         except KVPoolError as failure:
             raise failure from error
 
-    def read(self, drain: Drain) -> None:
-        batches = self.transfer.batches()
+    def read(self, sink: Sink) -> None:
+        drain, batches = sink.draining(), self.transfer.batches()
         requested = 0
         in_use: Callable[[], object] | None = None  # Waits for the drain that still reads the first channel's buffer.
         for nth, (start, stop) in enumerate(batches):
@@ -143,9 +152,9 @@ class _PipelinedCall:
         in_use()
         self._finish_first()
 
-    def _batch(self, start: int, stop: int, source: Buffers | None = None) -> TransferBatch:
+    def _batch(self, start: int, stop: int) -> TransferBatch:
         deadline = time.monotonic() + max(self._remaining_s(), 0)
-        return TransferBatch(self.transfer, start, stop, deadline, is_write=self.is_write, source=source)
+        return TransferBatch(self.transfer, start, stop, deadline, self.is_write, self.sum)
 
     def _remaining_s(self) -> float:
         return self._deadline - self.clock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import pytest
 from kvpool.client import Client, Namespace
 from kvpool.errors import PoolTimeoutError
 from kvpool.hashing import checksum
-from kvpool.transport.base import Buffers, Transfer, Transport
+from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer, Transport
 from kvpool.types import PutStatus, ShardRange
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -82,6 +82,20 @@ class UnheardError(Exception):
     """No library would raise this."""
 
 
+class Seen:
+    """A `sum` that notes what it is shown."""
+
+    def __init__(self, region_bytes: int):
+        self._region_bytes = region_bytes
+        self.regions: dict[int, bytes] = {}
+
+    def __call__(self, first: int, regions: Sequence[Pieces]) -> None:
+        for idx, pieces in enumerate(regions, first):
+            seen = np.concatenate(pieces).tobytes()
+            assert len(seen) == self._region_bytes
+            assert self.regions.setdefault(idx, seen) is seen, f"region {idx} was summed twice"
+
+
 class TransportContract:
     """Subclasses give a fixture `rig`."""
 
@@ -90,7 +104,9 @@ class TransportContract:
             for idx, buffer in enumerate(buffers, first):
                 buffer[:] = payload(idx, region_bytes)
 
-        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes), fill)
+        rig.transport.write(
+            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes), Source(fill)
+        )
 
     @pytest.fixture
     def stored(self, rig: Rig) -> tuple[Regions, int]:
@@ -117,10 +133,12 @@ class TransportContract:
             for idx, buffer in enumerate(buffers, first):
                 buffer[:] = payload(idx, REGION_BYTES)
 
-        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes), fill)
+        rig.transport.write(
+            Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes), Source(fill)
+        )
         rig.transport.read(
             Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes),
-            lambda *seen: note(drained, *seen),
+            Sink(lambda *seen: note(drained, *seen)),
         )
         step = max(1, batch_bytes // REGION_BYTES)
         assert filled == drained == [(at, min(step, num_regions - at)) for at in range(0, num_regions, step)]
@@ -134,7 +152,9 @@ class TransportContract:
         def drain(first: int, buffers: Buffers) -> None:
             read.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
 
-        rig.transport.read(Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S, 2 * region_bytes), drain)
+        rig.transport.read(
+            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S, 2 * region_bytes), Sink(drain)
+        )
         assert read == {idx: payload(idx, region_bytes).tobytes() for idx in range(3)}
 
     @pytest.mark.parametrize("waits", [{0, 1, 2, 3, 4, 5, 6}, {1, 2, 5}])
@@ -155,9 +175,46 @@ class TransportContract:
 
             return wait
 
-        rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), drain)
+        rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(drain))
         for idx, buffer in kept.items():  # Those that are never used again.
             assert buffer.tobytes() == payload(idx, REGION_BYTES).tobytes()
+
+    @pytest.mark.parametrize("region_bytes", [1, REGION_BYTES, 300_001])
+    @pytest.mark.parametrize("num_pieces", [1, 3])
+    def test_bytes_move_between_arrays_of_the_caller(self, rig: Rig, region_bytes: int, num_pieces: int) -> None:
+        """In one piece a region, or in several."""
+        regions = rig.regions(7, region_bytes)
+        written, read = Seen(region_bytes), Seen(region_bytes)
+        given = [np.array_split(payload(idx, region_bytes), num_pieces) for idx in range(7)]
+        rig.transport.write(
+            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S), Source(rows=given, sum=written)
+        )
+        into = [np.array_split(np.zeros(region_bytes, np.uint8), num_pieces) for _ in range(7)]
+        rig.transport.read(
+            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S), Sink(rows=into, sum=read)
+        )
+        expected = {idx: payload(idx, region_bytes).tobytes() for idx in range(7)}
+        assert {idx: np.concatenate(pieces).tobytes() for idx, pieces in enumerate(into)} == expected
+        assert written.regions == read.regions == expected
+
+    @pytest.mark.parametrize("batch_bytes", [1, 3 * REGION_BYTES, 1 << 20])
+    def test_every_region_is_summed_once_whoever_moved_it(self, rig: Rig, batch_bytes: int) -> None:
+        regions, region_bytes = rig.regions(40, REGION_BYTES), REGION_BYTES
+        written, read = Seen(region_bytes), Seen(region_bytes)
+
+        def fill(first: int, buffers: Buffers) -> None:
+            for idx, buffer in enumerate(buffers, first):
+                buffer[:] = payload(idx, region_bytes)
+
+        rig.transport.write(
+            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes),
+            Source(fill, sum=written),
+        )
+        rig.transport.read(
+            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S, batch_bytes),
+            Sink(lambda *_: None, sum=read),
+        )
+        assert written.regions == read.regions == {idx: payload(idx, region_bytes).tobytes() for idx in range(40)}
 
     def test_regions_may_be_read_in_any_order(self, rig: Rig, stored: tuple[Regions, int]) -> None:
         regions, lease_id = stored
@@ -169,7 +226,7 @@ class TransportContract:
             read.extend(buffer.tobytes() for buffer in buffers)
 
         offsets = [regions.offsets[idx] for idx in order]
-        rig.transport.read(Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
+        rig.transport.read(Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Sink(drain))
         assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
     def test_a_part_of_each_region_may_be_moved(self, rig: Rig) -> None:
@@ -182,10 +239,12 @@ class TransportContract:
                 for idx, buffer in enumerate(buffers, first):
                     buffer[:] = payload(idx, REGION_BYTES)[skip_bytes : skip_bytes + half]
 
-            rig.transport.write(_part(regions.ticket_id, regions, skip_bytes, half), fill)
+            rig.transport.write(_part(regions.ticket_id, regions, skip_bytes, half), Source(fill))
         read: list[bytes] = []
         lease_id = regions.seal()
-        rig.transport.read(_part(lease_id, regions, 5, 7), lambda _, rows: read.extend(row.tobytes() for row in rows))
+        rig.transport.read(
+            _part(lease_id, regions, 5, 7), Sink(lambda _, rows: read.extend(row.tobytes() for row in rows))
+        )
         assert read == [payload(idx, REGION_BYTES)[5:12].tobytes() for idx in range(3)]
 
     @pytest.mark.parametrize("fails_at", [0, 4])
@@ -205,7 +264,7 @@ class TransportContract:
 
         with pytest.raises(UnheardError) as caught:
             rig.transport.write(
-                Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), fill
+                Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Source(fill)
             )
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
@@ -224,7 +283,9 @@ class TransportContract:
                 raise failure
 
         with pytest.raises(UnheardError) as caught:
-            rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
+            rig.transport.read(
+                Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Sink(drain)
+            )
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
 
@@ -237,7 +298,7 @@ class TransportContract:
             rig.pass_time(0.3)
 
         with pytest.raises(PoolTimeoutError):
-            rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.1, 1), fill)
+            rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.1, 1), Source(fill))
 
     def test_a_read_past_its_deadline_times_out(self, rig: Rig) -> None:
         region_bytes, num_regions = 1 << 20, 8
@@ -245,7 +306,9 @@ class TransportContract:
         self._write(rig, regions, region_bytes)
         lease_id = regions.seal()
         with pytest.raises(PoolTimeoutError):
-            rig.transport.read(Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1), lambda *_: rig.pass_time(0.3))
+            rig.transport.read(
+                Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1), Sink(lambda *_: rig.pass_time(0.3))
+            )
 
     def test_no_regions_are_no_work(self, rig: Rig) -> None:
         regions = rig.regions(1, REGION_BYTES)
@@ -253,9 +316,9 @@ class TransportContract:
         def never(first: int, buffers: Buffers) -> None:
             raise AssertionError("called for nothing")
 
-        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), never)
+        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Source(never))
         self._write(rig, regions)
-        rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), never)
+        rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), Sink(never))
 
     def test_threads_share_a_transport(self, rig: Rig) -> None:
         failures: list[BaseException] = []
@@ -268,7 +331,7 @@ class TransportContract:
 
             try:
                 self._write(rig, regions, batch_bytes=1)
-                rig.transport.read(Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1), drain)
+                rig.transport.read(Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(drain))
             except BaseException as error:
                 failures.append(error)
 

@@ -92,7 +92,7 @@ def test_ping(cli: Cli) -> None:
 
 def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
     told = cli("ping", "--transport", "tcp").splitlines()[1]
-    assert re.fullmatch(r"bytes would travel by tcp over the data port \S+: transport=tcp", told)
+    assert re.fullmatch(r"bytes would travel by tcp over the data port \S+, \d+ connections?: transport=tcp", told)
     done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
     assert done.returncode == 1 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, stream" in done.stderr
 

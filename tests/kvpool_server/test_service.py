@@ -339,10 +339,17 @@ def test_bytes_may_be_on_their_way_until_their_checksums_are_asked_for(
 
     right = {idx: checksum(block) for idx, block in enumerate(blocks)}
     lease_id = client.lookup(namespace, [run]).lease_id
-    assert client.get(namespace, lease_id, [run], drain_with(right), batch_bytes=2 * CHUNK).present == (True,) * 3
+
+    def get(sums: dict[int, int]) -> tuple[bool, ...]:
+        drain = drain_with(sums)
+        return tuple(client.get(namespace, lease_id, [run], drain, batch_bytes=2 * CHUNK, drain_sums=True).present)
+
+    assert get(right) == (True,) * 3
     assert asked == [0, 1, 2]
     with pytest.raises(ChecksumError, match=f"1 blocks differ.*{run.block_hashes[1].hex()}"):
-        client.get(namespace, lease_id, [run], drain_with({**right, 1: right[1] ^ 1}), batch_bytes=2 * CHUNK)
+        get({**right, 1: right[1] ^ 1})
+    with pytest.raises(InvalidRequestError, match="drain_sums is False"):
+        client.get(namespace, lease_id, [run], drain_with(right))
     client.release([lease_id])
 
 
@@ -730,12 +737,12 @@ def test_payloads_of_a_wrong_size_or_number_are_refused_before_they_are_sent(
 def test_blocks_in_place_that_are_no_such_blocks_are_refused_and_harm_nobody(
     client: Client, namespace: Namespace, blocks: list[Any]
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=r"a block to send|fill callback returned"):
-        client.put(namespace, [run_of("a", "b")], lambda *_: InPlace(blocks))
-    for nth in range(20):  # More than there are channels to a data port.
-        with pytest.raises(InvalidRequestError):
-            client.put(namespace, [run_of(nth, -nth - 1)], lambda *_: InPlace(blocks))
+    with pytest.raises(InvalidRequestError, match=r"for 2 blocks|uint8|not contiguous|it must have"):
+        client.put(namespace, [run_of("a", "b")], InPlace(blocks))
     run = _store(client, namespace, "c", "d")
+    lease_id = client.lookup(namespace, [run]).lease_id
+    with pytest.raises(InvalidRequestError, match=r"for 2 blocks|uint8|not contiguous|it must have"):
+        client.get(namespace, lease_id, [run], InPlace(blocks))
     assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "cd"]
 
 

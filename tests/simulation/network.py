@@ -21,7 +21,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.rpc import PoolRpc
 from kvpool.segment import Bytes
-from kvpool.transport.base import Drain, Fill, Transfer
+from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
 from kvpool.wire import status_of
@@ -328,7 +328,6 @@ class SimTransport:
 
     name = "shm"
     one_sided = False
-    in_place = False
     memory = None
 
     def __init__(self, server: SimServer):
@@ -336,15 +335,19 @@ class SimTransport:
         self._boot_token = server.boot_token
         self._arena: Bytes = server.memory
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
+    def write(self, transfer: Transfer, source: Source) -> None:
         ticket_id, region_bytes = transfer.holding_id, transfer.region_bytes
+        fill = source.filling()
 
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:
-                fill(first, [arena[offset : offset + region_bytes] for offset in offsets])
+                buffers = [arena[offset : offset + region_bytes] for offset in offsets]
+                fill(first, buffers)
+                source.sum(first, [[buffer] for buffer in buffers])
                 return
             buffers = [np.empty(region_bytes, np.uint8) for _ in offsets]
             fill(first, buffers)
+            source.sum(first, [[buffer] for buffer in buffers])
             for offset, buffer in zip(offsets, buffers, strict=True):
                 self._server.runtime.yields()
                 self._ask(lambda offset=offset: self._server.pool.writable(ticket_id, offset, region_bytes))  # type: ignore[misc]
@@ -352,16 +355,21 @@ class SimTransport:
 
         self._visit(transfer, visit)
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
+    def read(self, transfer: Transfer, sink: Sink) -> None:
         lease_id, region_bytes = transfer.holding_id, transfer.region_bytes
+        drain = sink.draining()
 
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:
-                drain(first, [arena[offset : offset + region_bytes] for offset in offsets])
+                buffers = [arena[offset : offset + region_bytes] for offset in offsets]
+                drain(first, buffers)
+                sink.sum(first, [[buffer] for buffer in buffers])
                 return
             for nth, offset in enumerate(offsets, first):
                 self._ask(lambda offset=offset: self._server.pool.readable(lease_id, offset, region_bytes))  # type: ignore[misc]
-                drain(nth, [self._server.memory[offset : offset + region_bytes].copy()])
+                received = self._server.memory[offset : offset + region_bytes].copy()
+                sink.sum(nth, [[received]])
+                drain(nth, [received])
 
         self._visit(transfer, visit)
 
@@ -377,7 +385,7 @@ class SimTransport:
                 runtime.wait(self._server.reachable, deadline)
             if runtime.clock.now > deadline:
                 raise PoolTimeoutError(f"the transfer took more than {transfer.timeout_s:.3f} s")
-            visit(start, transfer.offsets[start:stop], arena)
+            visit(start, transfer.starts[start:stop], arena)
         runtime.yields()
 
     def _ask(self, check: Callable[[], None]) -> None:

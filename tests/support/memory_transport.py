@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import KVPoolError, PoolTimeoutError, TransferError
-from kvpool.transport.base import Clock, Drain, Fill, Transfer
+from kvpool.transport.base import Clock, Sink, Source, Transfer
 
 
 @dataclass(slots=True)
@@ -32,7 +32,6 @@ class MemoryTransport:
 
     name = "memory"
     one_sided = False
-    in_place = False
     memory = None
 
     def __init__(self, arena: npt.NDArray[np.uint8], faults: Faults | None = None, clock: Clock = time.monotonic):
@@ -40,14 +39,18 @@ class MemoryTransport:
         self._clock = clock
         self.faults = faults if faults is not None else Faults()
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
+    def write(self, transfer: Transfer, source: Source) -> None:
+        fill = source.filling()
         self._raise_next()
         deadline = self._clock() + transfer.timeout_s
         for start, stop in transfer.batches():
             self._check_deadline(deadline, transfer)
-            fill(start, self._regions(transfer, start, stop))
+            regions = self._regions(transfer, start, stop)
+            fill(start, regions)
+            source.sum(start, [[region] for region in regions])
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
+    def read(self, transfer: Transfer, sink: Sink) -> None:
+        drain = sink.draining()
         self._raise_next()
         deadline = self._clock() + transfer.timeout_s
         corrupt, truncate = self.faults.corrupt_reads > 0, self.faults.truncate_reads > 0
@@ -60,6 +63,7 @@ class MemoryTransport:
             buffers = [region.copy() for region in self._regions(transfer, start, stop)]
             if corrupt and start == 0:
                 buffers[0][0] ^= 0xFF
+            sink.sum(start, [[buffer] for buffer in buffers])
             drain(start, buffers)
 
     def _regions(self, transfer: Transfer, start: int, stop: int) -> list[npt.NDArray[np.uint8]]:

@@ -8,7 +8,7 @@ import sys
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.base import Buffers, Source, Transfer
 from kvpool.types import ShardRange
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -26,7 +26,7 @@ def main() -> None:
     def half(first: int, buffers: Buffers) -> None:
         buffers[0][: CHUNK_BYTES // 2] = 0xEE
 
-    namespace.transport.write(Transfer(grant.ticket_id, grant.offsets[:1], CHUNK_BYTES, timeout_s=10.0), half)
+    namespace.transport.write(Transfer(grant.ticket_id, grant.offsets[:1], CHUNK_BYTES, timeout_s=10.0), Source(half))
     print(grant.ticket_id, flush=True)
     signal.pause()
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from kvpool.data_port import Kind, Signer, pack_offsets
-from kvpool.transport.base import Drain, Fill, Transfer
-from kvpool.transport.tcp import TcpTransport
+from kvpool.transport.base import Sink, Source, Transfer
+from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.types import DataPortInfo
 from kvpool_server.data_plane.worker import MAX_CONNECTIONS, TALLY_COLUMNS, DataWorker
 from tests.support.processes import ServerProcess
@@ -40,8 +40,8 @@ class Port:
         self.thread = threading.Thread(target=worker.serve, daemon=True)
         self.thread.start()
 
-    def connect(self, direct: bool, stall_timeout_s: float = 5.0, num_connections: int = 3) -> TcpTransport:
-        return TcpTransport(self.info, "127.0.0.1", num_connections, 5.0, stall_timeout_s, direct)
+    def connect(self, num_connections: int, stall_timeout_s: float = 5.0) -> TcpTransport:
+        return TcpTransport(peer_of(self.info, "127.0.0.1", 5.0, stall_timeout_s), num_connections)
 
     def permit(
         self, kind: Kind, holding_id: int, offsets: Sequence[int], region_bytes: int, ttl_s: float = 60.0
@@ -66,17 +66,18 @@ def data_port(nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS) ->
 class Permitted:
     """A transport that signs its own permits, for tests without a server that would."""
 
-    name, one_sided, memory = TcpTransport.name, TcpTransport.one_sided, TcpTransport.memory
+    name, one_sided = TcpTransport.name, TcpTransport.one_sided
 
     def __init__(self, transport: TcpTransport, port: Port):
         self.inner = transport
+        self.memory = transport.memory
         self._port = port
 
-    def write(self, transfer: Transfer, fill: Fill) -> None:
-        self.inner.write(self._permitted(Kind.WRITE, transfer), fill)
+    def write(self, transfer: Transfer, source: Source) -> None:
+        self.inner.write(self._permitted(Kind.WRITE, transfer), source)
 
-    def read(self, transfer: Transfer, drain: Drain) -> None:
-        self.inner.read(self._permitted(Kind.READ, transfer), drain)
+    def read(self, transfer: Transfer, sink: Sink) -> None:
+        self.inner.read(self._permitted(Kind.READ, transfer), sink)
 
     def _permitted(self, kind: Kind, transfer: Transfer) -> Transfer:
         if transfer.permit:

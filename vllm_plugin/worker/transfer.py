@@ -154,8 +154,14 @@ class SendThread(TransferThread[StoreJob]):
                 rows = [[row[start + idx] for idx in indices] for row in part.block_ids]
                 return self._copier.gather(mark, part.group_idx, rows, buffers)
 
+            count = sum(map(len, runs))
+            mine = [row[start : start + count] for row in part.block_ids]
             result = self._session.client.put(
-                namespace, runs, fill, shards=shards, batch_bytes=self._copier.batch_bytes
+                namespace,
+                runs,
+                self._copier.in_place(part.group_idx, mine) or fill,
+                shards=shards,
+                batch_bytes=self._copier.batch_bytes,
             )
             granted = result.statuses.count(PutStatus.GRANTED)
             self._recorder.add("stored_blocks", granted)
@@ -209,10 +215,11 @@ class ReceiveThread(TransferThread[LoadJob]):
             namespace,
             lease_id,
             part.runs,
-            drain,
+            self._copier.in_place(part.group_idx, part.block_ids) or drain,
             shards=shards,
             batch_bytes=self._copier.batch_bytes,
             head_blocks=self._copier.head_blocks,
+            drain_sums=self._copier.sums(part.group_idx),
         )
         present = sum(located.present)
         self._recorder.add("loaded_bytes", present * shards.count * namespace.spec.groups[part.group_idx].chunk_bytes)

@@ -64,7 +64,8 @@ class KVPoolWorker:
         self._held: list[StoreJob] = []
         self._name = f"worker {tp_rank}" if parallel.pipeline_parallel_size == 1 else f"worker {stage}.{tp_rank}"
         self._recorder = Recorder()
-        self.session = Session(config.client_config(), spec, self._name, self._recorder)
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self.session = Session(config.client_config(ranks), spec, self._name, self._recorder)
         self.sender: SendThread | None = None
         self.receiver: ReceiveThread | None = None
         # The scheduler compares it with its own.

@@ -8,7 +8,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
-from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.grpc import GrpcTransport
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
@@ -51,12 +51,12 @@ def _never(first: int, buffers: Buffers) -> None:
 
 def test_a_ticket_that_is_not_live_writes_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
-        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), _zeros)
+        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
 
 
 def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"lease 0x7b is not live.*look up again"):
-        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), _never)
+        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Sink(_never))
 
 
 @pytest.mark.parametrize("shift", [-1, 1, REGION_BYTES, 1 << 40])
@@ -65,20 +65,20 @@ def test_bytes_beside_the_tickets_regions_are_refused(rig: Rig, shift: int) -> N
     middle = regions.offsets[1]
     outside = middle + shift if shift != REGION_BYTES else max(regions.offsets) + REGION_BYTES
     with pytest.raises(InvalidRequestError, match=rf"\[{outside}, {outside + REGION_BYTES}\) is in no region"):
-        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), _zeros)
+        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
 
 
 def test_bytes_beside_the_leased_blocks_are_refused(rig: Rig) -> None:
     ours, theirs = rig.regions(1, REGION_BYTES), rig.regions(1, REGION_BYTES)
 
     for regions in (ours, theirs):
-        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), _zeros)
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
     lease_id = ours.seal()
     theirs.seal()
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), _never)
+        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(_never))
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), _never)
+        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), Sink(_never))
 
 
 def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
@@ -94,7 +94,7 @@ def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
         inside.clear()
 
     with pytest.raises(PoolTimeoutError):
-        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.2, 1), slow)
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.2, 1), Source(slow))
     assert not inside.is_set()
     filled = len(calls)
     time.sleep(0.6)  # As long as another fill would take to begin and end.
@@ -119,5 +119,5 @@ def test_a_read_that_stands_still_is_given_up_long_before_its_deadline(pool_serv
         transport = regions.open(1).transport
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(Transfer(lease_id, held.offsets, region_bytes, 60.0, 1), drain)
+            transport.read(Transfer(lease_id, held.offsets, region_bytes, 60.0, 1), Sink(drain))
         assert len(seen) < count and time.monotonic() - started < 10

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from kvpool.errors import LeaseExpiredError, TransferError, UnavailableError
-from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import Faults, MemoryTransport
@@ -45,7 +45,7 @@ def _read(transport: MemoryTransport) -> list[bytes]:
     def drain(first: int, buffers: Buffers) -> None:
         read.extend(buffer.tobytes() for buffer in buffers)
 
-    transport.read(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), drain)
+    transport.read(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Sink(drain))
     return read
 
 
@@ -59,7 +59,7 @@ def test_injected_errors_hit_the_next_transfers_in_order(transport: MemoryTransp
         raise AssertionError("a failed transfer moves nothing")
 
     with pytest.raises(UnavailableError, match="gone"):
-        transport.write(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 1), never)
+        transport.write(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 1), Source(never))
     assert _read(transport) == GOOD
     with pytest.raises(LeaseExpiredError, match="late"):
         _read(transport)
@@ -81,7 +81,7 @@ def test_a_truncated_read_ends_before_its_last_region(transport: MemoryTransport
     seen: list[int] = []
     with pytest.raises(TransferError, match=f"before region {OFFSETS[-1]}"):
         transport.read(
-            Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), lambda first, _: seen.append(first)
+            Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Sink(lambda first, _: seen.append(first))
         )
     assert seen == [0]
     assert _read(transport) == GOOD
@@ -92,5 +92,5 @@ def test_a_reader_cannot_change_the_arena(transport: MemoryTransport) -> None:
         for buffer in buffers:
             buffer[:] = 0
 
-    transport.read(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 1), scribble)
+    transport.read(Transfer(1, OFFSETS, REGION_BYTES, DEADLINE_S, 1), Sink(scribble))
     assert _read(transport) == GOOD

@@ -21,7 +21,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.mooncake import RDMA_DEVICES, Engine
 from kvpool.transport import channel_threads, mooncake
-from kvpool.transport.base import Buffers, Transfer
+from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.channel_threads import THREAD_NAME, ChannelPool, ChannelThread
 from kvpool.transport.choice import choose
 from kvpool.transport.mooncake import MooncakeTransport
@@ -103,7 +103,7 @@ def _all_idle(transport: MooncakeTransport) -> bool:
 def _read_patiently(transport: MooncakeTransport, held: Regions) -> None:
     """Reads from a server that was stopped: on a busy machine it may be slow to catch up."""
     transfer = Transfer(1, held.offsets, MIB, DEADLINE_S, MIB)
-    transport.pipeline.read(transfer, lambda *_: None, stall_timeout_s=DEADLINE_S)
+    transport.pipeline.read(transfer, Sink(lambda *_: None), stall_timeout_s=DEADLINE_S)
 
 
 def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
@@ -140,19 +140,19 @@ def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
         for idx, buffer in enumerate(buffers, first):
             buffer[:] = payload(idx, REGION_BYTES)
 
-    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB), fill)
+    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB), Source(fill))
     read: list[bytes] = []
     offsets = [regions.offsets[idx] for idx in order]
     rig.transport.read(
         Transfer(regions.seal(), offsets, REGION_BYTES, DEADLINE_S, MIB),
-        lambda _, rows: read.extend(row.tobytes() for row in rows),
+        Sink(lambda _, rows: read.extend(row.tobytes() for row in rows)),
     )
     assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
 
 def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
     with pytest.raises(TransferError, match=r"beyond the arena's 67108864 bytes"):
-        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), _never)
+        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Source(_never))
 
 
 def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(rig: Rig) -> None:
@@ -170,7 +170,7 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
 
     before = _arena_bytes(opened, regions.offsets)
     with pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
-        transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), fill)
+        transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), Source(fill))
     transport.close()
     assert _arena_bytes(opened, regions.offsets) == before
 
@@ -178,7 +178,8 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
 def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[bytes]:
     read: list[bytes] = []
     transport.read(
-        Transfer(1, offsets, REGION_BYTES, DEADLINE_S, MIB), lambda _, rows: read.extend(row.tobytes() for row in rows)
+        Transfer(1, offsets, REGION_BYTES, DEADLINE_S, MIB),
+        Sink(lambda _, rows: read.extend(row.tobytes() for row in rows)),
     )
     return read
 
@@ -186,17 +187,19 @@ def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[b
 def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransferError, match="is closed"):
-        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), _never)
+        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(_never))
 
 
 def test_threads_more_than_channels_wait_for_each_other(rig: Rig) -> None:
     regions = rig.regions(4, REGION_BYTES)
-    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), _zeros)
+    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            rig.transport.read(Transfer(1, regions.offsets, REGION_BYTES, DEADLINE_S, 1), lambda *_: time.sleep(0.01))
+            rig.transport.read(
+                Transfer(1, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01))
+            )
         except BaseException as error:
             failures.append(error)
 
@@ -225,12 +228,12 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
 
     started = time.monotonic()
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), drain)
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(drain))
     assert time.monotonic() - started < DEADLINE_S
     assert 4 in seen and len(seen) < 24
     wait_for(lambda: _all_idle(transport), "all channels to be idle")
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), _never)
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
 
 
 def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it_ends(
@@ -242,7 +245,7 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it
     with _frozen(server):
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), _never)
+            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
         assert time.monotonic() - started < 10
         channels = transport.pipeline.channels
         assert channels.num_channels == mooncake.DEPTH and not channels.num_idle
@@ -267,7 +270,7 @@ def test_a_channel_that_was_given_up_is_returned_after_the_end_of_its_batch(
 
     monkeypatch.setattr(ChannelPool, "put_back", note)
     with _frozen(server), pytest.raises(PoolTimeoutError):
-        transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), _never)
+        transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
     wait_for(lambda: len(ended) == mooncake.DEPTH, "both channels to be returned")
     assert all(ended)
 
@@ -275,7 +278,7 @@ def test_a_channel_that_was_given_up_is_returned_after_the_end_of_its_batch(
 LEAVES_IN_THE_MIDDLE = """
 import sys
 from kvpool.client import Client
-from kvpool.transport.base import Transfer
+from kvpool.transport.base import Sink, Transfer
 from kvpool.config import ClientConfig
 from kvpool.errors import PoolTimeoutError
 import os, signal
@@ -284,7 +287,7 @@ client = Client(ClientConfig(sys.argv[1], transport="mooncake", stall_timeout_ms
 transport = client.admin.try_transport().transport
 os.kill(int(sys.argv[2]), signal.SIGSTOP)
 try:
-    transport.read(Transfer(1, range(0, 32 << 20, 1 << 20), 1 << 20, 10.0, 1 << 20), lambda *_: None)
+    transport.read(Transfer(1, range(0, 32 << 20, 1 << 20), 1 << 20, 10.0, 1 << 20), Sink(lambda *_: None))
 except PoolTimeoutError:
     print("given up")
 """
@@ -326,9 +329,9 @@ def test_channels_that_are_lost_to_a_dead_network_are_replaced(
     before = transport.pipeline
     with _frozen(server):
         with pytest.raises(PoolTimeoutError):
-            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), _never)
+            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
         with pytest.raises(PoolTimeoutError):
-            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), _never)
+            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
         assert transport.pipeline is not before and before.channels.closed.is_set()
     wait_for(lambda: _all_idle(transport), "the new channels to be idle")
     _read_patiently(transport, held)

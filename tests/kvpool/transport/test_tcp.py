@@ -1,4 +1,4 @@
-"""The `tcp` transport: the contract with and without threads, and whatever goes wrong."""
+"""The `tcp` transport: the contract with one connection and with several, and whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kvpool.errors import (
     TransferError,
     UnavailableError,
 )
-from kvpool.transport import tcp
-from kvpool.transport.base import Buffers, Transfer
-from kvpool.transport.channel_threads import THREAD_NAME
+from kvpool.transport import choice, tcp_connection
+from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.tcp import TcpTransport
+from kvpool.transport.tcp_connection import Peer
 from kvpool.types import ShardRange
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
@@ -46,13 +46,13 @@ def port() -> Iterator[Port]:
         yield port
 
 
-@pytest.fixture(params=[True, False], ids=["direct", "threads"])
-def direct(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=[1, 3])
+def num_connections(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.fixture
-def rig(port: Port, direct: bool) -> Iterator[Rig]:
+def rig(port: Port, num_connections: int) -> Iterator[Rig]:
     ids, at = itertools.count(1), itertools.count(0, 4 * MIB)
 
     def regions(num_regions: int, region_bytes: int) -> Regions:
@@ -61,7 +61,7 @@ def rig(port: Port, direct: bool) -> Iterator[Rig]:
         offsets = tuple(start + nth * region_bytes + nth // 2 * 8 for nth in range(num_regions))
         return Regions(next(ids), offsets, lambda: next(ids))
 
-    with closing(port.connect(direct)) as transport:
+    with closing(port.connect(num_connections)) as transport:
         yield Rig(Permitted(transport, port), regions)
 
 
@@ -85,8 +85,8 @@ def _sevens(first: int, buffers: Buffers) -> None:
 
 
 @pytest.fixture
-def transport(port: Port, direct: bool) -> Iterator[TcpTransport]:
-    with closing(port.connect(direct)) as transport:
+def transport(port: Port, num_connections: int) -> Iterator[TcpTransport]:
+    with closing(port.connect(num_connections)) as transport:
         yield transport
 
 
@@ -95,12 +95,9 @@ def test_bytes_that_lie_ready_are_sent_from_there(port: Port, transport: TcpTran
     offsets = [nth * region_bytes + nth // 2 * 8 for nth in range(7)]
     blocks = [payload(idx, region_bytes) for idx in range(7)]
 
-    def fill(first: int, buffers: Buffers) -> Buffers:
-        _sevens(first, buffers)
-        return blocks[first : first + len(buffers)]
-
     permit = port.permit(Kind.WRITE, 1, offsets, region_bytes)
-    transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, 2 * region_bytes, permit), fill)
+    rows = [[block[:1_000], block[1_000:]] for block in blocks]
+    transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, 2 * region_bytes, permit), Source(rows=rows))
     for offset, block in zip(offsets, blocks, strict=True):
         assert np.array_equal(port.arena[offset : offset + region_bytes], block)
 
@@ -115,18 +112,20 @@ def test_a_forged_permit_moves_nothing(port: Port, transport: TcpTransport) -> N
         ([0], 64, granted[:8] + bytes(16)),
     ):
         with pytest.raises(TransferError, match="not for these regions, or of another boot"):
-            transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, MIB, permit), _sevens)
+            transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, MIB, permit), Source(_sevens))
     with pytest.raises(TransferError, match="not for these regions"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), _never)  # It is one to write.
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Sink(_never))  # It is one to write.
     assert np.array_equal(port.arena, before)
 
 
 def test_an_expired_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
     before = port.arena.copy()
-    for kind, move, visit in ((Kind.WRITE, transport.write, _sevens), (Kind.READ, transport.read, _never)):
-        permit = port.permit(kind, 1, [0], 64, ttl_s=0)
-        with pytest.raises(LeaseExpiredError, match="has expired"):
-            move(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), visit)  # type: ignore[arg-type]
+    permit = port.permit(Kind.WRITE, 1, [0], 64, ttl_s=0)
+    with pytest.raises(LeaseExpiredError, match="has expired"):
+        transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Source(_sevens))
+    permit = port.permit(Kind.READ, 1, [0], 64, ttl_s=0)
+    with pytest.raises(LeaseExpiredError, match="has expired"):
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
     assert np.array_equal(port.arena, before)
 
 
@@ -134,13 +133,13 @@ def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, tra
     for offset in (len(port.arena) - 63, 1 << 63, (1 << 64) - 1):
         permit = port.permit(Kind.READ, 1, [offset], 64)
         with pytest.raises(InvalidRequestError, match="beyond the arena"):
-            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), _never)
+            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Sink(_never))
 
 
 def test_a_transport_goes_on_after_a_refusal(port: Port, transport: TcpTransport) -> None:
     with pytest.raises(TransferError):
-        transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, bytes(24)), _sevens)
-    transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.WRITE, 1, [0], 64)), _sevens)
+        transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, bytes(24)), Source(_sevens))
+    transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.WRITE, 1, [0], 64)), Source(_sevens))
     assert set(port.arena[:64]) == {7}
 
 
@@ -206,27 +205,29 @@ def test_bytes_beyond_the_regions_of_the_permit_are_refused(port: Port, skip_byt
         assert _reply(client) is Status.INVALID
 
 
-def test_too_many_connections_are_told_that_there_is_no_room(direct: bool) -> None:
-    with data_port(MIB, max_connections=1) as port, closing(port.connect(direct)) as transport:
+def test_too_many_connections_are_told_that_there_is_no_room(num_connections: int) -> None:
+    with data_port(MIB, max_connections=1) as port, closing(port.connect(num_connections)) as transport:
         with _greeted(port):
             permit = port.permit(Kind.READ, 1, [0], 64)
             with pytest.raises(UnavailableError, match="accepts no more connections; raise --data-workers"):
-                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), _never)
+                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
         wait_for(lambda: _moves(port, transport), "room, once the other has gone")
 
 
 def _moves(port: Port, transport: TcpTransport) -> bool:
     try:
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), _ignore)
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(_ignore))
     except UnavailableError:
         return False
     return True
 
 
-def test_bytes_are_counted(direct: bool) -> None:
-    with data_port(MIB) as port, closing(port.connect(direct)) as transport:
-        transport.write(Transfer(1, [0, 100], 100, DEADLINE_S, 100, port.permit(Kind.WRITE, 1, [0, 100], 100)), _sevens)
-        transport.read(Transfer(1, [0], 100, DEADLINE_S, 100, port.permit(Kind.READ, 1, [0], 100)), _ignore)
+def test_bytes_are_counted(num_connections: int) -> None:
+    with data_port(MIB) as port, closing(port.connect(num_connections)) as transport:
+        transport.write(
+            Transfer(1, [0, 100], 100, DEADLINE_S, 100, port.permit(Kind.WRITE, 1, [0, 100], 100)), Source(_sevens)
+        )
+        transport.read(Transfer(1, [0], 100, DEADLINE_S, 100, port.permit(Kind.READ, 1, [0], 100)), Sink(_ignore))
         wait_for(lambda: port.tally.tolist() == [100, 200], "the tally")
 
 
@@ -234,32 +235,32 @@ def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
     port: Port, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    connect = tcp.connect
-    monkeypatch.setattr(tcp, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
+    connect = Peer.connect
+    monkeypatch.setattr(Peer, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
     permit = port.permit(Kind.READ, 1, [0], 64)
     for _ in range(3):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), _ignore)
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_ignore))
     assert len(made) == 1
-    monkeypatch.setattr(tcp, "IDLE_S", 0.0)
-    transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), _ignore)
+    monkeypatch.setattr(tcp_connection, "IDLE_S", 0.0)
+    transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_ignore))
     assert len(made) == 2
 
 
-def test_nothing_is_left_of_a_closed_transport(port: Port, direct: bool) -> None:
+def test_nothing_is_left_of_a_closed_transport(port: Port, num_connections: int) -> None:
     def left() -> tuple[int, int]:
-        threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+        threads = sum(thread.name.startswith("kvpool-helper") for thread in threading.enumerate())
         return threads, _connections_to(port.info.port)
 
     wait_for(lambda: left() == (0, 0), "channels of other tests to end")
-    transport = port.connect(direct)
+    transport = port.connect(num_connections)
     offsets = list(range(0, 8 * MIB, MIB))
-    transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, port.permit(Kind.READ, 1, offsets, MIB)), _ignore)
+    transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, port.permit(Kind.READ, 1, offsets, MIB)), Sink(_ignore))
     threads, connections = left()
-    assert connections and bool(threads) is not direct
+    assert 1 <= connections <= num_connections and bool(threads) is (num_connections > 1)
     transport.close()
     wait_for(lambda: left() == (0, 0), "its threads and sockets to be gone")
     with pytest.raises(TransferError, match="is closed"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), _never)
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(_never))
 
 
 def _connections_to(port: int) -> int:
@@ -268,12 +269,12 @@ def _connections_to(port: int) -> int:
     return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
-def test_closing_ends_calls_under_way(port: Port, direct: bool) -> None:
-    transport = port.connect(direct)
+def test_closing_ends_calls_under_way(port: Port, num_connections: int) -> None:
+    transport = port.connect(num_connections)
     offsets = list(range(0, 32 * MIB, MIB))
     permit = port.permit(Kind.READ, 1, offsets, MIB)
     with pytest.raises((TransferError, UnavailableError)):
-        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), lambda *_: transport.close())
+        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(lambda *_: transport.close()))
 
 
 @pytest.fixture
@@ -282,13 +283,12 @@ def server(pool_server: StartServer) -> ServerProcess:
 
 
 @pytest.fixture
-def as_direct(direct: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Clients move bytes in the way of few cores, or of many."""
-    monkeypatch.setattr(tcp, "THREADS_FROM_CORES", 1 << 20 if direct else 0)
-    return direct
+def on_cores(num_connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients have as many connections as with few cores, or with many."""
+    monkeypatch.setattr(choice, "movers_of", lambda num_cores, sharers: num_connections)
 
 
-@pytest.mark.usefixtures("as_direct")
+@pytest.mark.usefixtures("on_cores")
 def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
     spec = namespace_spec(group_spec(chunk_bytes=100_000, num_shards=2))
     run, payloads = run_of(*range(30)), [payload(idx, 200_000) for idx in range(30)]
@@ -330,7 +330,7 @@ class Stored:
         return True
 
 
-@pytest.mark.usefixtures("as_direct")
+@pytest.mark.usefixtures("on_cores")
 def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: ServerProcess, connect: Connect) -> None:
     stored = Stored(connect(server, transport="tcp"))
     before = workers_of(server)
@@ -349,7 +349,7 @@ def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: Se
     assert server.stderr.count("a data worker died") == 2
 
 
-@pytest.mark.usefixtures("as_direct")
+@pytest.mark.usefixtures("on_cores")
 def test_a_server_killed_in_the_middle_is_an_error_and_leaves_no_worker(
     server: ServerProcess, connect: Connect
 ) -> None:
@@ -367,7 +367,7 @@ def test_a_server_killed_in_the_middle_is_an_error_and_leaves_no_worker(
     wait_for(lambda: not any(map(is_worker, workers)), "the workers to end with their server")
 
 
-@pytest.mark.usefixtures("as_direct")
+@pytest.mark.usefixtures("on_cores")
 def test_a_server_that_stops_leaves_no_worker_not_even_one_that_is_stopped(server: ServerProcess) -> None:
     workers = workers_of(server)
     os.kill(workers[0], signal.SIGSTOP)
@@ -377,7 +377,7 @@ def test_a_server_that_stops_leaves_no_worker_not_even_one_that_is_stopped(serve
     assert "Traceback" not in server.stderr
 
 
-@pytest.mark.usefixtures("as_direct")
+@pytest.mark.usefixtures("on_cores")
 def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_deadline(
     server: ServerProcess, connect: Connect
 ) -> None:
@@ -402,7 +402,7 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     wait_for(stored.check, "the workers to go on")
 
 
-@pytest.mark.usefixtures("as_direct")
+@pytest.mark.usefixtures("on_cores")
 def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProcess, connect: Connect) -> None:
     """Nothing of it is under way once the caller hears of it."""
     client = connect(server, transport="tcp")
@@ -451,11 +451,11 @@ def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, conne
 
 def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
     with pytest.raises(TransferError, match="belongs to another server"):
-        tcp.connect(("127.0.0.1", port.info.port), bytes(range(16)), 5.0)
+        Peer("127.0.0.1", port.info.port, bytes(range(16)), 5.0, 5.0).connect(5.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match="no answer in time"):
-        tcp.connect(silent.getsockname(), port.info.nonce, 0.1)
+        Peer(*silent.getsockname(), port.info.nonce, 5.0, 5.0).connect(0.1)
     with pytest.raises(UnavailableError, match="Connection refused"):
-        tcp.connect(("127.0.0.1", 1), port.info.nonce, 5.0)
+        Peer("127.0.0.1", 1, port.info.nonce, 5.0, 5.0).connect(5.0)
 
 
 def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:

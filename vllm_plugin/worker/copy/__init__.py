@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.block_io import InPlace
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.worker.layout import Layout
@@ -26,7 +27,7 @@ class Copier(Protocol):
     """How many blocks keep the copier busy while others are being located; 0: copies run on the caller's thread."""
 
     def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
-        """Adopts memory in which buffers will lie for long (the pool's shared memory); cheap to repeat."""
+        """Adopts memory in which buffers will lie for long; cheap to repeat."""
 
     def mark(self) -> Any:
         """A mark of the work that the device has been given so far, for `gather` and `scatter` to wait for."""
@@ -34,15 +35,20 @@ class Copier(Protocol):
     def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         """Copies blocks of the engine into buffers, uint8 [region bytes] each, once `mark` is reached.
 
-        If it returns checksums, buffers in adopted memory are full once the checksums are computed. All other buffers
-        are full when it returns.
+        If it returns checksums, the buffers are full once these are computed; else they are full when it returns.
         """
+
+    def sums(self, group_idx: int) -> bool:
+        """Whether `gather` and `scatter` return the checksums of this group's blocks."""
+
+    def in_place(self, group_idx: int, block_ids: BlockIds) -> InPlace | None:
+        """The blocks where they lie, if the transport can read and write them there."""
 
     def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         """Copies buffers into blocks of the engine, once `mark` is reached.
 
-        If it returns checksums, buffers in adopted memory must not change until the checksums are computed. All other
-        buffers may change as soon as it returns.
+        If it returns checksums, the buffers must not change until these are computed; else they may change as soon as
+        it returns.
         """
 
     def wait_scattered(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies on the CPU: numpy strided copies, which release the GIL."""
+"""Copies on the CPU: the transport's own where blocks lie in long pieces, else strided ones by numpy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.block_io import InPlace
 from kvpool.transport.base import BATCH_BYTES, Buffers
 from vllm_plugin.worker.copy import BlockIds
-from vllm_plugin.worker.layout import Layout
+from vllm_plugin.worker.layout import Layout, Part
 
 Bytes = npt.NDArray[np.uint8]
+
+MIN_PIECE_BYTES = 16 << 10
+"""Blocks in smaller pieces are copied by numpy: a copy or receive for each would cost more."""
 
 
 class CpuCopier:
@@ -23,12 +27,32 @@ class CpuCopier:
     def __init__(self, layouts: Sequence[Layout]):
         self._layouts = layouts
         self._views = [[part.view.numpy() for part in layout.parts] for layout in layouts]
+        self._in_pieces = [all(map(_lies_in_pieces, layout.parts)) for layout in layouts]
 
     def adopt(self, memory: Bytes | None) -> None:
         """Nothing to do: all memory is copied alike."""
 
     def mark(self) -> None:
         return None
+
+    def sums(self, group_idx: int) -> bool:
+        return False
+
+    def in_place(self, group_idx: int, block_ids: BlockIds) -> InPlace | None:
+        if not self._in_pieces[group_idx]:
+            return None
+        layout, views = self._layouts[group_idx], self._views[group_idx]
+        return InPlace(
+            [
+                [
+                    layer.reshape(-1)
+                    for shard in range(layout.num_shards)
+                    for part, view in zip(layout.parts, views, strict=True)
+                    for layer in view[block_ids[part.member][nth], shard]
+                ]
+                for nth in range(len(block_ids[0]))
+            ]
+        )
 
     def gather(self, mark: None, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         for block, part in self._parts(group_idx, block_ids, buffers):
@@ -49,3 +73,9 @@ class CpuCopier:
             for part, view in zip(layout.parts, self._views[group_idx], strict=True):
                 block = view[block_ids[part.member][nth]]
                 yield block, chunks[:, part.start : part.start + part.chunk_bytes].reshape(block.shape)
+
+
+def _lies_in_pieces(part: Part) -> bool:
+    """Whether each layer's bytes of a shard of a block are contiguous, and enough for a copy of their own."""
+    piece = part.view[0, 0, 0]
+    return piece.is_contiguous() and piece.numel() >= MIN_PIECE_BYTES

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
+from kvpool.block_io import InPlace
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from vllm_plugin.worker.copy import BlockIds, driver, xxh3
@@ -51,6 +52,7 @@ class CudaCopier:
         hasher = xxh3.Hasher(self._device)
         self._out = _Direction(self._device, self._shapes, hasher, staging_bytes)
         self._in = _Direction(self._device, self._shapes, hasher, staging_bytes)
+        self._sums = [hasher.suits(layout.chunk_bytes) for layout in layouts]
         self._scatters: list[_Copy] = []
         # Compiled now: the first request should not wait for that.
         for group_idx, shape in enumerate(self._shapes):
@@ -72,6 +74,12 @@ class CudaCopier:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def sums(self, group_idx: int) -> bool:
+        return self._sums[group_idx]
+
+    def in_place(self, group_idx: int, block_ids: BlockIds) -> InPlace | None:
+        return None
 
     def gather(self, mark: torch.cuda.Event, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         direction, staging = self._out, self._out.next_buffer()

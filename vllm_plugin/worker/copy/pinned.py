@@ -1,4 +1,4 @@
-"""The pool's shared memory, registered (pinned) with CUDA so that copies cross the bus straight from or to it.
+"""Memory of a transport, registered (pinned) with CUDA so that copies cross the bus straight from or to it.
 
 A thread of its own registers the memory step by step; until a step is registered, its buffers cannot be borrowed.
 """
@@ -115,15 +115,15 @@ class PinnedMemory:
             error = torch.cuda.cudart().cudaHostRegister(self._start + at, nbytes, 0)
             if int(error) != 0:
                 logger.warning(
-                    "kvpool: CUDA does not pin the pool's shared memory (%s): copies pass through a staging buffer and "
-                    "are slower",
+                    "kvpool: CUDA does not pin the memory that KV blocks pass through (%s): copies take one step more, "
+                    "and are slower",
                     error,
                 )
                 break
             with self._lock:
                 self._registered_bytes = at + nbytes
         else:
-            logger.info("kvpool: all %d bytes of the pool's shared memory are pinned", self.memory.nbytes)
+            logger.info("kvpool: all %d bytes of the memory that KV blocks pass through are pinned", self.memory.nbytes)
         self.give_back()
 
     def _unregister_if_unused(self) -> None:

@@ -1,0 +1,109 @@
+"""Threads that help callers move and sum the bytes of their transfers.
+
+A caller never waits for a thread to become free: what no helper has begun, the caller does itself or drops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Help:
+    """Work that was given to the helpers."""
+
+    def __init__(self, work: Callable[[], object], begun: Future[object] | None):
+        self._work = work
+        self._begun = begun
+
+    def finish(self) -> None:
+        """Does the work unless a helper has begun it; then waits for its end. Raises what the work raises."""
+        if self._begun is None or self._begun.cancel():
+            self._work()
+        else:
+            self._begun.result()
+
+    def drop(self) -> None:
+        """Waits for the work's end if a helper has begun it; else nobody will. Raises nothing."""
+        if self._begun is not None and not self._begun.cancel():
+            self._begun.exception()
+
+
+class Helpers:
+    """At most `num_threads` threads, started when they are needed. Thread-safe. A fork gets threads of its own."""
+
+    def __init__(self, num_threads: int, name: str = "kvpool-helper"):
+        self.num_threads = num_threads
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._process_id = os.getpid()
+
+    def submit(self, work: Callable[[], object]) -> Help:
+        """Lets a helper do some work, as soon as one is free."""
+        with self._locked():
+            if self.num_threads:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(self.num_threads, self._name)
+                with contextlib.suppress(RuntimeError):  # The interpreter ends, and accepts no more work.
+                    return Help(work, self._threads.submit(work))
+        return Help(work, None)
+
+    def share(self, items: Sequence[T], act: Callable[[T], object]) -> None:
+        """Acts on every item once, on the caller's thread and on the helpers', in about their order.
+
+        Raises the first error; then the remaining items are left out, and no thread acts any more.
+        """
+        left = iter(items)
+        taking = threading.Lock()
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            while not errors:
+                with taking:
+                    item = next(left, None)
+                if item is None:
+                    return
+                try:
+                    act(item)
+                except BaseException as error:
+                    errors.append(error)
+
+        shares = [self.submit(work) for _ in range(min(self.num_threads, len(items) - 1))]
+        work()
+        for share in shares:
+            share.drop()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Ends the threads after what they have begun. Idempotent; later work is left to its caller."""
+        with self._locked():
+            self.num_threads = 0
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)
+
+    def _locked(self) -> threading.Lock:
+        if self._process_id != os.getpid():  # A fork, which has neither the threads nor the lock's holder.
+            self._lock, self._threads, self._process_id = threading.Lock(), None, os.getpid()
+        return self._lock
+
+
+MAX_MOVERS = 8
+CORES_A_MOVER = 2
+
+
+def movers_of(num_cores: int, sharers: int = 1) -> int:
+    """How many threads move the bytes of one transfer, the caller's among them, and over how many connections.
+
+    Args:
+        num_cores: that this process may use.
+        sharers: clients that share these cores, such as the ranks of one engine.
+    """
+    return max(1, min(MAX_MOVERS, num_cores // CORES_A_MOVER // sharers))

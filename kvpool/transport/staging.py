@@ -1,0 +1,76 @@
+"""Memory that the bytes of callbacks pass through: one array, which a GPU's driver pins once, shared by all transfers.
+
+Pages that were never used cost nothing. What was given back last is lent first: it may still be in a core's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvpool.errors import PoolTimeoutError
+from kvpool.transport.base import Bytes
+
+STAGING_BYTES = 256 << 20
+UNIT_BYTES = 1 << 20
+
+
+class Staging:
+    """`memory`: uint8 [nbytes]. Thread-safe.
+
+    Args:
+        nbytes: bound of what all transfers have together; a buffer that is larger by itself is memory of its own.
+    """
+
+    def __init__(self, nbytes: int = STAGING_BYTES):
+        self.memory: Bytes = np.empty(nbytes, np.uint8)
+        self._free = [(0, nbytes // UNIT_BYTES)]  # Gaps [start, stop) of units, by start.
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def borrowed(self, nbytes: int, count: int, timeout_s: float) -> Iterator[list[Bytes]]:
+        """Up to `count` buffers of `nbytes`, at least one.
+
+        Raises:
+            PoolTimeoutError: other transfers hold all of the memory for `timeout_s`.
+        """
+        units = -(-max(nbytes, 1) // UNIT_BYTES)
+        if units * UNIT_BYTES > len(self.memory):
+            yield [np.empty(nbytes, np.uint8)]
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._fits(units), max(timeout_s, 0)):
+                raise PoolTimeoutError(
+                    f"transfers under way held all {len(self.memory)} bytes of a client's staging memory for "
+                    f"{timeout_s:.3f} s; let fewer threads put and get at once"
+                )
+            starts = [self._take(units) for _ in range(count) if self._fits(units)]
+        try:
+            yield [self.memory[start * UNIT_BYTES :][:nbytes] for start in starts]
+        finally:
+            with self._changed:
+                for start in starts:
+                    self._give_back(start, start + units)
+                self._changed.notify_all()
+
+    def _fits(self, units: int) -> bool:
+        return any(stop - start >= units for start, stop in self._free)
+
+    def _take(self, units: int) -> int:
+        """The start of the first gap that fits."""
+        nth = next(nth for nth, (start, stop) in enumerate(self._free) if stop - start >= units)
+        start, stop = self._free[nth]
+        self._free[nth : nth + 1] = [(start + units, stop)] if stop - start > units else []
+        return start
+
+    def _give_back(self, start: int, stop: int) -> None:
+        gaps: list[tuple[int, int]] = []
+        for gap in sorted([*self._free, (start, stop)]):
+            if gaps and gaps[-1][1] == gap[0]:
+                gaps[-1] = gaps[-1][0], gap[1]
+            else:
+                gaps.append(gap)
+        self._free = gaps

@@ -1,0 +1,358 @@
+"""Connections to a server's data port, and the parts of transfers that travel over them.
+
+A connection is made when it is needed, and outlives its parts. It is replaced after an error, after a part was given
+up, and before a data worker would close it for being idle. Data workers answer parts in the order in which they began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from kvpool.data_port import (
+    GREETING_BYTES,
+    MAGIC,
+    NO_ROOM,
+    REPLY_BYTES,
+    Header,
+    Kind,
+    Offsets,
+    Reply,
+    Status,
+    pieces,
+    receive_exactly,
+    receive_some,
+    send_some,
+    time_out,
+)
+from kvpool.errors import (
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+)
+from kvpool.transport.base import Bytes, Transfer
+
+IDLE_S = 60.0
+"""A connection that was idle for so long is not used again; data workers close it after twice as long."""
+
+_ERROR_OF: dict[Status, type[KVPoolError]] = {
+    Status.INVALID: InvalidRequestError,
+    Status.REFUSED: TransferError,
+    Status.EXPIRED: LeaseExpiredError,
+    Status.BUSY: UnavailableError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A data port.
+
+    Args:
+        nonce: of its greeting.
+        connect_timeout_s: for a connection and its greeting.
+        stall_timeout_s: a read that receives nothing for so long fails.
+    """
+
+    host: str
+    port: int
+    nonce: bytes
+    connect_timeout_s: float
+    stall_timeout_s: float
+
+    def __str__(self) -> str:
+        return f"the data port {self.host}:{self.port}"
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A connection whose greeting has been checked.
+
+        Raises UnavailableError if the data port cannot be reached, TransferError if it belongs to another server.
+        """
+        connection: socket.socket | None = None
+        try:
+            connection = socket.create_connection((self.host, self.port), timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = receive_exactly(connection, GREETING_BYTES)
+            connection.settimeout(None)
+        except (OSError, EOFError) as error:
+            if connection is not None:
+                connection.close()
+            raise UnavailableError(
+                f"cannot reach {self} ({_reason(error)}); open the port to this host, or move it with --data-listen"
+            ) from None
+        if greeting == MAGIC + self.nonce:
+            return connection
+        connection.close()
+        if greeting == MAGIC + NO_ROOM:
+            raise UnavailableError(
+                f"{self} accepts no more connections; raise --data-workers, or lower stream_connections of its clients"
+            )
+        raise TransferError(f"{self} belongs to another server; give this server another --data-listen")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Regions [first, stop) of a transfer, which travel over one connection.
+
+    Args:
+        offsets: of all regions of the transfer, as they are sent.
+        deadline: by `time.monotonic`.
+    """
+
+    transfer: Transfer
+    offsets: Offsets
+    first: int
+    stop: int
+    deadline: float
+    is_write: bool
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.first) * self.transfer.region_bytes
+
+    def headers(self, with_permit: bool) -> bytes:
+        """What precedes the part: the permit, unless the connection has shown it already, and which regions move."""
+        transfer = self.transfer
+        move = Header(Kind.MOVE, self.first, self.stop, transfer.region_bytes, transfer.skip_bytes).encode()
+        if not with_permit:
+            return move
+        kind, count = Kind.WRITE if self.is_write else Kind.READ, len(self.offsets)
+        whole_bytes = transfer.permitted_bytes or transfer.region_bytes
+        shown = Header(kind, 0, count, whole_bytes, holding_id=transfer.holding_id, permit=transfer.permit)
+        return shown.encode() + self.offsets.tobytes() + move
+
+
+class Connection:
+    """Belongs to one thread at a time; `hang_up` may be called from any."""
+
+    def __init__(self, peer: Peer):
+        self._peer = peer
+        self._changing = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._hung_up = False
+        self._shown: Transfer | None = None
+        self._used_at = 0.0
+        self._wait_s = 0.0
+        self._in_flight: deque[Part] = deque()
+
+    def open(self, deadline: float) -> None:
+        """Connects unless a sound connection is there. Raises as `Peer.connect`, and PoolTimeoutError."""
+        if self._socket is not None and (time.monotonic() - self._used_at > IDLE_S or _has_ended(self._socket)):
+            self.close()
+        if self._socket is not None:
+            return
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            self._raise_late(deadline)
+        fresh = self._peer.connect(min(self._peer.connect_timeout_s, remaining_s))
+        with self._changing:
+            if not self._hung_up:
+                self._socket, self._wait_s = fresh, 0.0
+                return
+        fresh.close()
+        raise UnavailableError(f"the transport to {self._peer} was closed; open the namespace again")
+
+    @property
+    def in_flight(self) -> int:
+        """Parts that have begun and have not ended."""
+        return len(self._in_flight)
+
+    def request(self, part: Part) -> None:
+        """Asks for the bytes of a part."""
+        with self._closed_on_error(part) as connection:
+            self._in_flight.append(part)
+            connection.sendall(self._headers(part))
+
+    def receive(self, buffers: Sequence[Bytes]) -> None:
+        """Receives the part that was requested first into `buffers`, of its size together."""
+        part = self._in_flight[0]
+        with self._closed_on_error(part) as connection:
+            self._receive_reply(connection, part)
+            for piece in pieces([buffer.data for buffer in buffers]):
+                while piece:
+                    self._bound_wait(connection, part)
+                    piece = receive_some(connection, piece)
+            self._end_first()
+
+    def send(self, part: Part, buffers: Sequence[Bytes]) -> None:
+        """Sends a part's bytes; they may change afterwards."""
+        with self._closed_on_error(part) as connection:
+            self._in_flight.append(part)
+            # A header that travels together with the bytes wakes the worker once.
+            connection.sendall(self._headers(part), socket.MSG_MORE)
+            for piece in pieces([buffer.data for buffer in buffers]):
+                while piece:
+                    self._bound_wait(connection, part)
+                    piece = send_some(connection, piece)
+
+    def finish(self) -> None:
+        """Waits until the part that was sent first has arrived."""
+        part = self._in_flight[0]
+        with self._closed_on_error(part) as connection:
+            self._receive_reply(connection, part)
+            self._end_first()
+
+    def _end_first(self) -> None:
+        self._in_flight.popleft()
+        self._used_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def _closed_on_error(self, part: Part) -> Iterator[socket.socket]:
+        """The open socket. Closes it on an error: what it would receive next belongs to the failed part."""
+        try:
+            if self._socket is None:
+                raise EOFError("the transport was closed")
+            self._bound_wait(self._socket, part)
+            yield self._socket
+        except BaseException as error:
+            self.close()
+            if isinstance(error, BlockingIOError):  # The socket's timeout: the deadline, or the stall timeout.
+                self._raise_late(part.deadline)
+            if isinstance(error, (OSError, EOFError)):
+                raise TransferError(f"the connection to {self._peer} ended: {_reason(error)}") from None
+            if isinstance(error, Exception) and not isinstance(error, KVPoolError):
+                raise TransferError(f"a transfer to or from {self._peer} failed: {error!r}") from error
+            raise
+
+    def _bound_wait(self, connection: socket.socket, part: Part) -> None:
+        """Bounds the socket's next wait by the part's deadline. Raises PoolTimeoutError if the deadline has passed."""
+        remaining_s = part.deadline - time.monotonic()
+        if remaining_s <= 0:
+            self._raise_late(part.deadline)
+        wait_s = remaining_s if part.is_write else min(remaining_s, self._peer.stall_timeout_s)
+        # Two system calls, which most pieces need not make.
+        if not wait_s <= self._wait_s * 1.01 <= wait_s * 1.1:
+            time_out(connection, wait_s)
+            self._wait_s = wait_s
+
+    def _raise_late(self, deadline: float) -> NoReturn:
+        if time.monotonic() < deadline:
+            raise PoolTimeoutError(f"{self._peer} sent nothing for {self._peer.stall_timeout_s:.3f} s")
+        raise PoolTimeoutError(f"a transfer to or from {self._peer} did not end before its deadline")
+
+    def _headers(self, part: Part) -> bytes:
+        with_permit, self._shown = self._shown is not part.transfer, part.transfer
+        return part.headers(with_permit)
+
+    def _receive_reply(self, connection: socket.socket, part: Part) -> None:
+        status, message_bytes, nbytes = Reply.decode(receive_exactly(connection, REPLY_BYTES))
+        message = receive_exactly(connection, message_bytes).decode(errors="replace")
+        if status is not Status.OK:
+            raise _ERROR_OF[status](f"{self._peer}: {message}")
+        if nbytes != part.nbytes:
+            raise TransferError(f"{self._peer} moved {nbytes} of {part.nbytes} bytes")
+
+    def hang_up(self) -> None:
+        """Ends what another thread does with the connection, soon, with an error."""
+        with self._changing:
+            self._hung_up = True
+            if self._socket is not None:
+                _shut_down(self._socket)
+
+    def reuse(self) -> None:
+        """Makes the connection fit for another transfer; parts that nobody waits for end with their socket."""
+        if self._in_flight or self._hung_up:
+            self.close()
+        self._hung_up = False
+
+    def close(self) -> None:
+        """Closes the socket; the next `open` makes another. Idempotent."""
+        with self._changing:
+            connection, self._socket, self._shown = self._socket, None, None
+            self._in_flight.clear()
+        if connection is not None:
+            connection.close()
+
+
+class ConnectionPool:
+    """Connections to one peer, each used by one thread at a time. Thread-safe.
+
+    Args:
+        max_connections: to have at once.
+    """
+
+    def __init__(self, peer: Peer, max_connections: int):
+        self.peer = peer
+        self._max_connections = max_connections
+        self._changed = threading.Condition()
+        self._used: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._closed = False
+
+    def acquire(self, timeout_s: float) -> Connection:
+        """A connection of the caller's own until `release`.
+
+        Raises:
+            TransferError: the pool is closed.
+            PoolTimeoutError: all stay busy for `timeout_s`.
+        """
+        with self._changed:
+            self._changed.wait_for(self._can_acquire, max(timeout_s, 0))
+            if self._closed:
+                raise TransferError(f"the transport to {self.peer} is closed; open the namespace again")
+            if not self._can_acquire():
+                raise PoolTimeoutError(
+                    f"all {self._max_connections} connections to {self.peer} stayed busy for {timeout_s:.3f} s"
+                )
+            connection = self._idle.pop() if self._idle else Connection(self.peer)
+            self._used.add(connection)
+            return connection
+
+    def release(self, connection: Connection) -> None:
+        """Returns a connection."""
+        with self._changed:
+            self._used.discard(connection)
+            connection.reuse()
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends transfers under way, which then fail, and closes the connections. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for connection in self._used:
+                connection.hang_up()
+            for connection in self._idle:
+                connection.close()
+            self._idle = []
+            self._changed.notify_all()
+
+    def _can_acquire(self) -> bool:
+        return self._closed or bool(self._idle) or len(self._used) < self._max_connections
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the peer has closed an idle connection, or sent unrequested bytes."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _shut_down(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.ENOTCONN, errno.EBADF):
+            raise
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

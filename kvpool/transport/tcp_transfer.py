@@ -1,0 +1,389 @@
+"""One write or read over the connections to a data port: its caller and helpers move its parts, a connection each.
+
+The caller fills or drains batches in order, and moves parts like a helper in between. So a transfer without helpers is
+complete: the kernel and the server's data worker carry what was sent or requested while the caller does something else.
+Bytes in the caller's arrays are sent from there and received there; others pass through buffers of the staging memory.
+Who moves a part also computes its checksums, while its bytes are in that core's cache.
+
+When a transfer has returned or raised, no helper works for it. A failure hangs up on the connections of all of them, so
+that nobody goes on waiting for the peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpool.data_port import pack_offsets
+from kvpool.errors import KVPoolError, PoolTimeoutError
+from kvpool.transport.base import Bytes, Pieces, Sink, Source, Transfer
+from kvpool.transport.helpers import Helpers
+from kvpool.transport.staging import Staging
+from kvpool.transport.tcp_connection import Connection, ConnectionPool, Part
+
+PART_BYTES = 2 << 20
+"""Most bytes of a part, unless one region has more. Neighbours travel together."""
+
+AHEAD, AHEAD_ALONE = 2, 8
+"""Parts in flight on a connection: beside others, and on the only one."""
+
+SPARE_BUFFERS = 2
+"""Buffers beyond those of the batches in flight: for a batch that is drained, and for one whose drain is not over."""
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Regions [start, stop), which one callback sees.
+
+    Args:
+        nth: its place in the transfer.
+
+    Attributes:
+        parts_left: parts that have not been moved.
+        buffer: uint8 [bytes of the batch]; None while there is none.
+        ready: of a write: returns when the bytes are in the buffer.
+    """
+
+    nth: int
+    start: int
+    stop: int
+    parts_left: int = 0
+    buffer: Bytes | None = None
+    ready: Callable[[], object] | None = None
+
+
+_Move = tuple[Part, _Batch]
+
+
+class _TcpTransfer:
+    """What the caller of a transfer shares with its helpers.
+
+    Args:
+        rows: the caller's arrays, one entry a region; None: each batch has a buffer.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        rows: Sequence[Pieces] | None,
+        connections: ConnectionPool,
+        helpers: Helpers,
+        is_write: bool,
+    ):
+        self._transfer = transfer
+        self._rows = rows
+        self._connections = connections
+        self._helpers = helpers
+        self._deadline = time.monotonic() + transfer.timeout_s
+        self._changed = threading.Condition()
+        # Guarded by the lock.
+        self._used: list[Connection] = []
+        self._is_ending = False
+        self._failure: BaseException | None = None
+        self._buffers: list[Bytes] = []
+
+        offsets, step = pack_offsets(transfer.offsets), max(1, PART_BYTES // max(1, transfer.region_bytes))
+        ranges = transfer.batches() if rows is None else [(0, len(offsets))]
+        self._batches = [_Batch(nth, start, stop) for nth, (start, stop) in enumerate(ranges)]
+        self._moves: deque[_Move] = deque()
+        for batch in self._batches:
+            for first in range(batch.start, batch.stop, step):
+                stop = min(first + step, batch.stop)
+                self._moves.append((Part(transfer, offsets, first, stop, self._deadline, is_write), batch))
+                batch.parts_left += 1
+        self._num_helpers = min(helpers.num_threads, len(self._moves) - 1)
+        self._ahead = AHEAD if self._num_helpers else AHEAD_ALONE
+
+    @contextlib.contextmanager
+    def _buffered(self, staging: Staging) -> Iterator[None]:
+        """Has buffers for as many batches as can be under way."""
+        if self._rows is not None:
+            yield
+            return
+        wanted = SPARE_BUFFERS
+        if self._num_helpers:
+            parts_in_flight = (1 + self._num_helpers) * self._ahead
+            wanted += -(-parts_in_flight * len(self._batches) // len(self._moves))
+        nbytes = max(batch.stop - batch.start for batch in self._batches) * self._transfer.region_bytes
+        with staging.borrowed(nbytes, min(wanted, len(self._batches)), self._transfer.timeout_s) as self._buffers:
+            self._num_buffers = len(self._buffers)
+            yield
+
+    def _run(self, lead: Callable[[Connection], None], follow: Callable[[Connection], None]) -> None:
+        shares = [self._helpers.submit(lambda: self._join(follow, is_helper=True)) for _ in range(self._num_helpers)]
+        try:
+            self._join(lead)
+        finally:
+            with self._changed:
+                self._is_ending = True
+                self._changed.notify_all()
+            for share in shares:
+                share.drop()
+        if self._failure is not None:
+            raise self._failure
+
+    def _join(self, work: Callable[[Connection], None], is_helper: bool = False) -> None:
+        """Works with a connection of this thread's own. A helper that gets none leaves all to the others."""
+        connection: Connection | None = None
+        try:
+            connection = self._connections.acquire(0.0 if is_helper else self._remaining_s())
+            with self._changed:
+                if self._is_ending:
+                    return
+                self._used.append(connection)
+            connection.open(self._deadline)
+        except BaseException as error:
+            if not (is_helper and isinstance(error, KVPoolError)):
+                self._fail(error)
+        else:
+            try:
+                work(connection)
+            except BaseException as error:
+                self._fail(error)
+        finally:
+            if connection is not None:
+                with self._changed:
+                    self._used = [each for each in self._used if each is not connection]
+                self._connections.release(connection)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the transfer with its first error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._is_ending = True
+            for connection in self._used:
+                connection.hang_up()
+            self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], object]) -> bool:
+        """Waits with the lock held; False if the transfer ends. Raises PoolTimeoutError at the deadline."""
+        if not self._changed.wait_for(lambda: self._is_ending or condition(), max(self._remaining_s(), 0)):
+            self._raise_late()
+        return not self._is_ending
+
+    def _remaining_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _check_deadline(self) -> None:
+        if self._remaining_s() < 0:
+            self._raise_late()
+
+    def _raise_late(self) -> None:
+        raise PoolTimeoutError(
+            f"a transfer to or from {self._connections.peer} took more than {self._transfer.timeout_s:.3f} s"
+        )
+
+    def _regions(self, part: Part, batch: _Batch) -> Sequence[Pieces]:
+        """Where the bytes of a part lie, region by region."""
+        if self._rows is not None:
+            return self._rows[part.first : part.stop]
+        return [[row] for row in self._in_rows(batch)[part.first - batch.start : part.stop - batch.start]]
+
+    def _views(self, part: Part, batch: _Batch) -> list[Bytes]:
+        """The same as few arrays."""
+        if self._rows is not None:
+            return [piece for region in self._rows[part.first : part.stop] for piece in region]
+        assert batch.buffer is not None
+        nbytes = self._transfer.region_bytes
+        return [batch.buffer[(part.first - batch.start) * nbytes : (part.stop - batch.start) * nbytes]]
+
+    def _in_rows(self, batch: _Batch) -> list[Bytes]:
+        """A batch's buffer as one array a region."""
+        assert batch.buffer is not None
+        nbytes = (batch.stop - batch.start) * self._transfer.region_bytes
+        return list(batch.buffer[:nbytes].reshape(batch.stop - batch.start, -1))
+
+    def _free(self, batch: _Batch) -> None:
+        """Lets other batches have the buffer. With the lock held."""
+        if batch.buffer is not None:
+            self._buffers.append(batch.buffer)
+            batch.buffer = None
+        self._changed.notify_all()
+
+
+class TcpWrite(_TcpTransfer):
+    """One write."""
+
+    def __init__(self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers):
+        super().__init__(transfer, source.rows, connections, helpers, is_write=True)
+        self._source = source
+        self._filled: deque[_Move] = deque()
+        self._filling = True
+        self._fill_error: Exception | None = None
+
+    def run(self, staging: Staging) -> None:
+        if not self._batches:
+            return
+        with self._buffered(staging):
+            try:
+                self._run(self._lead, self._follow)
+            except BaseException as error:
+                if self._fill_error is not None:
+                    raise error from self._fill_error
+                raise
+        if self._fill_error is not None:
+            raise self._fill_error
+
+    def _lead(self, connection: Connection) -> None:
+        for batch in self._batches:
+            if self._rows is None and not self._fill(connection, batch):
+                break
+            with self._changed:
+                self._filled += [self._moves.popleft() for _ in range(batch.parts_left)]
+                self._changed.notify_all()
+            while not self._num_helpers and self._filled:  # Its bytes are in this core's cache.
+                self._send(connection, self._filled.popleft())
+        with self._changed:
+            self._filling = False
+            self._changed.notify_all()
+        self._follow(connection)
+
+    def _fill(self, connection: Connection, batch: _Batch) -> bool:
+        """Fills a buffer; False if the callback has raised, or the transfer ends."""
+        while not (buffer := self._take_buffer()):
+            move = self._take(lambda: self._buffers)
+            if move is not None:
+                self._send(connection, move)
+            elif self._is_ending:
+                return False
+        self._check_deadline()
+        batch.buffer = buffer[0]
+        assert self._source.fill is not None
+        try:
+            batch.ready = self._source.fill(batch.start, self._in_rows(batch))
+        except Exception as error:
+            self._fill_error = error
+            with self._changed:
+                self._filled.clear()
+            return False
+        self._check_deadline()
+        return True
+
+    def _take_buffer(self) -> list[Bytes]:
+        with self._changed:
+            return [self._buffers.pop()] if self._buffers else []
+
+    def _follow(self, connection: Connection) -> None:
+        while (move := self._take(lambda: False)) is not None:
+            self._send(connection, move)
+        while connection.in_flight and self._failure is None:
+            connection.finish()
+
+    def _take(self, enough: Callable[[], object]) -> _Move | None:
+        """The next part to send; None once there will be none, or `enough`."""
+        with self._changed:
+            if self._wait(lambda: self._filled or not self._filling or enough()) and self._filled and not enough():
+                return self._filled.popleft()
+        return None
+
+    def _send(self, connection: Connection, move: _Move) -> None:
+        part, batch = move
+        if batch.ready is not None:
+            batch.ready()
+        self._source.sum(part.first, self._regions(part, batch))
+        connection.send(part, self._views(part, batch))
+        with self._changed:
+            batch.parts_left -= 1
+            if not batch.parts_left:
+                self._free(batch)
+        while connection.in_flight > self._ahead:
+            connection.finish()
+
+
+class TcpRead(_TcpTransfer):
+    """One read."""
+
+    def __init__(self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers):
+        super().__init__(transfer, sink.rows, connections, helpers, is_write=False)
+        self._sink = sink
+        self._num_freed = 0
+        self._draining: tuple[_Batch, Callable[[], object]] | None = None
+
+    def run(self, staging: Staging) -> None:
+        if not self._batches:
+            return
+        with self._buffered(staging):
+            try:
+                self._run(self._lead, self._follow)
+            finally:
+                self._finish_draining()
+
+    def _lead(self, connection: Connection) -> None:
+        requested: deque[_Move] = deque()
+        for batch in self._batches:
+            if not self._has_room(batch):
+                self._finish_draining()
+            while batch.parts_left:
+                self._request(connection, requested)
+                if requested and self._has_room(requested[0][1]):
+                    self._receive(connection, requested.popleft())
+                elif not self._wait_for(lambda: not batch.parts_left or self._can_receive(requested)):  # noqa: B023
+                    return
+            self._check_deadline()
+            if self._rows is None:
+                self._drain(batch)
+
+    def _can_receive(self, requested: deque[_Move]) -> bool:
+        return bool(requested) and self._has_room(requested[0][1])
+
+    def _follow(self, connection: Connection) -> None:
+        requested: deque[_Move] = deque()
+        while True:
+            self._request(connection, requested)
+            if not requested or not self._wait_for(lambda: self._has_room(requested[0][1])):
+                return
+            self._receive(connection, requested.popleft())
+
+    def _wait_for(self, condition: Callable[[], object]) -> bool:
+        with self._changed:
+            return self._wait(condition)
+
+    def _has_room(self, batch: _Batch) -> bool:
+        """Whether a batch has a buffer, or can have one: batches before it must not lack it."""
+        return self._rows is not None or batch.nth < self._num_freed + self._num_buffers
+
+    def _request(self, connection: Connection, requested: deque[_Move]) -> None:
+        """Requests parts ahead."""
+        while connection.in_flight < self._ahead:
+            with self._changed:
+                if self._is_ending or not self._moves:
+                    return
+                requested.append(self._moves.popleft())
+            connection.request(requested[-1][0])
+
+    def _receive(self, connection: Connection, move: _Move) -> None:
+        part, batch = move
+        with self._changed:
+            if self._rows is None and batch.buffer is None:
+                batch.buffer = self._buffers.pop()
+        connection.receive(self._views(part, batch))
+        self._sink.sum(part.first, self._regions(part, batch))
+        with self._changed:
+            batch.parts_left -= 1
+            if not batch.parts_left:
+                self._changed.notify_all()
+
+    def _drain(self, batch: _Batch) -> None:
+        assert self._sink.drain is not None
+        wait = self._sink.drain(batch.start, self._in_rows(batch))
+        self._finish_draining()
+        if wait is None:
+            self._end(batch)
+        else:
+            self._draining = batch, wait
+
+    def _finish_draining(self) -> None:
+        """Waits for the drain that still reads its buffer."""
+        if self._draining is not None:
+            (batch, wait), self._draining = self._draining, None
+            wait()
+            self._end(batch)
+
+    def _end(self, batch: _Batch) -> None:
+        with self._changed:
+            self._num_freed += 1
+            self._free(batch)
