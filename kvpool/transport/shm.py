@@ -32,6 +32,7 @@ class ShmTransport:
 
     Attributes:
         segment: closed with the transport.
+        num_movers: as given.
     """
 
     name = "shm"
@@ -39,6 +40,7 @@ class ShmTransport:
 
     def __init__(self, segment: Segment, num_movers: int = 1, clock: Clock = time.monotonic):
         self.segment = segment
+        self.num_movers = num_movers
         self._helpers = Helpers(num_movers - 1)
         self._clock = clock
         segment.map_ahead()

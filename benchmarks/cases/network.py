@@ -1,0 +1,291 @@
+"""How much of what its wires can carry does kvpool's data port move? Beside bare sockets, in one run.
+
+First one client: 1 to 8 connections of one process, beside as many bare connections whose threads do nothing else; with
+checksums on the CPU, and without them, as where a GPU computes them. Then four clients at once, each a process, beside
+four bare ones. Then shared memory beside threads that copy and sum. CPU seconds a GB are those of the client's process
+and of the server with its data workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+import xxhash
+
+from benchmarks.harness.measuring import (
+    Row,
+    Series,
+    alternate,
+    at_least,
+    gb_per_s,
+    report,
+    server_process,
+    speed_ratio,
+    timed,
+)
+from benchmarks.harness.traffic import Bytes, pair
+from benchmarks.peers.bare_threads import bare_threads
+from kvpool import BlockRun, Client, ClientConfig, GroupSpec, InPlace, NamespaceSpec, checksum
+from kvpool.sums import Checksums
+from kvpool.transport.base import Buffers
+from kvpool.transport.helpers import Helpers
+from kvpool.transport.shm import ShmTransport
+from kvpool_server.data_plane.workers import default_count
+
+MIB = 1 << 20
+BLOCK_BYTES = 2 * MIB
+BATCH_BYTES = 256 * MIB
+CONNECTIONS = (1, 2, 4, 8)
+NUM_CLIENTS, CLIENT_CONNECTIONS = 4, 4
+WAIT_S = 120.0
+BARE_SHARE, SUMMED_SHARE, TOGETHER_SHARE, SHM_SHARE = 0.7, 0.6, 0.6, 0.8
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Blocks:
+    """One client's blocks, in arrays of its own.
+
+    Args:
+        source, sink: uint8 [num_blocks, BLOCK_BYTES], warm.
+        number: keeps the blocks of several clients apart.
+
+    Attributes:
+        transport: that the client got.
+    """
+
+    def __init__(self, endpoint: str, transport: str, connections: int, source: Bytes, sink: Bytes, number: int = 0):
+        config = ClientConfig(
+            endpoint,
+            transport=transport,
+            stream_connections=connections,
+            stall_timeout_ms=5_000,
+            data_timeout_ms=30_000,
+        )
+        self._client = Client(config)
+        group = GroupSpec("full_attention", 16, 8, 128, 128, 1, BLOCK_BYTES)
+        self._namespace = self._client.open_namespace(NamespaceSpec("benchmark-network", (group,)))
+        self._run = BlockRun(0, [number.to_bytes(16, "big") + idx.to_bytes(16, "big") for idx in range(len(source))])
+        self._source, self._sink = source, sink
+        self.transport = self._namespace.transport
+        self._sums = [checksum(block) for block in source]
+
+    def put(self) -> float:
+        """Seconds of one put into an empty pool."""
+        self._client.admin.remove(self._namespace, [self._run])
+        return timed(lambda: self._client.put(self._namespace, [self._run], InPlace(list(self._source))))
+
+    def put_unsummed(self) -> float:
+        """The same, where something else has computed the checksums."""
+        self._client.admin.remove(self._namespace, [self._run])
+        return timed(lambda: self._client.put(self._namespace, [self._run], self._fill))
+
+    def get(self) -> float:
+        """Seconds of one get."""
+        return self._get(InPlace(list(self._sink)))
+
+    def get_unsummed(self) -> float:
+        """The same, where something else computes the checksums."""
+        return self._get(self._drain, drain_sums=True)
+
+    def check(self) -> None:
+        """Asserts that what was put is what comes back."""
+        self._sink[:] = 0
+        self.put()
+        self.get()
+        assert np.array_equal(self._source, self._sink), "the pool returned other bytes"
+
+    def close(self) -> None:
+        self._client.admin.remove(self._namespace, [self._run])
+        self._client.close()
+
+    def _get(self, drain: Any, **options: Any) -> float:
+        found = self._client.lookup(self._namespace, [self._run])
+        taken = timed(lambda: self._client.get(self._namespace, found.lease_id, [self._run], drain, **options))
+        self._client.release([found.lease_id])
+        return taken
+
+    def _fill(self, indices: Sequence[int], buffers: Buffers) -> Checksums:
+        return lambda: [self._sums[idx] for idx in indices]
+
+    def _drain(self, indices: Sequence[int], buffers: Buffers) -> Checksums:
+        return lambda: [self._sums[idx] for idx in indices]
+
+
+def one_client(endpoint: str, server_pid: int, rounds: int) -> tuple[list[Row], list[Series]]:
+    """One client, by connections."""
+    rows: list[Row] = []
+    source, sink = (each.reshape(-1, BLOCK_BYTES) for each in pair(BATCH_BYTES))
+    rates: dict[str, list[float]] = {}
+    for count in CONNECTIONS:
+        with ExitStack() as stack:
+            bare = stack.enter_context(bare_threads(count, BLOCK_BYTES))
+            summed = bare.with_sums()
+            blocks = Blocks(endpoint, "tcp", count, source, sink)
+            stack.callback(blocks.close)
+            blocks.check()
+            measures: dict[str, Callable[[], float]] = {
+                "bare put": lambda bare=bare: timed(lambda: bare.put(source)),  # type: ignore[misc]
+                "kvpool put without sums": blocks.put_unsummed,
+                "kvpool put": blocks.put,  # Behind the other: a get needs its bytes.
+                "bare get": lambda bare=bare: timed(lambda: bare.get(sink)),  # type: ignore[misc]
+                "bare get with sums": lambda bare=summed: timed(lambda: bare.get(sink)),  # type: ignore[misc]
+                "kvpool get": blocks.get,
+                "kvpool get without sums": blocks.get_unsummed,
+            }
+            taken = alternate(measures, rounds, what=f"{count} connections")
+            for name, seconds in taken.items():
+                rate = gb_per_s(BATCH_BYTES, seconds)
+                rows.append(Row(f"{count} connections, {name}", rate, "GB/s"))
+                rates.setdefault(name, []).append(rate.figure)
+            for way in ("put", "get"):
+                what = f"{count} connections, {way}: kvpool / bare"
+                share = speed_ratio(taken[f"kvpool {way}"], taken[f"bare {way}"])
+                without = speed_ratio(taken[f"kvpool {way} without sums"], taken[f"bare {way}"])
+                if count == max(CONNECTIONS):
+                    rows.append(at_least(what, share, "x", SUMMED_SHARE))
+                    rows.append(at_least(f"{what}, without sums", without, "x", BARE_SHARE))
+                    rows += cpu_rows(blocks, way, server_pid)
+                else:
+                    rows += [Row(what, share, "x"), Row(f"{what}, without sums", without, "x")]
+    series = [
+        Series(name.split()[1], name, "connections", CONNECTIONS, "GB/s", each, limit=name.startswith("bare"))
+        for name, each in rates.items()
+    ]
+    return rows, series
+
+
+def cpu_rows(blocks: Blocks, way: str, server_pid: int, repeats: int = 5) -> list[Row]:
+    """CPU seconds that a GB costs."""
+    client_s, server_s = time.process_time(), cpu_seconds(server_pid)
+    for _ in range(repeats):
+        blocks.put() if way == "put" else blocks.get()
+    gigabytes = repeats * BATCH_BYTES / 1e9
+    return [
+        Row(f"{way}: CPU of the client", (time.process_time() - client_s) / gigabytes, "s/GB"),
+        Row(f"{way}: CPU of the server", (cpu_seconds(server_pid) - server_s) / gigabytes, "s/GB"),
+    ]
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of its children, see proc_pid_stat(5)."""
+    children = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
+    pids = [pid, *(int(child) for group in children for child in group)]
+    fields = [Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split() for each in pids]
+    return sum(int(field[11]) + int(field[12]) for field in fields) / TICKS
+
+
+def together(endpoint: str, rounds: int) -> list[Row]:
+    """Several clients at once, beside as many bare ones."""
+    rows: list[Row] = []
+    taken = {kind: _together(kind, endpoint, rounds) for kind in ("bare", "kvpool")}
+    for nth, way in enumerate(("put", "get")):
+        for kind, seconds in taken.items():
+            rate = gb_per_s(NUM_CLIENTS * BATCH_BYTES, [each[nth] for each in seconds])
+            rows.append(Row(f"{NUM_CLIENTS} clients, {kind} {way}", rate, "GB/s"))
+        share = speed_ratio([each[nth] for each in taken["kvpool"]], [each[nth] for each in taken["bare"]])
+        rows.append(at_least(f"{NUM_CLIENTS} clients, {way}: kvpool / bare", share, "x", TOGETHER_SHARE))
+    return rows
+
+
+def _together(kind: str, endpoint: str, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of each round until the last client has put, and until the last has got."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(NUM_CLIENTS + 1)
+    processes = [
+        context.Process(target=_client, args=(kind, endpoint, number, rounds, barrier), daemon=True)
+        for number in range(NUM_CLIENTS)
+    ]
+    for process in processes:
+        process.start()
+    seconds = []
+    for _ in range(rounds + 1):
+        each = []
+        for _ in range(2):
+            barrier.wait(WAIT_S)
+            each.append(timed(lambda: barrier.wait(WAIT_S)))
+        seconds.append((each[0], each[1]))
+    for process in processes:
+        process.join(WAIT_S)
+    return seconds[1:]
+
+
+def _client(kind: str, endpoint: str, number: int, rounds: int, barrier: Barrier) -> None:
+    """A process of one client."""
+    source, sink = (each.reshape(-1, BLOCK_BYTES) for each in pair(BATCH_BYTES))
+    with ExitStack() as stack:
+        if kind == "bare":
+            bare = stack.enter_context(bare_threads(CLIENT_CONNECTIONS, BLOCK_BYTES))
+            acts: list[Callable[[], object]] = [lambda: bare.put(source), lambda: bare.get(sink)]
+        else:
+            blocks = Blocks(endpoint, "tcp", CLIENT_CONNECTIONS, source, sink, number)
+            stack.callback(blocks.close)
+            acts = [blocks.put, blocks.get]
+        for _ in range(rounds + 1):
+            for act in acts:
+                barrier.wait(WAIT_S)
+                act()
+                barrier.wait(WAIT_S)
+
+
+def shared_memory(endpoint: str, rounds: int) -> list[Row]:
+    """One client through shared memory, beside as many threads that copy and sum."""
+    source, sink = (each.reshape(-1, BLOCK_BYTES) for each in pair(BATCH_BYTES))
+    blocks = Blocks(endpoint, "shm", 0, source, sink)
+    blocks.check()
+    assert isinstance(blocks.transport, ShmTransport)
+    movers = blocks.transport.num_movers
+    team = Helpers(movers - 1)
+
+    def copy(idx: int) -> None:
+        sink[idx] = source[idx]
+        xxhash.xxh3_64(sink[idx].data).intdigest()
+
+    measures: dict[str, Callable[[], float]] = {
+        "copy": lambda: timed(lambda: team.share(range(len(source)), copy)),
+        "put": blocks.put,
+        "get": blocks.get,
+    }
+    taken = alternate(measures, rounds, what="shared memory")
+    blocks.close()
+    team.close()
+    rows = [Row(f"memcpy + xxh3, {movers} threads", gb_per_s(BATCH_BYTES, taken["copy"]), "GB/s")]
+    for way in ("put", "get"):
+        rows.append(Row(f"shared memory, {way}", gb_per_s(BATCH_BYTES, taken[way]), "GB/s"))
+        share = speed_ratio(taken[way], taken["copy"])
+        rows.append(at_least(f"shared memory, {way} / memcpy + xxh3", share, "x", SHM_SHARE))
+    return rows
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds of each measure.")] = 11,
+    data_workers: Annotated[int, typer.Option(help="The server's data workers; 0: as many as it takes.")] = 0,
+) -> None:
+    """Measures and reports."""
+    flags = ["--data-workers", str(data_workers)] if data_workers else []
+    with server_process("2560MiB", *flags) as (endpoint, pid):
+        rows, series = one_client(endpoint, pid, rounds)
+        rows += together(endpoint, rounds)
+        rows += shared_memory(endpoint, rounds)
+    report(
+        "network",
+        rows,
+        series,
+        rounds=rounds,
+        data_workers=data_workers or default_count(),
+        block_bytes=BLOCK_BYTES,
+        batch_bytes=BATCH_BYTES,
+        bare="loopback; one server process a connection, threads of one client process, nothing but bytes",
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
