@@ -31,8 +31,11 @@ MAC_BYTES = 16
 PERMIT_BYTES = 8 + MAC_BYTES
 MAX_REGIONS = 65_536
 MAX_MESSAGE_BYTES = 1_024
-PIECE_BYTES = 1 << 20
-"""Most bytes sent or received between two checks of the deadline."""
+PIECE_BYTES = 8 << 20
+"""Most bytes of a system call: each gives up Python's lock, which many threads may want, and waits to get it back."""
+
+WRITTEN_PIECE_BYTES = 1 << 20
+"""The same for a data worker that writes into the arena: most bytes between two looks at the clock."""
 
 MAX_BUFFERS = 512
 """Most buffers of one system call; Linux accepts 1,024."""
@@ -123,7 +126,7 @@ class Reply:
         return _REPLY.pack(self.status, len(message), self.nbytes) + message
 
     @staticmethod
-    def decode(packed: bytes) -> tuple[Status, int, int]:
+    def decode(packed: bytes | bytearray) -> tuple[Status, int, int]:
         """Status, bytes of the message that follows, bytes of the payload. Raises InvalidRequestError."""
         status, message_bytes, nbytes = _REPLY.unpack(packed)
         if status not in Status.__members__.values() or message_bytes > MAX_MESSAGE_BYTES:
@@ -166,22 +169,29 @@ class Signer:
         return hashed.digest()
 
 
-def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cuts buffers into lists of at most `PIECE_BYTES` and `MAX_BUFFERS`, in order."""
+def pieces(views: Sequence[memoryview], piece_bytes: int = PIECE_BYTES) -> Iterator[list[memoryview]]:
+    """Cuts buffers into lists of at most `piece_bytes` and `MAX_BUFFERS`, in order."""
     piece: list[memoryview] = []
-    room = PIECE_BYTES
+    room = piece_bytes
     for view in views:
-        for at in itertools.count(0, PIECE_BYTES):
-            part = view[at : at + PIECE_BYTES]
+        for at in itertools.count(0, piece_bytes):
+            part = view[at : at + piece_bytes]
             if not part:
                 break
             if len(part) > room or len(piece) == MAX_BUFFERS:
                 yield piece
-                piece, room = [], PIECE_BYTES
+                piece, room = [], piece_bytes
             piece.append(part)
             room -= len(part)
     if piece:
         yield piece
+
+
+def pieces_behind(head: bytes | bytearray, views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """`pieces` of some buffers, the first of them behind a header."""
+    cut = pieces(views)
+    yield [memoryview(head), *next(cut, [])]
+    yield from cut
 
 
 def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:

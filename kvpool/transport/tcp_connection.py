@@ -26,7 +26,8 @@ from kvpool.data_port import (
     Offsets,
     Reply,
     Status,
-    pieces,
+    pieces_behind,
+    receive,
     receive_exactly,
     receive_some,
     send_some,
@@ -176,8 +177,10 @@ class Connection:
         """Receives the part that was requested first into `buffers`, of its size together."""
         part = self._in_flight[0]
         with self._closed_on_error(part) as connection:
-            self._receive_reply(connection, part)
-            for piece in pieces([buffer.data for buffer in buffers]):
+            first, *others = pieces_behind(reply := bytearray(REPLY_BYTES), [buffer.data for buffer in buffers])
+            left = receive_some(connection, first)
+            self._check_reply(connection, part, reply, first[1:], left)
+            for piece in [left, *others]:
                 while piece:
                     self._bound_wait(connection, part)
                     piece = receive_some(connection, piece)
@@ -188,8 +191,7 @@ class Connection:
         with self._closed_on_error(part) as connection:
             self._in_flight.append(part)
             # A header that travels together with the bytes wakes the worker once.
-            connection.sendall(self._headers(part), socket.MSG_MORE)
-            for piece in pieces([buffer.data for buffer in buffers]):
+            for piece in pieces_behind(self._headers(part), [buffer.data for buffer in buffers]):
                 while piece:
                     self._bound_wait(connection, part)
                     piece = send_some(connection, piece)
@@ -198,7 +200,8 @@ class Connection:
         """Waits until the part that was sent first has arrived."""
         part = self._in_flight[0]
         with self._closed_on_error(part) as connection:
-            self._receive_reply(connection, part)
+            reply = receive_exactly(connection, REPLY_BYTES)
+            self._check_reply(connection, part, reply, [], [])
             self._end_first()
 
     def _end_first(self) -> None:
@@ -243,12 +246,29 @@ class Connection:
         with_permit, self._shown = self._shown is not part.transfer, part.transfer
         return part.headers(with_permit)
 
-    def _receive_reply(self, connection: socket.socket, part: Part) -> None:
-        status, message_bytes, nbytes = Reply.decode(receive_exactly(connection, REPLY_BYTES))
-        message = receive_exactly(connection, message_bytes).decode(errors="replace")
+    def _check_reply(
+        self,
+        connection: socket.socket,
+        part: Part,
+        reply: bytes | bytearray,
+        behind: list[memoryview],
+        left: list[memoryview],
+    ) -> None:
+        """Raises the error that a reply tells.
+
+        Args:
+            behind: buffers for what follows the reply.
+            left: what has not been received of these, behind what has not been received of the reply.
+        """
+        if len(left) > len(behind):
+            receive(connection, [left.pop(0)])
+        status, message_bytes, nbytes = Reply.decode(reply)
         if status is not Status.OK:
-            raise _ERROR_OF[status](f"{self._peer}: {message}")
-        if nbytes != part.nbytes:
+            begun = sum(map(len, behind)) - sum(map(len, left))
+            message = b"".join(bytes(view[:message_bytes]) for view in behind)[: min(begun, message_bytes)]
+            message += receive_exactly(connection, message_bytes - len(message))
+            raise _ERROR_OF[status](f"{self._peer}: {message.decode(errors='replace')}")
+        if nbytes != part.nbytes or message_bytes:
             raise TransferError(f"{self._peer} moved {nbytes} of {part.nbytes} bytes")
 
     def hang_up(self) -> None:

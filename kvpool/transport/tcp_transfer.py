@@ -25,8 +25,12 @@ from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Connection, ConnectionPool, Part
 
-PART_BYTES = 2 << 20
-"""Most bytes of a part, unless one region has more. Neighbours travel together."""
+PART_BYTES = (2 << 20, 8 << 20)
+"""Bytes of a part, unless one region has more: at least, which stay in a core's cache until they are summed, and at
+most, which cost the threads of one interpreter fewer turns. Neighbours travel together."""
+
+PARTS_A_MOVER = 4
+"""How many parts each thread has at least, where they are larger than the least: so that none ends late."""
 
 AHEAD, AHEAD_ALONE = 2, 8
 """Parts in flight on a connection: beside others, and on the only one."""
@@ -86,7 +90,7 @@ class _TcpTransfer:
         self._failure: BaseException | None = None
         self._buffers: list[Bytes] = []
 
-        offsets, step = pack_offsets(transfer.offsets), max(1, PART_BYTES // max(1, transfer.region_bytes))
+        offsets, step = pack_offsets(transfer.offsets), self._regions_a_part()
         ranges = transfer.batches() if rows is None else [(0, len(offsets))]
         self._batches = [_Batch(nth, start, stop) for nth, (start, stop) in enumerate(ranges)]
         self._moves: deque[_Move] = deque()
@@ -97,6 +101,14 @@ class _TcpTransfer:
                 batch.parts_left += 1
         self._num_helpers = min(helpers.num_threads, len(self._moves) - 1)
         self._ahead = AHEAD if self._num_helpers else AHEAD_ALONE
+
+    def _regions_a_part(self) -> int:
+        region_bytes = max(1, self._transfer.region_bytes)
+        nbytes, most = PART_BYTES
+        if self._helpers.num_threads:
+            share = len(self._transfer.offsets) * region_bytes // ((1 + self._helpers.num_threads) * PARTS_A_MOVER)
+            nbytes = max(nbytes, min(most, share))
+        return max(1, nbytes // region_bytes)
 
     @contextlib.contextmanager
     def _buffered(self, staging: Staging) -> Iterator[None]:

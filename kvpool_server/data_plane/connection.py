@@ -18,6 +18,7 @@ import numpy as np
 from kvpool.data_port import (
     HEADER_BYTES,
     MAGIC,
+    WRITTEN_PIECE_BYTES,
     Header,
     Kind,
     Offsets,
@@ -25,6 +26,7 @@ from kvpool.data_port import (
     Signer,
     Status,
     pieces,
+    pieces_behind,
     receive_exactly,
     receive_some,
     send,
@@ -137,13 +139,15 @@ class Connection:
         is_write = permit.kind is Kind.WRITE
         self._bound_wait(permit)
         if is_write:
-            for piece in pieces(views):
+            for piece in pieces(views, WRITTEN_PIECE_BYTES):
                 while piece:
                     self._bound_wait(permit)
                     piece = self._receive(permit, piece)
-        self._client.sendall(Reply(Status.OK, nbytes).encode(), 0 if is_write else socket.MSG_MORE)
-        if not is_write:
-            for piece in pieces(views):
+        reply = Reply(Status.OK, nbytes).encode()
+        if is_write:
+            self._client.sendall(reply)
+        else:
+            for piece in pieces_behind(reply, views):
                 while piece:
                     self._bound_wait(permit, is_begun=True)
                     piece = send_some(self._client, piece)
