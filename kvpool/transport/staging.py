@@ -5,6 +5,7 @@ Pages that were never used cost nothing. What was given back last is lent first:
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,9 @@ class Staging:
     """
 
     def __init__(self, nbytes: int = STAGING_BYTES):
-        self.memory: Bytes = np.empty(nbytes, np.uint8)
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: Bytes = np.frombuffer(pages, np.uint8)
         self._free = [(0, nbytes // UNIT_BYTES)]  # Gaps [start, stop) of units, by start.
         self._changed = threading.Condition()
 

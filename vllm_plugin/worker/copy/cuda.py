@@ -183,12 +183,16 @@ class _Direction:
         self.copies, self.kernels = self._copies_stream.cuda_stream, self.kernels_stream.cuda_stream
         self._buffers = itertools.cycle([_StagingBuffer(device, shapes, hasher, nbytes) for _ in range(NUM_BUFFERS)])
         self._host_words: list[torch.Tensor] = []
-        self._thread_id = 0
+        self._entered = threading.local()
+
+    def enter(self) -> None:
+        """Lets this thread call the driver: threads start on device 0, and without a context."""
+        if not getattr(self._entered, "done", False):
+            torch.cuda.set_device(self._device)
+            self._entered.done = True
 
     def next_buffer(self) -> _StagingBuffer:
-        if self._thread_id != threading.get_ident():
-            torch.cuda.set_device(self._device)  # Threads start on device 0, and without a context.
-            self._thread_id = threading.get_ident()
+        self.enter()
         return next(self._buffers)
 
     def borrow_words(self, count: int) -> torch.Tensor:
@@ -321,7 +325,8 @@ class _Copy:
             driver.copy(self._direction.kernels, at, self._blocks.sums_address, 8 * self._blocks.num_sums)
 
     def wait(self) -> None:
-        """Returns when the blocks have arrived. Idempotent."""
+        """Returns when the blocks have arrived. Idempotent, and for any thread."""
+        self._direction.enter()
         self.done.synchronize()
         pinned, self.pinned = self.pinned, None
         if pinned is not None:
