@@ -58,7 +58,9 @@ def ping(
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards.")
     ] = False,
-    mib: Annotated[int, typer.Option(min=1, max=65_536, help="MiB that a round of --bandwidth moves each way.")] = 256,
+    mib: Annotated[
+        int, typer.Option(min=1, max=65_536, help="MiB that a round of --bandwidth stores and loads.")
+    ] = 256,
     namespace: Annotated[
         str | None,
         typer.Option(
