@@ -58,10 +58,10 @@ class Admin:
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
         return wire.decode_quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
 
-    def remove(self, namespace: Namespace, runs: Sequence[BlockRun]) -> int:
+    def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""
         request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
-        return int(self._rpc.call(self._rpc.stub.Remove, request).num_removed)
+        return int(self._rpc.call(self._rpc.stub.Remove, request, timeout_ms).num_removed)
 
     def clear(self, fingerprint: bytes = b"", *, timeout_ms: int | None = None) -> int:
         """Drops every block of one namespace, or of all if `fingerprint` is empty; returns how many there were."""

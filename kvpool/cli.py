@@ -16,11 +16,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from kvpool.bandwidth import (
+    HIT_TOKENS,
+    hit_cost,
+    largest_group,
+    measure,
+    measurement_config,
+    shards_of_rank,
+    usual_block,
+)
+from kvpool.bandwidth_report import row_of, text_of
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
-from kvpool.namespace import Difference, differences
+from kvpool.namespace import Difference, NamespaceSpec, differences
 from kvpool.quotas import parse_quota, size_text
 from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
 from kvpool.version import __version__
@@ -45,14 +55,56 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def ping(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     transport: Annotated[str, typer.Option(help=f"Transport to try: {', '.join(TRANSPORTS)}.")] = "auto",
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards.")
+    ] = False,
+    mib: Annotated[
+        int, typer.Option(min=1, max=65_536, help="MiB that a round of --bandwidth stores and loads.")
+    ] = 256,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With --bandwidth: measure with this namespace's blocks, and say what a hit of {HIT_TOKENS:,} tokens "
+            "costs. Fingerprint, or its first characters, as `kvpool namespaces` shows it."
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="With --namespace: the engine's ranks, each of which loads a share of a hit.")
+    ] = 1,
+    prefill: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --namespace: tokens that the engine prefills a second; says what a hit saves."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Check that the server answers, and which transport a client gets."""
-    with _client(endpoint, transport) as client:
+    """Check that the server answers, and which transport a client gets; with --bandwidth, how fast it is."""
+    if namespace is None and (prefill is not None or tensor_parallel != 1):
+        raise InvalidRequestError("--prefill and --tensor-parallel are about a namespace's hits; give --namespace")
+    if namespace is not None and not bandwidth:
+        raise InvalidRequestError("--namespace needs a measurement; give --bandwidth")
+    config = measurement_config(endpoint, transport) if bandwidth else _config(endpoint, transport)
+    with Client(config) as client:
         version, uptime_s = client.admin.ping()
-        typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
         choice = client.admin.try_transport()
-        typer.echo(f"bytes would travel by {choice.route}: {choice.why}")
         choice.transport.close()
+        found = {"version": version, "endpoint": endpoint, "uptime_s": uptime_s}
+        found |= {"transport": choice.transport.name, "route": choice.route, "why": choice.why}
+        if not as_json:
+            typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
+            typer.echo(f"bytes would travel by {choice.route}: {choice.why}")
+        if bandwidth:
+            spec = None if namespace is None else _spec(client, namespace)
+            if spec is None:
+                measured, cost = measure(client, mib << 20, usual_block(client)), None
+            else:
+                block = largest_group(spec, tensor_parallel)
+                measured = measure(client, mib << 20, block, shards_of_rank(block, tensor_parallel))
+                cost = hit_cost(measured, spec, tensor_parallel)
+            found |= row_of(measured, cost, prefill)
+            if not as_json:
+                typer.echo(text_of(measured, cost, prefill))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
 
 
 @app.command()
@@ -264,6 +316,11 @@ def _resolve(client: Client, prefix: str) -> bytes:
     return _one_of(fingerprints, prefix)
 
 
+def _spec(client: Client, prefix: str) -> NamespaceSpec:
+    known = {info.fingerprint: info.spec for info in client.admin.namespaces(holdings=False)}
+    return known[_one_of(list(known), prefix)]
+
+
 def _one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
     matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
     if len(matching) != 1:
@@ -273,7 +330,11 @@ def _one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
 
 
 def _client(endpoint: str, transport: str = "auto") -> Client:
-    return Client(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=5_000))
+    return Client(_config(endpoint, transport))
+
+
+def _config(endpoint: str, transport: str) -> ClientConfig:
+    return ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=5_000)
 
 
 @app.callback(invoke_without_command=True)

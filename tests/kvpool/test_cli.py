@@ -1,7 +1,9 @@
 import json
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from kvpool.client import Client, Namespace
 from kvpool.namespace import NamespaceSpec
 from kvpool.version import __version__
 from tests.conftest import StartServer
-from tests.support.processes import ServerProcess, run_command
+from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 NOBODY = "127.0.0.1:1"
@@ -95,6 +97,73 @@ def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
     assert re.fullmatch(r"bytes would travel by tcp over the data port \S+, \d+ connections?: transport=tcp", told)
     done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
     assert done.returncode == 1 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, stream" in done.stderr
+
+
+def test_ping_as_json(cli: Cli) -> None:
+    told = json.loads(cli("ping", "--json", "--transport", "tcp"))
+    assert (told["version"], told["endpoint"]) == (__version__, cli.server.endpoint)
+    assert (told["transport"], told["why"]) == ("tcp", "transport=tcp") and "data port" in told["route"]
+    assert "put_gb_per_s" not in told
+
+
+def test_ping_measures_what_a_hit_costs_and_saves(
+    pool_server: StartServer,
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cli = Cli(pool_server(), monkeypatch, capsys)
+    name = connect(cli.server).open_namespace(namespace_spec(group_spec(chunk_bytes=1_000))).fingerprint.hex()
+    narrow = ("ping", "--bandwidth", "--mib", "1", "--namespace", name[:12])
+    found = json.loads(cli(*narrow, "--prefill", "1000", "--json"))
+    assert found["put_gb_per_s"]["median"] > 0 and found["get_gb_per_s"]["median"] > 0
+    hit = found["hit"]
+    assert (hit["namespace"], hit["tokens"], hit["bytes"]) == (name, 1_000, 1_000 * 1_000 // 16)
+    assert hit["pays_below_tokens_per_s"] == pytest.approx(1_000 / (hit["load_ms"] / 1_000))
+    assert (hit["compute_ms"], hit["saved_ms"]) == pytest.approx((1_000, 1_000 - hit["load_ms"]))
+    assert _left(cli) == {"test/model": 0, "kvpool ping --bandwidth": 0}
+    lines = cli(*narrow).splitlines()
+    assert any(re.fullmatch(r"get +\S+ GB/s \(\S+ to \S+\), 5 rounds of \S+ KiB", line) for line in lines)
+    assert re.search(rf"1,000 tokens of {name[:12]} loads 61 KiB a rank in \S+ ms", lines[-2])
+    assert lines[-1].startswith("It pays where prefill is slower than ")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--namespace", "0123"], "--namespace needs a measurement; give --bandwidth"),
+        (["--bandwidth", "--prefill", "9"], "--prefill and --tensor-parallel are about a namespace's hits"),
+        (["--bandwidth", "--namespace", "zzz"], "no namespace begins with 'zzz'"),
+        (["--bandwidth", "--namespace", ""], "2 namespaces begin with ''"),
+    ],
+)
+def test_ping_refuses_in_one_sentence(
+    pool_server: StartServer,
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    says: str,
+) -> None:
+    cli = Cli(pool_server(), monkeypatch, capsys)
+    client = connect(cli.server)
+    for tenant in ("a", "b"):
+        client.open_namespace(namespace_spec(tenant=tenant))
+    err = cli.fails("ping", *options)[1]
+    assert says in err and err.startswith("kvpool: ") and err.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, connect: Callable[..., Client]) -> None:
+    server = pool_server("--memory", "1GiB")
+    client = connect(server)
+    command = [KVPOOL, "ping", "--bandwidth", "--transport", "tcp", "--endpoint", server.endpoint]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        wait_for(lambda: client.admin.stats().counters["get_present_blocks"], "the first blocks")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode != 0 and "Traceback" not in err
+    assert [info.num_entries for info in client.admin.namespaces()] == [0]
 
 
 def test_the_endpoint_may_come_from_the_environment(server: ServerProcess) -> None:

@@ -1,6 +1,7 @@
 """Whether a hit is worth loading: the rates of loading and of computing are learned while running, hit by hit.
 
-`seconds` are seconds that a request waits, queueing and batching included.
+`seconds` are seconds that a request waits, queueing and batching included. Each transport has rates of its own, which
+are kept while loads go over another one.
 
 Invariants:
 - An unknown rate counts in the pool's favour: a hit is taken until both rates are known.
@@ -11,6 +12,8 @@ Invariants:
   compute time of the hits judged too slow, plus what the last probe lost beyond its expected loss. Where loads take r
   times as long as computing, hits of one size are probed once in 20 * (r - 1).
 - A probe that beats computing makes the next one free; three in a row bring the pool back, one or two do nothing.
+- After each reconnection one probe is free, whatever earlier ones have cost: the server may be another one. So a pool
+  that was too slow and has become fast with a new server, or over a new transport, is back after three loads.
 - A pool that becomes slow is noticed when eight loads have ended since, or two far slower ones. While the pool is less
   than twice as slow as computing, up to 16 of the next 50 hits may be loaded.
 """
@@ -19,11 +22,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
+from typing import NamedTuple
 
 from vllm_plugin.metrics import Recorder
 
@@ -51,6 +55,16 @@ _MIN_PAIRS = 3
 
 Sample = tuple[float, float]
 """(tokens or bytes, seconds)."""
+
+
+class Connection(NamedTuple):
+    """What a load goes over: a transport's name, and the boot token of the server; another one is a reconnection."""
+
+    transport: str
+    boot_token: int
+
+
+NO_CONNECTION = Connection("", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +98,9 @@ class LoadPolicy:
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEPS_UNDER_WAY)
         self._last_step_ended_at = -math.inf
         self._compute = _ComputeRate()
-        self._load = _LoadRate()
         self._num_unjudged = 0
-        self._credit_s = 0.0
-        self._probe_until = -math.inf
-        self._won_probes: list[Sample] = []
+        self._connection = NO_CONNECTION
+        self._transports: defaultdict[str, _Transport] = defaultdict(_Transport)
 
     # Steps
 
@@ -114,65 +126,110 @@ class LoadPolicy:
 
     # A hit
 
-    def verdict(self, num_tokens: int, nbytes: int) -> Verdict:
+    def verdict(self, num_tokens: int, nbytes: int, connection: Connection = NO_CONNECTION) -> Verdict:
         """Judges one hit. To be called once a hit: calls are counted.
 
         Args:
             num_tokens: tokens that need not be computed if the hit is loaded.
             nbytes: bytes that one rank would load for it.
+            connection: what the hit would be loaded over.
         """
-        compute_s, load_s = self._compute.seconds(num_tokens), self._load.seconds(nbytes)
+        over = self._transports[connection.transport]
+        if connection != self._connection:
+            self._connection = connection
+            over.reconnected()
+        compute_s, load_s = self._compute.seconds(num_tokens), over.load.seconds(nbytes)
         if math.isinf(compute_s):
-            take = not self._is_sample_due(num_tokens)
+            take = not self._is_sample_due(num_tokens, over)
         else:
             take = load_s <= MARGIN * compute_s
-            if not take and self._may_probe(compute_s, load_s, self._load.is_beyond(nbytes)):
-                self._probe_until = self._clock() + PROBE_TIMEOUT_S
+            if not take and over.may_probe(compute_s, load_s, nbytes, self._clock()):
                 return Verdict(True, compute_s, load_s, is_probe=True)
         if not take:
             self._recorder.add("declined_loads")
         return Verdict(take, compute_s, load_s)
 
-    def load_ended(self, num_tokens: int, nbytes: int, seconds: float, succeeded: bool, is_probe: bool = False) -> None:
+    def load_ended(
+        self,
+        num_tokens: int,
+        nbytes: int,
+        seconds: float,
+        succeeded: bool,
+        is_probe: bool = False,
+        connection: Connection = NO_CONNECTION,
+    ) -> None:
         """A load has ended: the hit is there, or the load has failed and the hit will be computed.
 
         Args:
             num_tokens, nbytes: as for `verdict`; less than was judged if the engine had no room.
             seconds: from the allocation of its blocks to the report that they are there.
             is_probe: as the verdict says.
+            connection: what the load began over.
         """
         compute_s = self._compute.seconds(num_tokens)
         is_known = not math.isinf(compute_s)
         if not succeeded and is_known:
             seconds += compute_s  # Loading in vain is paid on top of computing.
-        sample = (nbytes, seconds)
-        self._load.add(sample)
         lost_s = seconds - compute_s if is_known else 0.0
         if lost_s > 0:
             self._recorder.add("lost_seconds", lost_s)
         else:
             self._recorder.add("saved_seconds", -lost_s)
+        over = self._transports[connection.transport]
+        over.load.add((nbytes, seconds))
         if is_probe:
-            self._probe_until = -math.inf
-            self._credit_s -= max(0.0, lost_s)
-            self._won_probes = [*self._won_probes, sample] if lost_s <= 0 else []
-            if len(self._won_probes) == PROBES_TO_RETURN:
-                # The samples of the slow pool are out of date.
-                self._load.replace(self._won_probes)
-                self._won_probes = []
+            over.probe_ended((nbytes, seconds), lost_s)
 
-    def _is_sample_due(self, num_tokens: int) -> bool:
-        if not self._load.is_known or num_tokens < MIN_PREFILL_TOKENS:
+    def _is_sample_due(self, num_tokens: int, over: _Transport) -> bool:
+        if not over.load.is_known or num_tokens < MIN_PREFILL_TOKENS:
             return False
         self._num_unjudged += 1
         return self._num_unjudged % LEARN_EVERY == 0
 
-    def _may_probe(self, compute_s: float, load_s: float, is_beyond: bool) -> bool:
+
+class _Transport:
+    """Loads over one transport: their rate, and the probes that correct it.
+
+    Attributes:
+        load: the rate of its loads.
+    """
+
+    def __init__(self) -> None:
+        self.load = _LoadRate()
+        self._credit_s = 0.0
+        self._probe_until = -math.inf
+        self._won_probes: list[Sample] = []
+        self._is_free = False  # A probe, because of a reconnection.
+
+    def reconnected(self) -> None:
+        """Loads go over this transport again, or to another server: what is known of it may be out of date."""
+        self._is_free = self.load.is_known
+        self._credit_s = max(0.0, self._credit_s)
+        self._won_probes = []
+        self._probe_until = -math.inf
+
+    def may_probe(self, compute_s: float, load_s: float, nbytes: int, now: float) -> bool:
+        """Whether a hit that is too slow is loaded to learn. Counts the hit; if so, the probe begins."""
         self._credit_s += PROBE_SHARE * compute_s
-        if self._clock() < self._probe_until:
+        if now < self._probe_until:
             return False
         # The credit suffices for small probes first, which say little of large loads.
-        return bool(self._won_probes) or self._credit_s >= (0.0 if is_beyond else load_s - compute_s)
+        cost_s = 0.0 if self._is_free or self.load.is_beyond(nbytes) else load_s - compute_s
+        if not self._won_probes and self._credit_s < cost_s:
+            return False
+        self._probe_until = now + PROBE_TIMEOUT_S
+        return True
+
+    def probe_ended(self, sample: Sample, lost_s: float) -> None:
+        """A probe took as long as `sample` says: `lost_s` longer than computing it, or shorter if negative."""
+        self._is_free = False
+        self._probe_until = -math.inf
+        self._credit_s -= max(0.0, lost_s)
+        self._won_probes = [*self._won_probes, sample] if lost_s <= 0 else []
+        if len(self._won_probes) == PROBES_TO_RETURN:
+            # The samples of the slow pool are out of date.
+            self.load.replace(self._won_probes)
+            self._won_probes = []
 
 
 class _ComputeRate:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_plugin.metadata import GroupBlocks, LoadJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.load_policy import LoadPolicy, Verdict
+from vllm_plugin.scheduler.load_policy import Connection, LoadPolicy, Verdict
 from vllm_plugin.scheduler.request_lookup import RequestLookup
 from vllm_plugin.scheduler.stages import Stages
 
@@ -32,6 +32,7 @@ class Loading:
         num_tokens, nbytes: what is loaded; bytes of one rank.
         is_probe: see `Verdict`.
         num_blocks: of the engine, that its request needs if the load fails.
+        connection: what it goes over.
     """
 
     job: LoadJob
@@ -40,6 +41,7 @@ class Loading:
     nbytes: int
     is_probe: bool
     num_blocks: int
+    connection: Connection
 
 
 class Loads:
@@ -67,7 +69,7 @@ class Loads:
         """Whether a hit is worth loading, from token `start` to boundary `stop`."""
         if not self._decline:
             return Verdict(True, math.inf, 0.0)
-        return self.policy.verdict(stop - start, self._nbytes(start, stop))
+        return self.policy.verdict(stop - start, self._nbytes(start, stop), self._connection)
 
     def has_room(self, request: Request) -> bool:
         """Whether all loads could fail, with this one, and every request still find its blocks.
@@ -124,7 +126,7 @@ class Loads:
         """A load of tokens [start, stop) is on its way to the workers."""
         num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
         self.loading[job.request_id] = Loading(
-            job, time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, num_blocks
+            job, time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, num_blocks, self._connection
         )
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
@@ -133,8 +135,12 @@ class Loads:
         if load is None:
             return None
         seconds = time.monotonic() - load.started_at
-        self.policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe)
+        self.policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe, load.connection)
         return load.job
+
+    @property
+    def _connection(self) -> Connection:
+        return Connection(self._stages.transport, self._stages.boot_token)
 
     def _nbytes(self, start: int, stop: int) -> int:
         """Bytes that one rank loads of a hit."""

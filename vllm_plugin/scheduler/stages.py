@@ -51,6 +51,21 @@ class Stages:
                 return False
         return bool(self.sessions)
 
+    @property
+    def transport(self) -> str:
+        """Over which transport bytes travel to every stage; each different one, if several; "" while the pool is away.
+
+        The choice of the scheduler's own process: ranks on its host make the same one.
+        """
+        open_ones = [namespace for session in self.sessions if (namespace := session.namespace) is not None]
+        return "+".join(dict.fromkeys(namespace.transport.name for namespace in open_ones))
+
+    @property
+    def boot_token(self) -> int:
+        """Of the server; differs after each restart. 0 while the pool is away."""
+        namespace = self.sessions[0].namespace if self.sessions else None
+        return 0 if namespace is None else namespace.boot_token
+
     def handshake(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Opens the namespaces that the workers report, by stage and rank, where the scheduler cannot derive them."""
         specs = {ranks: each.spec for ranks, each in metadata.items() if isinstance(each, Handshake)}
@@ -106,10 +121,10 @@ class Stages:
 
     def has_restarted(self) -> bool:
         """Whether the pool has started, or started again, since the last call."""
-        namespace = self.sessions[0].namespace if self.sessions else None
-        if namespace is None or namespace.boot_token == self._boot_token:
+        boot_token = self.boot_token
+        if not boot_token or boot_token == self._boot_token:
             return False
-        self._boot_token = namespace.boot_token
+        self._boot_token = boot_token
         return True
 
     def close(self) -> None:

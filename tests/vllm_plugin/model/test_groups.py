@@ -10,7 +10,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowMLASpec
 
-from kvpool.errors import ConfigError
+from kvpool.bandwidth import shards_of_rank
+from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.namespace import GroupSpec
 from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import LAYERS, cache_config, full_attention, of_rank
@@ -384,3 +385,18 @@ def test_pages_that_a_backend_packs_its_own_way_are_opaque_whatever_their_counts
     assert (plain.num_kv_heads, plain.num_shards) == (2, 2)
     assert (packed.num_kv_heads, packed.num_shards) == (0, 1)
     assert plain.layer_formats != packed.layer_formats
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("shards", SIZES)
+@pytest.mark.parametrize("heads", [0, *SIZES])
+def test_ping_measures_the_shards_that_a_rank_loads(heads: int, shards: int, tp_size: int) -> None:
+    group = GroupSpec("full_attention", 16, heads, 64, 64, shards, chunk_bytes=8)
+    if heads and heads % shards:
+        return  # No engine has such a group.
+    is_divisible = shards % tp_size == 0 or (tp_size % shards == 0 and heads == shards)
+    if not (is_divisible if heads else shards == tp_size):
+        with pytest.raises(InvalidRequestError, match="cannot share"):
+            shards_of_rank(group, tp_size)
+    else:
+        assert shards_of_rank(group, tp_size) == rank_shards(group, 0, tp_size).shards

@@ -20,9 +20,12 @@ from vllm_plugin.scheduler.load_policy import (
     MIN_LOADS,
     MIN_PREFILL_TOKENS,
     MIN_STEPS,
+    NO_CONNECTION,
     NUM_STEPS,
     PROBE_SHARE,
     PROBE_TIMEOUT_S,
+    PROBES_TO_RETURN,
+    Connection,
     LoadPolicy,
     Verdict,
 )
@@ -53,6 +56,7 @@ class World:
     Args:
         token_s: true seconds a prefilled token.
         latency_s, byte_s: true cost of a load.
+        connection: what loads go over.
         noise, load_noise: factor on each step, and on each load if it is another.
         lost_s: true seconds lost by loads that were taken, each against computing it.
         gain_s: the opposite.
@@ -62,6 +66,7 @@ class World:
     token_s: float = 1e-4
     latency_s: float = 0.0
     byte_s: float = 1e-8
+    connection: Connection = NO_CONNECTION
     noise: Noise = quiet
     load_noise: Noise | None = None
     seed: int = 0
@@ -98,7 +103,7 @@ class World:
         """A request whose prompt is in the pool: loads or computes it."""
         num_tokens = num_tokens or self.picks.randint(*HIT_TOKENS)
         nbytes = num_tokens * TOKEN_BYTES
-        verdict = self.load_policy.verdict(num_tokens, nbytes)
+        verdict = self.load_policy.verdict(num_tokens, nbytes, self.connection)
         self.verdicts.append(verdict)
         true_compute_s = num_tokens * self.token_s
         if verdict.is_probe or not verdict.take:
@@ -106,7 +111,7 @@ class World:
         if verdict.take:
             seconds = self.load_s(num_tokens) * (self.load_noise or self.noise)(self.picks)
             self.clock.advance(seconds)
-            self.load_policy.load_ended(num_tokens, nbytes, seconds, succeeds, verdict.is_probe)
+            self.load_policy.load_ended(num_tokens, nbytes, seconds, succeeds, verdict.is_probe, self.connection)
             lost_s = seconds - (true_compute_s if succeeds else 0.0)
             self.lost_s += max(0.0, lost_s)
             self.gain_s += max(0.0, -lost_s)
@@ -351,3 +356,116 @@ def test_a_lucky_probe_alone_changes_nothing() -> None:
     assert not any(verdict.take and not verdict.is_probe for verdict in world.hits(200))
     overshoot_s = 3 * HIT_TOKENS[1] * world.token_s
     assert world.probes_lost_s <= 1.1 * PROBE_SHARE * world.declinable_s + overshoot_s
+
+
+# Over one transport, then over another
+
+FAST, SLOW = st.floats(0.01, 0.5), st.floats(1.6, 50)
+
+
+def over(world: World, transport: str, boot_token: int, slower: float) -> World:
+    """Lets loads go over a connection on which they take `slower` times as long as computing."""
+    world.connection = Connection(transport, boot_token)
+    return ratio(world, slower)
+
+
+def on_merits(verdicts: list[Verdict]) -> int:
+    return sum(verdict.take and not verdict.is_probe for verdict in verdicts)
+
+
+def pays(verdicts: list[Verdict]) -> bool:
+    """Whether every hit was loaded, and the first few alone as probes."""
+    num_probes = sum(verdict.is_probe for verdict in verdicts)
+    return num_probes <= PROBES_TO_RETURN and num_probes + on_merits(verdicts) == len(verdicts)
+
+
+@settings(max_examples=EXAMPLES)
+@given(slow=SLOW, fast=FAST, seed=SEEDS)
+def test_a_slow_transport_says_nothing_of_a_new_one(slow: float, fast: float, seed: int) -> None:
+    """A client that fell back to gRPC, or lost its shared memory, and connects again."""
+    world = over(World(seed=seed), "grpc", 1, slow).warm_up()
+    assert on_merits(world.hits(50)) == MIN_LOADS
+    over(world, "tcp", 1, fast)
+    assert on_merits(world.hits(50)) == 50
+
+
+@settings(max_examples=EXAMPLES)
+@given(slow=SLOW, fast=FAST, seed=SEEDS)
+def test_a_new_transport_that_does_not_pay_costs_its_first_loads(slow: float, fast: float, seed: int) -> None:
+    world = over(World(seed=seed), "shm", 1, fast).warm_up()
+    assert on_merits(world.hits(50)) == 50
+    over(world, "tcp", 2, slow)
+    verdicts = world.hits(50)
+    assert on_merits(verdicts) == on_merits(verdicts[:MIN_LOADS]) == MIN_LOADS
+
+
+@settings(max_examples=EXAMPLES)
+@given(slow=SLOW, fast=FAST, seed=SEEDS)
+def test_a_transport_that_was_used_before_is_known(slow: float, fast: float, seed: int) -> None:
+    world = over(World(seed=seed), "shm", 1, fast).warm_up()
+    world.hits(20)
+    over(world, "tcp", 2, slow)
+    world.hits(20)
+    over(world, "shm", 3, fast)
+    num_tokens = HIT_TOKENS[1]
+    assert world.hit(num_tokens).load_s == pytest.approx(world.load_s(num_tokens), rel=0.05)
+    assert on_merits(world.hits(20)) == 20
+    over(world, "tcp", 4, slow)
+    assert world.hit(num_tokens).load_s == pytest.approx(world.load_s(num_tokens), rel=0.05)
+    assert on_merits(world.hits(20)) == 0
+
+
+@settings(max_examples=EXAMPLES)
+@given(slow=SLOW, fast=FAST, count=st.integers(MIN_LOADS, 200), seed=SEEDS)
+def test_a_new_server_that_is_fast_is_used_after_three_loads(slow: float, fast: float, count: int, seed: int) -> None:
+    """One with more connections, or on a better network. However much the probes of the old one have cost."""
+    world = over(World(seed=seed), "tcp", 1, slow).warm_up()
+    world.hits(count)
+    over(world, "tcp", 2, fast)
+    assert pays(world.hits(50))
+
+
+@settings(max_examples=EXAMPLES)
+@given(slower=st.floats(1.6, 20), seed=SEEDS, num_servers=st.integers(1, 20))
+def test_a_new_server_that_is_slow_costs_one_probe(slower: float, seed: int, num_servers: int) -> None:
+    world = over(World(seed=seed), "tcp", 0, slower).warm_up()
+    world.hits(MIN_LOADS)
+    world.declinable_s = world.probes_lost_s = 0.0
+    for boot_token in range(1, num_servers + 1):
+        over(world, "tcp", boot_token, slower)
+        verdicts = world.hits(10)
+        assert verdicts[0].is_probe and on_merits(verdicts) == 0
+    largest_loss_s = (slower - 1) * HIT_TOKENS[1] * world.token_s
+    assert world.probes_lost_s <= 1.05 * PROBE_SHARE * world.declinable_s + (num_servers + 1) * largest_loss_s
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    connections=st.lists(
+        st.tuples(st.sampled_from(["shm", "tcp", "grpc"]), FAST | SLOW, st.integers(30, 60)), min_size=2, max_size=8
+    ),
+    noise=st.sampled_from([quiet, lambda picks: picks.uniform(0.85, 1.15)]),
+    seed=SEEDS,
+)
+def test_each_connection_is_judged_by_its_own_rate_soon(
+    connections: list[tuple[str, float, int]], noise: Noise, seed: int
+) -> None:
+    """Servers come and go. Each hit over a connection that pays is loaded; one that does not pay is noticed."""
+    world = World(noise=noise, seed=seed).warm_up()
+    for boot_token, (transport, slower, count) in enumerate(connections, 1):
+        verdicts = over(world, transport, boot_token, slower).hits(count)
+        if slower < 1:
+            assert pays(verdicts)
+        else:
+            assert on_merits(verdicts) <= LOADS_TO_NOTICE
+
+
+def test_a_load_counts_for_the_connection_that_it_began_over() -> None:
+    world = over(World(), "tcp", 1, 0.1).warm_up()
+    world.hits(10)
+    shm = Connection("shm", 2)
+    world.load_policy.verdict(1_000, 1_000 * TOKEN_BYTES, shm)
+    for _ in range(10):
+        world.load_policy.load_ended(1_000, 1_000 * TOKEN_BYTES, 5.0, succeeded=True, connection=world.connection)
+    assert world.load_policy.verdict(1_000, 1_000 * TOKEN_BYTES, shm) == Verdict(True, pytest.approx(0.1), 0.0)
+    assert not world.load_policy.verdict(1_000, 1_000 * TOKEN_BYTES, shm).is_probe

@@ -17,7 +17,8 @@ GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))
 def loads(num_blocks: int = 1000) -> Loads:
     names: Any = None  # Nothing is named here.
     geometry = Geometry([GROUP], alignment=BLOCK, names=names, num_blocks=num_blocks, step_tokens=2048)
-    stages: Any = SimpleNamespace(specs=[SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])])
+    spec = SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])
+    stages: Any = SimpleNamespace(specs=[spec], transport="shm", boot_token=1)
     return Loads(geometry, stages, False, Recorder())
 
 

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.bandwidth import (
+    BLOCK,
+    LEAST_BYTES,
+    MODEL,
+    NUM_ROUNDS,
+    ROUNDS_S,
+    Bandwidth,
+    HitCost,
+    Rates,
+    free_bytes,
+    hit_bytes,
+    hit_cost,
+    largest_group,
+    measure,
+    shards_of_rank,
+    usual_block,
+)
+from kvpool.bandwidth_report import row_of, text_of
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import KVPoolError, OutOfSpaceError
+from kvpool.namespace import NamespaceSpec
+from kvpool.types import BlockRun
+from tests.conftest import Connect, StartServer
+from tests.support.clock import FakeClock
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import block_hash, group_spec, namespace_spec, payload
+
+MIB = 1 << 20
+
+
+def left_over(client: Client) -> list[int]:
+    """Blocks of each of the measurement's namespaces."""
+    return [info.num_entries for info in client.admin.namespaces() if info.spec.model == MODEL]
+
+
+def store(client: Client, spec: NamespaceSpec, count: int) -> BlockRun:
+    namespace = client.open_namespace(spec)
+    run = BlockRun(0, [block_hash(nth) for nth in range(count)])
+    block = payload("all", spec.groups[0].slot_bytes)
+    client.put_blocks(namespace, run, [block] * count)
+    return run
+
+
+def prefaulted(server: ServerProcess, connect: Connect) -> Client:
+    """A client of a server all of whose memory can be used."""
+    client = connect(server)
+
+    def is_backed() -> bool:
+        stats = client.admin.stats()
+        return stats.prefaulted_bytes >= stats.arena_bytes
+
+    wait_for(is_backed, "the arena's memory")
+    return client
+
+
+def num_present(client: Client, spec: NamespaceSpec, run: BlockRun) -> int:
+    found = client.lookup(client.open_namespace(spec), [run], prefix_only=False, lease=False)
+    return found.hits[0].complete.bit_count()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_measurement_moves_bytes_and_leaves_none(
+    shared_server: ServerProcess, connect: Connect, transport: str
+) -> None:
+    client = connect(shared_server, transport=transport)
+    before = client.admin.stats()
+    found = measure(client, 8 * MIB)
+    assert (found.transport, found.put_bytes, found.get_bytes) == (transport, 8 * MIB, 8 * MIB)
+    assert (found.num_rounds, found.limited_by, found.num_evicted) == (NUM_ROUNDS, "", 0)
+    for rates in (found.put, found.get):
+        assert 0 < rates.lowest <= rates.median <= rates.highest
+    assert found.one_block_s > 0 and found.round_trip_s > 0
+    assert transport in found.route and found.why
+    after = client.admin.stats()
+    moved = {name: after.counters[name] - before.counters[name] for name in ("put_completed_blocks", "removed_blocks")}
+    assert set(left_over(client)) == {0} and moved["put_completed_blocks"] == moved["removed_blocks"] >= NUM_ROUNDS * 4
+    assert (after.free_bytes, after.num_leases) == (before.free_bytes, before.num_leases)
+
+
+def test_a_rank_reads_its_shards_of_whole_blocks(shm_client: Client) -> None:
+    block = group_spec(chunk_bytes=1_000, num_shards=8)
+    found = measure(shm_client, 16 * block.slot_bytes, block, shards_of_rank(block, 4))
+    assert (found.region_bytes, found.put_bytes, found.get_bytes) == (2_000, 16 * 8_000, 16 * 2_000)
+
+
+def test_others_keep_their_blocks_where_the_pool_has_little_room(pool_server: StartServer, connect: Connect) -> None:
+    client = prefaulted(pool_server("--memory", "64MiB"), connect)
+    spec = namespace_spec(group_spec(chunk_bytes=MIB))
+    run = store(client, spec, 16)
+    found = measure(client, 256 * MIB)
+    assert found.limited_by == "room" and found.put_bytes <= found.free_bytes // 2
+    assert found.num_evicted == 0 and num_present(client, spec, run) == 16
+    assert set(left_over(client)) == {0}
+
+
+def test_a_full_pool_gives_up_few_blocks_and_of_the_measured_size_alone(
+    pool_server: StartServer, connect: Connect
+) -> None:
+    client = prefaulted(pool_server("--memory", "128MiB"), connect)
+    small, large = (namespace_spec(group_spec(chunk_bytes=size)) for size in (MIB, 4 * MIB))
+    first = store(client, small, 64)
+    last = store(client, large, 16)
+    assert free_bytes(client.admin.stats()) == 0
+    block = usual_block(client)
+    assert block == large.groups[0]
+    found = measure(client, 256 * MIB, block)
+    assert (found.limited_by, found.put_bytes) == ("room", LEAST_BYTES)
+    assert num_present(client, small, first) == 64
+    assert found.num_evicted == 16 - num_present(client, large, last) == LEAST_BYTES // (4 * MIB)
+
+
+def test_a_pool_with_room_is_measured_with_blocks_of_a_common_size(shm_client: Client) -> None:
+    store(shm_client, namespace_spec(), 1)
+    assert usual_block(shm_client) == BLOCK
+
+
+def test_a_slow_pool_is_measured_with_small_and_few_rounds(shm_client: Client) -> None:
+    clock = FakeClock()
+
+    def slow() -> float:
+        clock.advance(ROUNDS_S / 8)
+        return clock()
+
+    found = measure(shm_client, 32 * MIB, clock=slow)
+    assert found.limited_by == "time" and found.put_bytes < 32 * MIB
+    assert 1 <= found.num_rounds < NUM_ROUNDS
+
+
+class FailingClient(Client):
+    """Raises in the course of the nth get, with its bytes on their way."""
+
+    def __init__(self, config: ClientConfig, error: BaseException, nth: int):
+        super().__init__(config)
+        self._error, self._nth = error, nth
+
+    def get(self, namespace: Any, lease_id: int, runs: Any, drain: Any, **options: Any) -> Any:
+        self._nth -= 1
+
+        def failing(indices: Any, buffers: Any) -> Any:
+            if self._nth == 0:
+                raise self._error
+            return drain(indices, buffers)
+
+        return super().get(namespace, lease_id, runs, failing, **options)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("nth", [1, 2, 6])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), KVPoolError("broken")])
+def test_an_interrupted_measurement_leaves_no_block(
+    shared_server: ServerProcess, transport: str, nth: int, error: BaseException
+) -> None:
+    config = ClientConfig(endpoint=shared_server.endpoint, transport=transport, timeout_ms=10_000)
+    with FailingClient(config, error, nth) as client:
+        num_leases = client.admin.stats().num_leases
+        with pytest.raises(type(error)):
+            measure(client, 8 * MIB)
+        assert set(left_over(client)) == {0}
+        assert client.admin.stats().num_leases == num_leases
+
+
+class ForgetfulClient(Client):
+    """Removes blocks between a lookup and its get, as another client may."""
+
+    def get(self, namespace: Any, lease_id: int, runs: Any, drain: Any, **options: Any) -> Any:
+        self.admin.remove(namespace, runs)
+        return super().get(namespace, lease_id, runs, drain, **options)
+
+
+def test_blocks_that_leave_the_pool_meanwhile_are_an_error(shared_server: ServerProcess) -> None:
+    with (
+        ForgetfulClient(ClientConfig(endpoint=shared_server.endpoint)) as client,
+        pytest.raises(OutOfSpaceError, match="evicted blocks of the measurement"),
+    ):
+        measure(client, 4 * MIB)
+
+
+# What a hit costs
+
+
+@given(tokens=st.integers(16, 100_000), window=st.integers(1, 5_000), tp_size=st.sampled_from([1, 2, 4]))
+def test_a_hit_has_all_tokens_or_the_last_window_or_one_state(tokens: int, window: int, tp_size: int) -> None:
+    full = group_spec(chunk_bytes=1_600, num_shards=4)
+    windowed = dataclasses.replace(full, kind="sliding_window", window_tokens=window)
+    state = dataclasses.replace(full, kind="mamba")
+    assert hit_bytes(full, tokens, tp_size) == tokens * 100 * 4 // tp_size
+    assert hit_bytes(windowed, tokens, tp_size) == hit_bytes(full, min(tokens, window), tp_size)
+    assert hit_bytes(state, tokens, tp_size) == 1_600 * 4 // tp_size
+    assert largest_group(namespace_spec(windowed, full, state), tp_size, tokens) in (full, windowed)
+
+
+def measurement(rate: float = 1e9, round_trip_s: float = 1e-3, region_bytes: int = 6_400, **fields: Any) -> Bandwidth:
+    rates = Rates(rate, rate / 2, 2 * rate)
+    defaults: dict[str, Any] = {
+        "transport": "shm",
+        "route": "shm",
+        "why": "told",
+        "one_block_s": 2e-3,
+        "num_rounds": 5,
+        "put_bytes": 256 * MIB,
+        "get_bytes": 256 * MIB,
+        "limited_by": "room",
+        "free_bytes": 999 * MIB,
+        "num_evicted": 1_234_567,
+    }
+    return Bandwidth(
+        round_trip_s=round_trip_s, put=rates, get=rates, region_bytes=region_bytes, **{**defaults, **fields}
+    )
+
+
+def test_a_hit_costs_its_calls_and_its_bytes() -> None:
+    group = group_spec(chunk_bytes=1_600, num_shards=4)
+    one = hit_cost(measurement(rate=1e6), namespace_spec(group), 1, 1_000)
+    assert one.nbytes == 400_000 and one.load_s == pytest.approx(2e-3 + (400_000 - 6_400) / 1e6)
+    assert one.break_even == pytest.approx(1_000 / one.load_s)
+    both = hit_cost(measurement(rate=1e6), namespace_spec(group, group), 1, 1_000)
+    assert both.load_s == pytest.approx(one.load_s + 400_000 / 1e6 + 1e-3)
+    assert hit_cost(measurement(), namespace_spec(group), 1, 1).load_s == 2e-3
+
+
+SECONDS = st.floats(1e-6, 100)
+RATES = st.floats(1e3, 1e12)
+
+
+@given(
+    rate=RATES,
+    round_trip_s=SECONDS,
+    one_block_s=SECONDS,
+    nbytes=st.integers(1, 1 << 45),
+    load_s=SECONDS,
+    prefill=st.none() | st.floats(1, 1e7),
+    limited_by=st.sampled_from(["", "room", "time"]),
+    region_bytes=st.integers(1, 1 << 40),
+)
+def test_what_was_found_is_said_in_80_columns(
+    rate: float,
+    round_trip_s: float,
+    one_block_s: float,
+    nbytes: int,
+    load_s: float,
+    prefill: float | None,
+    limited_by: str,
+    region_bytes: int,
+) -> None:
+    measured = measurement(rate, round_trip_s, region_bytes, one_block_s=one_block_s, limited_by=limited_by)
+    cost = HitCost(bytes(32), 1_000, nbytes, load_s)
+    lines = text_of(measured, cost, prefill).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("free" in line for line in lines) == (limited_by == "room")
+    row = row_of(measured, cost, prefill)
+    assert row["get_gb_per_s"]["median"] == pytest.approx(rate / 1e9)
+    if prefill is None:
+        assert "saved_ms" not in row["hit"]
+        return
+    pays = prefill < row["hit"]["pays_below_tokens_per_s"]
+    assert pays == (row["hit"]["saved_ms"] > 0) == ("saves" in lines[-1])
