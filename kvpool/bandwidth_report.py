@@ -53,7 +53,7 @@ def text_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) ->
         f"get         {_rates_text(measured.get)}, {_rounds(measured, measured.get_bytes)}",
     ]
     if measured.transport == "shm":
-        lines.append("One CPU thread copies here; an engine on a GPU lets the device copy, faster.")
+        lines.append("CPU threads copy here; an engine on a GPU lets the device copy, faster.")
     if measured.limited_by == "time":
         lines.append("The pool is slow from here: rounds were made small enough for about a second.")
     if measured.limited_by == "room":

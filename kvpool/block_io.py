@@ -23,7 +23,8 @@ class InPlace:
 
     Args:
         blocks: one a block of the runs: an array or several, uint8, contiguous each, together the bytes of the block's
-            shards in order. They must keep their bytes until a put has ended; a get has filled them when it returns.
+            shards in order. They must keep their bytes until a put has ended. A get has filled them when it returns;
+            no two of its blocks may share memory.
 
     Attributes:
         blocks: each as a sequence of arrays.

@@ -147,11 +147,9 @@ class FailingClient(Client):
         self._nth -= 1
 
         def failing(indices: Any, buffers: Any) -> Any:
-            if self._nth == 0:
-                raise self._error
-            return drain(indices, buffers)
+            raise self._error
 
-        return super().get(namespace, lease_id, runs, failing, **options)
+        return super().get(namespace, lease_id, runs, failing if self._nth == 0 else drain, **options)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvpool.block_io import InPlace
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
@@ -27,7 +28,7 @@ from kvpool.errors import (
     UnavailableError,
 )
 from kvpool.transport import choice, tcp_connection
-from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from kvpool.types import ShardRange
@@ -400,6 +401,68 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
             os.kill(pid, signal.SIGCONT)
     assert not client.admin.stats().counters.get("revoked_tickets"), "its slots could be another's while bytes arrive"
     wait_for(stored.check, "the workers to go on")
+
+
+@pytest.mark.usefixtures("on_cores")
+def test_nobody_writes_into_the_callers_arrays_once_a_get_has_failed(server: ServerProcess, connect: Connect) -> None:
+    stored = Stored(connect(server, transport="tcp", stall_timeout_ms=300))
+    arrays = [np.full(MIB, 0xEE, np.uint8) for _ in range(24)]
+    lease_id = stored.client.lookup(stored.namespace, [stored.run]).lease_id
+    workers = workers_of(server)
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises((PoolTimeoutError, UnavailableError)):
+            stored.client.get(stored.namespace, lease_id, [stored.run], InPlace(arrays))
+        for array in arrays:
+            array[:] = 0xEE  # They are the caller's own again.
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+    wait_for(stored.check, "the workers to go on")
+    assert all((array == 0xEE).all() for array in arrays)
+
+
+@pytest.mark.parametrize("at", [0, 11, 23])
+def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
+    port: Port, num_connections: int, at: int
+) -> None:
+    """For every thread, and nobody waits for what will not come."""
+    port.arena[: 24 * MIB] = 1
+    offsets = list(range(0, 24 * MIB, MIB))
+    permit = port.permit(Kind.READ, 1, offsets, MIB)
+    seen: list[int] = []
+
+    def cut(first: int, regions: Sequence[Pieces]) -> None:
+        seen.extend(range(first, first + len(regions)))
+        if at in seen:
+            _cut_connections(port.info.port)
+
+    with closing(port.connect(num_connections)) as transport:
+        rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
+        started = time.monotonic()
+        try:
+            transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(rows=rows, sum=cut))
+        except (TransferError, UnavailableError):
+            pass
+        else:
+            assert len(seen) == 24, "it returned before it had everything"
+        assert time.monotonic() - started < DEADLINE_S / 2
+        assert len(seen) == len(set(seen))
+        rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
+        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(rows=rows))
+        assert all((row == 1).all() for (row,) in rows)
+
+
+def _cut_connections(port: int) -> None:
+    """Ends every connection that this process has to a port, as a firewall would with a reset."""
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(each.name))) as connection:
+                if connection.getpeername()[1] == port:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # Not a socket, or one without a peer.
 
 
 @pytest.mark.usefixtures("on_cores")
