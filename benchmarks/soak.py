@@ -166,7 +166,7 @@ class Clients:
 
     def _work(self, endpoint: str, nth: int) -> None:
         picks = random.Random(nth)
-        transport = "shm" if nth % 2 == 0 else "stream"
+        transport = "shm" if nth % 2 == 0 else "tcp"
         config = ClientConfig(
             endpoint, transport=transport, timeout_ms=2_000, data_timeout_ms=2_000, ticket_ttl_ms=2_000
         )

@@ -89,7 +89,7 @@ def main(
         each_s = cpu_of(pid, lookups(endpoint), 100 * rounds)
         rows.append(Row(f"CPU, lookup of {LOOKUP_BLOCKS} blocks with a lease, and its release", each_s * 1e6, "us"))
         advance()
-        for transport in ("shm", "stream"):
+        for transport in ("shm", "tcp"):
             traffic = Traffic(endpoint, transport, source, sink, num_shards=1)
             traffic.check()
             for name, work in (("put", traffic.put), ("get", traffic.get)):

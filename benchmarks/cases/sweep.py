@@ -68,7 +68,7 @@ def _measure(
             ("Mooncake Store, TCP", GET): store_get,
             **(_valkey(plain, source, sink) if plain else {}),
         }
-        for transport in ("shm", "stream"):
+        for transport in ("shm", "tcp"):
             traffic = Traffic(endpoint, transport, source, sink, num_shards=1)
             stack.callback(traffic.close)
             traffic.check()

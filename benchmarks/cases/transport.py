@@ -1,5 +1,5 @@
-"""How fast do blocks travel? shm beside memcpy + xxh3 and Mooncake Store; stream, over its data port and over gRPC,
-beside bare sockets, a bare gRPC stream, Mooncake Store and the Transfer Engine.
+"""How fast do blocks travel? shm beside memcpy + xxh3 and Mooncake Store; tcp and grpc beside bare sockets, a bare gRPC
+stream, Mooncake Store and the Transfer Engine.
 
 All in one run, on one machine, one client thread. Puts and gets move 64 MiB; every buffer is warm. A put's blocks are
 removed, outside the timing, before the next round. Checksums are on for kvpool (Mooncake has none).
@@ -37,14 +37,14 @@ from testbed.mooncake import BEST_SETTINGS
 MIB = 1 << 20
 BATCH_BYTES = 64 * MIB
 SHM_BLOCK_BYTES = 2 * MIB
-STREAM_CHUNK_BYTES = 1 * MIB
+NETWORK_CHUNK_BYTES = 1 * MIB
 ROUNDS = 31
 SHARD_COUNTS = (1, 8)
 COPY_SHARE = 0.6
 TIMES_MOONCAKE = 5.0
-STREAM_TIMES_MOONCAKE = 2.0
+TCP_TIMES_MOONCAKE = 2.0
 IPERF_SHARE, IPERF_CORES = 0.7, 16
-STREAM_PUT_GB_S, STREAM_GET_GB_S, BARE_SHARE = 1.0, 1.5, 0.8
+GRPC_PUT_GB_S, GRPC_GET_GB_S, BARE_SHARE = 1.0, 1.5, 0.8
 
 
 def shm_rows(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Row]:
@@ -82,21 +82,21 @@ def shm_rows(endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Ro
     return rows
 
 
-def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Row]:
-    """Questions 3 and 4: stream beside one bare socket and Mooncake's TCP; through gRPC, beside a bare gRPC stream.
+def network_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, sink: Bytes) -> list[Row]:
+    """Questions 3 and 4: tcp beside one bare socket and Mooncake's TCP; grpc beside a bare gRPC stream.
 
     Args:
         grpc_endpoint: of a server without a data port.
         store: has both buffers registered.
-        source, sink: uint8 [num_chunks, STREAM_CHUNK_BYTES], warm.
+        source, sink: uint8 [num_chunks, NETWORK_CHUNK_BYTES], warm.
     """
     store_put, store_get = store.measures(source, sink)
     traffics = {
-        "stream": Traffic(endpoint, "tcp", source, sink, num_shards=1),
-        "stream over gRPC": Traffic(grpc_endpoint, "grpc", source, sink, num_shards=1),
+        "tcp": Traffic(endpoint, "tcp", source, sink, num_shards=1),
+        "grpc": Traffic(grpc_endpoint, "grpc", source, sink, num_shards=1),
         "mooncake transport, TCP": Traffic(endpoint, "mooncake", source, sink, num_shards=1),
     }
-    with bare_socket(STREAM_CHUNK_BYTES) as plain, bare_stream(STREAM_CHUNK_BYTES) as bare:
+    with bare_socket(NETWORK_CHUNK_BYTES) as plain, bare_stream(NETWORK_CHUNK_BYTES) as bare:
         measures: dict[str, Callable[[], float]] = {
             "bare socket put": lambda: timed(lambda: plain.put(source)),
             "bare socket get": lambda: timed(lambda: plain.get(sink)),
@@ -108,37 +108,37 @@ def stream_rows(endpoint: str, grpc_endpoint: str, store: Store, source: Bytes, 
         for name, traffic in traffics.items():
             traffic.check()
             measures |= {f"{name} put": traffic.put, f"{name} get": traffic.get_without_lookup}
-        taken = alternate(measures, ROUNDS, what="stream")
+        taken = alternate(measures, ROUNDS, what="network")
     for traffic in traffics.values():
         traffic.close()
 
     rows = [Row(name, gb_per_s(BATCH_BYTES, each), "GB/s") for name, each in taken.items()]
-    for way, bound in (("put", STREAM_PUT_GB_S), ("get", STREAM_GET_GB_S)):
-        ours, through_grpc = taken[f"stream {way}"], taken[f"stream over gRPC {way}"]
+    for way, bound in (("put", GRPC_PUT_GB_S), ("get", GRPC_GET_GB_S)):
+        ours, through_grpc = taken[f"tcp {way}"], taken[f"grpc {way}"]
         ratio = speed_ratio(ours, taken[f"Mooncake Store, TCP {way}"])
-        rows.append(at_least(f"stream {way} / Mooncake Store, TCP", ratio, "x", STREAM_TIMES_MOONCAKE))
-        rows.append(Row(f"stream {way} / bare socket", speed_ratio(ours, taken[f"bare socket {way}"]), "x"))
-        rows.append(Row(f"stream {way} / stream over gRPC", speed_ratio(ours, through_grpc), "x"))
+        rows.append(at_least(f"tcp {way} / Mooncake Store, TCP", ratio, "x", TCP_TIMES_MOONCAKE))
+        rows.append(Row(f"tcp {way} / bare socket", speed_ratio(ours, taken[f"bare socket {way}"]), "x"))
+        rows.append(Row(f"tcp {way} / grpc", speed_ratio(ours, through_grpc), "x"))
         rate = gb_per_s(BATCH_BYTES, through_grpc)
         share = speed_ratio(through_grpc, taken[f"bare gRPC stream {way}"])
         reach = f">= {bound} GB/s, or {BARE_SHARE} of bare"
         verdicts = (met(rate, bound.__le__), met(share, BARE_SHARE.__le__))
         either = next((each for each in (True, WITHIN_NOISE) if each in verdicts), False)
-        rows.append(Row(f"stream over gRPC {way} / bare", share, "x", reach, either))
+        rows.append(Row(f"grpc {way} / bare", share, "x", reach, either))
     return rows
 
 
 def iperf_rows(rows: list[Row], samples: list[float]) -> list[Row]:
-    """How stream compares with iperf3; a target only where there are cores for many connections.
+    """How tcp compares with iperf3; a target only where there are cores for many connections.
 
     Args:
-        samples: of iperf3, taken before and after stream.
+        samples: of iperf3, taken before and after tcp.
     """
     limit = statistics.mean(samples)
     added = [Row("iperf3, one connection", limit, "GB/s")]
     for way in ("put", "get"):
-        share = next(row.figure for row in rows if row.what == f"stream {way}") * (1 / limit)
-        name = f"stream {way} / iperf3"
+        share = next(row.figure for row in rows if row.what == f"tcp {way}") * (1 / limit)
+        name = f"tcp {way} / iperf3"
         many = (os.cpu_count() or 1) >= IPERF_CORES
         added.append(at_least(name, share, "x", IPERF_SHARE) if many else Row(name, share, "x"))
     return added
@@ -152,12 +152,12 @@ def main() -> None:
             store.register(buffer)
         rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))
         series = sweep(endpoint, store, source, sink)
-        chunks = (source.reshape(-1, STREAM_CHUNK_BYTES), sink.reshape(-1, STREAM_CHUNK_BYTES))
+        chunks = (source.reshape(-1, NETWORK_CHUNK_BYTES), sink.reshape(-1, NETWORK_CHUNK_BYTES))
         with kvpool_server("512MiB", "--data-listen", "") as grpc_endpoint:
             if without := iperf.missing():
                 print(f"iperf3 is left out: {without}", flush=True)
             samples = [] if without else [iperf.iperf3_gb_s()]
-            rows += stream_rows(endpoint, grpc_endpoint, store, *chunks)
+            rows += network_rows(endpoint, grpc_endpoint, store, *chunks)
             if samples:
                 rows += iperf_rows(rows, [*samples, iperf.iperf3_gb_s()])
     report(
@@ -167,7 +167,7 @@ def main() -> None:
         rounds=ROUNDS,
         batch_bytes=BATCH_BYTES,
         shm_block_bytes=SHM_BLOCK_BYTES,
-        stream_chunk_bytes=STREAM_CHUNK_BYTES,
+        network_chunk_bytes=NETWORK_CHUNK_BYTES,
         mooncake="segment in another process, loopback TCP, registered buffers, no checksums; "
         + ", ".join(f"{name}={value}" for name, value in BEST_SETTINGS.items()),
         valkey=valkey.missing() or f"{valkey.version()}; one client, Unix socket, nothing persisted",

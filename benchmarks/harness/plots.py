@@ -45,7 +45,7 @@ RATES = {
     "bare TCP socket": (GREY, "-", ""),
     "bare gRPC stream": (GREY, "--", ""),
     "kvpool shm": (BLUE, "-", "o"),
-    "kvpool stream": (LIGHT_BLUE, "-", "s"),
+    "kvpool tcp": (LIGHT_BLUE, "-", "s"),
     "Mooncake Store, TCP": (ORANGE, "-", "^"),
     "Valkey or Redis": (RED, "-", "v"),
 }

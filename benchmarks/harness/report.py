@@ -75,6 +75,11 @@ tier that does not answer (Mooncake's, with a stopped master).""",
     "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
 cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
 compared with the expected byte; at the end no slot, lease or ticket may be held or lost.""",
+    "network": """How much of what its wires carry the data port moves: one client by connections, four clients, and
+shared memory, beside bare sockets and beside threads that copy and sum. "Without sums": the checksums come from
+elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
+    "network-16-cores": """The same with 16 cores. Beyond four connections the threads of one Python process wait for
+its lock, and all wait for the host's memory: four processes move half as much again as one.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `benchmarks.harness.link`). The upper limit is the same link without delay and loss.""",
@@ -89,6 +94,7 @@ virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
 connector over TCP. Warm: another process loads what one process stored, checksums on.""",
+    "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
