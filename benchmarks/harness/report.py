@@ -72,6 +72,10 @@ behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `kvpoo
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
 tier that does not answer (Mooncake's, with a stopped master).""",
+    "mooncake_tier": """The Mooncake tier, with the pool above it, beside Mooncake's own client on the same cluster:
+the same blocks, in batches of as many bytes, from and to registered buffers. The tier stages its bytes, so each is
+copied once more, and verified on its way up. Then a client of a server whose arena is empty loads prompts from the
+cluster, part by part as blocks come up, or all at once when the last one is up.""",
     "soak": """Three servers over one shared directory and one Mooncake cluster, at full speed, while servers and the
 cluster's master are killed, stopped and restarted, and bytes on the disk change. Every byte that a client gets is
 compared with the expected byte; at the end no slot, lease or ticket may be held or lost.""",

@@ -19,9 +19,14 @@ BATCH_KEYS = 1024
 
 
 class Store:
-    """A client of Mooncake Store that moves bytes from and to registered buffers."""
+    """A client of Mooncake Store that moves bytes from and to registered buffers.
+
+    Args:
+        master: HOST:PORT of the cluster's master; kept as `address`.
+    """
 
     def __init__(self, master: str):
+        self.address = master
         self._store = open_store(master, f"127.0.0.1:{free_port()}", 0)
 
     def register(self, buffer: Bytes) -> None:

@@ -24,10 +24,10 @@ from kvpool_server.tiers.tier import Block, Tier, TierError
 
 log = structlog.get_logger()
 
-BATCH_BYTES = 32 << 20
-"""Written, and pinned in the arena, at once."""
+PINNED_BYTES = 32 << 20
+"""Written, and pinned in the arena, at once, by all writes to one tier."""
 MAX_BATCH_BLOCKS = 64
-"""Pinned at once: an eviction skips each of them."""
+"""Pinned by one write: an eviction skips each of them."""
 MAX_ANCESTORS = 64
 """Ancestors of a new block that are checked, whether the tier lacks them: bounds the cost for a put."""
 MAX_QUEUED = 1 << 17
@@ -51,9 +51,15 @@ class Demoter:
         self._tier = tier
         self._health = health
         self._queue: dict[Entry, None] = {}  # In insertion order.
+        self._num_writing = 0
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that one write has at most, unless a block is larger."""
+        return PINNED_BYTES // self._tier.writes_at_once
 
     def __len__(self) -> int:
         """Queued blocks."""
@@ -108,26 +114,29 @@ class Demoter:
         return None if known is None else known[0]
 
     async def run(self) -> None:
+        """Writes queued blocks until it is cancelled; as many of these run as the tier takes writes at once."""
         while True:
             await self._work.wait()
             if self._queue:
                 await self._write_batch()
             else:
                 self._work.clear()
-                self._idle.set()
 
     async def _write_batch(self) -> None:
         group, entries = self._next_batch()
-        if not entries:
-            return
         lease_id = pin(self._pool, entries)
+        self._num_writing += 1
         try:
-            await self._write_group(group, entries)
+            if entries:
+                await self._write_group(group, entries)
         except TierError:
             self._tier.counters["dropped_demotions"] += len(entries) + len(self._queue)
             self._queue.clear()
         finally:
             self._pool.release([lease_id])
+            self._num_writing -= 1
+            if not self._queue and not self._num_writing:
+                self._idle.set()
 
     async def write(self, entries: Sequence[Entry]) -> bool:
         """Writes the pinned entries that the tier lacks, in reverse order: parents first. False if the tier failed."""
@@ -184,7 +193,7 @@ class Demoter:
         """Removes the oldest entries of one group from the queue; returns those that are still readable."""
         group = next(iter(self._queue)).group
         entries: list[Entry] = []
-        most = min(MAX_BATCH_BLOCKS, max(1, BATCH_BYTES // group.spec.slot_bytes))
+        most = min(MAX_BATCH_BLOCKS, max(1, self.batch_bytes // group.spec.slot_bytes))
         removed: list[Entry] = []
         for entry in self._queue:
             if entry.group is not group or len(entries) == most:

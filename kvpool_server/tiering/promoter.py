@@ -7,6 +7,7 @@ finds them. No lookup waits: its client looks up again.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,11 @@ log = structlog.get_logger()
 
 BATCH_BYTES = 16 << 20
 """Read in one call to the tier. Smaller batches are readable sooner, larger ones read faster."""
-BATCHES_AT_ONCE = 2
+FIRST_BATCH_BYTES = 4 << 20
+"""Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is twice the last."""
+MIN_RETRY_MS, MAX_RETRY_MS = 1, 50
+RECENT = 1 / 4
+"""Weight of the last read in the tier's rate."""
 STALE_S = 10.0
 """A prefetch that no lookup has asked for in so long is dropped: its client is gone."""
 ANSWER_VALID_S = 5.0
@@ -45,6 +50,7 @@ class _Prefetch:
     Args:
         asked_at: when a lookup last asked for one of them.
         prefix_only: blocks behind one that cannot be read are of no use.
+        batch_bytes: of the next read, if they are no more than BATCH_BYTES.
     """
 
     namespace: PoolNamespace
@@ -53,6 +59,7 @@ class _Prefetch:
     block_hashes: list[bytes]
     asked_at: float
     prefix_only: bool
+    batch_bytes: int
 
 
 class Promoter:
@@ -82,10 +89,13 @@ class Promoter:
         self._queue: deque[_Prefetch] = deque()
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
-        self._searching: set[BlockKey] = set()
+        self._searching: dict[BlockKey, float] = {}
+        """When each search began, by its first block."""
         self._work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._batch_s = 0.0
+        self._seconds_a_byte = 0.0
+        self._reading: dict[BlockKey, tuple[float, int]] = {}
+        """When each read began, and its bytes, by its first block."""
 
     def prefetch(
         self, namespace: PoolNamespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
@@ -104,11 +114,13 @@ class Promoter:
             return 0  # Checked first, because it is cheap and the case of most misses.
         known = self._tier.known(namespace, group_idx, hashes)
         request: _Prefetch | None = None
+        batch_bytes = FIRST_BATCH_BYTES
         num_pending = 0
         for nth, (block_hash, parent_hash) in enumerate(run):
             key = (namespace.fingerprint, group_idx, block_hash)
             if (pending := self._pending.get(key)) is not None:
                 pending.asked_at = now
+                batch_bytes = pending.batch_bytes  # What follows continues its prefix.
                 num_pending += 1
                 request = None
                 continue
@@ -121,7 +133,7 @@ class Promoter:
                 request = None
                 continue
             if request is None:
-                request = _Prefetch(namespace, group_idx, parent_hash, [], now, prefix_only)
+                request = _Prefetch(namespace, group_idx, parent_hash, [], now, prefix_only, batch_bytes)
                 self._queue.append(request)
                 self._work.set()
             request.block_hashes.append(block_hash)
@@ -136,8 +148,12 @@ class Promoter:
 
     @property
     def retry_after_ms(self) -> int:
-        """When the next batch is likely to be readable: half the time of the last one, within bounds."""
-        return min(50, max(2, int(500 * self._batch_s)))
+        """When the next answer or batch is likely to be there, by the tier's rate; the later it is, the less often."""
+        now = self._clock()
+        due_s = [began_at + nbytes * self._seconds_a_byte - now for began_at, nbytes in self._reading.values()]
+        due_s += [began_at - now for began_at in self._searching.values()]
+        wait_s = min((due if due > 0 else -due / 2 for due in due_s), default=0.0)
+        return min(MAX_RETRY_MS, max(MIN_RETRY_MS, math.ceil(1000 * wait_s)))
 
     def _is_in_tier(self, key: BlockKey, known: bool | None, now: float) -> bool | None:
         """Whether the tier has a block, by what it knows and what it last answered; None: it has to be asked."""
@@ -156,7 +172,7 @@ class Promoter:
     def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> int:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
-            self._searching.add(first)
+            self._searching[first] = self._clock()
             task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -169,11 +185,12 @@ class Promoter:
         except TierError:
             found = [False] * len(block_hashes)
         finally:
-            self._searching.discard(first)
+            del self._searching[first]
         for block_hash, in_tier in zip(block_hashes, found, strict=True):
             self._remember((namespace.fingerprint, group_idx, block_hash), in_tier)
 
     async def run(self) -> None:
+        """Reads queued blocks until it is cancelled; as many of these run as the tier takes reads at once."""
         while True:
             await self._work.wait()
             if self._queue:
@@ -183,7 +200,10 @@ class Promoter:
 
     async def _read_next(self) -> None:
         request = self._queue[0]
-        most = max(1, BATCH_BYTES // request.namespace.groups[request.group_idx].spec.slot_bytes)
+        slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
+        batch_bytes = min(request.batch_bytes, BATCH_BYTES)
+        request.batch_bytes = 2 * batch_bytes
+        most = max(1, batch_bytes // slot_bytes)
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
         parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]
         if not request.block_hashes:
@@ -193,10 +213,12 @@ class Promoter:
             if self._clock() - request.asked_at > STALE_S or not self._health.is_available:
                 self._tier.counters["dropped_promotions"] += len(keys)
                 return
+            self._reading[keys[0]] = self._clock(), len(keys) * slot_bytes
             all_read = await self._read(request.namespace, BlockRun(request.group_idx, block_hashes, parent_hash))
             if request.prefix_only and not all_read:
                 self._cancel(request)
         finally:
+            self._reading.pop(keys[0], None)
             for key in keys:
                 self._pending.pop(key, None)
 
@@ -231,16 +253,20 @@ class Promoter:
         try:
             with self._health.call():
                 sums = await self._tier.read(namespace, run.group_idx, granted, into)
+            self._learn_rate((self._clock() - began_at) / (len(granted) * size))
         except TierError:
             pass  # `Health` has logged it.
         finally:
             promoted = commit(self._pool, grant.ticket_id, sums)
-        self._batch_s = self._clock() - began_at
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
         missed = [block_hash for block_hash, checksums in zip(granted, sums, strict=True) if checksums is None]
         self.forget(namespace, run.group_idx, missed)
         return promoted == len(granted) and len(reserved) == len(run)
+
+    def _learn_rate(self, seconds_a_byte: float) -> None:
+        known = self._seconds_a_byte or seconds_a_byte
+        self._seconds_a_byte = known + RECENT * (seconds_a_byte - known)
 
     def _reserve(
         self, namespace: PoolNamespace, group: Group, run: BlockRun

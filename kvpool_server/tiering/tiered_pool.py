@@ -25,7 +25,7 @@ from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.demoter import Demoter
-from kvpool_server.tiering.promoter import BATCHES_AT_ONCE, Promoter
+from kvpool_server.tiering.promoter import Promoter
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import Tier, TierError
@@ -99,8 +99,8 @@ class TieredPool(Observer):
             self._tasks.append(asyncio.create_task(_run_forever(self._watermark.run)))
         for level in self._levels:
             self._open_namespaces(level.tier)
-            self._tasks.append(asyncio.create_task(_run_forever(level.demoter.run)))
-            self._tasks += [asyncio.create_task(_run_forever(level.promoter.run)) for _ in range(BATCHES_AT_ONCE)]
+            runs = [level.demoter.run] * level.tier.writes_at_once + [level.promoter.run] * level.tier.reads_at_once
+            self._tasks += [asyncio.create_task(_run_forever(run)) for run in runs]
 
     def _open_namespaces(self, tier: Tier) -> None:
         """Opens the namespaces of a tier's blocks, so that operators can list and clear them before an engine comes."""
@@ -171,7 +171,8 @@ class TieredPool(Observer):
             num_pending += pending
             pending_bytes += pending * slot_bytes
             hits.append(replace(hit, num_pending=pending) if pending else hit)
-        retry_after_ms = max(level.promoter.retry_after_ms for level in self._levels) if num_pending else 0
+        waiting = [level.promoter.retry_after_ms for level in self._levels if not level.promoter.is_idle]
+        retry_after_ms = min(waiting) if num_pending else 0
         return tuple(hits), retry_after_ms
 
     def _prefetch_run(

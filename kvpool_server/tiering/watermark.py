@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import pin_next_victims, unpin_victims
-from kvpool_server.tiering.demoter import BATCH_BYTES, Demoter
+from kvpool_server.tiering.demoter import PINNED_BYTES, Demoter
 from kvpool_server.tiers.health import ANSWER_S
 
 RESERVE = 1 / 16
@@ -68,7 +68,7 @@ class Watermark:
         demoters = [demoter for demoter in self._demoters if demoter.is_up]
         if not demoters:
             return False
-        victims = pin_next_victims(self._pool, RESERVE, self._needs, BATCH_BYTES)
+        victims = pin_next_victims(self._pool, RESERVE, self._needs, PINNED_BYTES)
         dropped = 0
         writing = [asyncio.create_task(demoter.write(victims.entries)) for demoter in demoters]
         try:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvpool.hashing import checksum
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
@@ -72,7 +72,10 @@ def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
         payload: the chunks, one after the other: uint8 [slot_bytes].
     """
     size = payload.nbytes // len(checksums)
-    return all(checksum(payload[nth * size :][:size]) == expected for nth, expected in enumerate(checksums))
+    # Unlike `kvpool.hashing.checksum`, xxh3_64 releases the GIL: a tier's threads verify beside the event loop.
+    return all(
+        xxhash.xxh3_64(payload[nth * size :][:size]).intdigest() == expected for nth, expected in enumerate(checksums)
+    )
 
 
 class Tier(ABC):
@@ -83,7 +86,11 @@ class Tier(ABC):
 
     Attributes:
         counters: COUNTERS, since the start; the server counts what it moves, the tier the rest.
+        writes_at_once, reads_at_once: calls of `write` and of `read` that the server has under way at most.
     """
+
+    writes_at_once = 1
+    reads_at_once = 2
 
     def __init__(self, name: str):
         self.name = name

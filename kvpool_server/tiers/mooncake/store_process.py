@@ -1,7 +1,7 @@
 """The server's side of Mooncake's client: a child process (`worker.py`), and memory shared with it for staging.
 
-All calls block, and end with an answer or with StoreError: the process has died, or was killed because it did not
-answer in time. A StoreProcess that has failed stays dead; its owner starts another.
+All calls block, and end with an answer or with StoreError: the process has died, or was killed because it hangs. A
+StoreProcess that has failed stays dead; `store_workers.py` starts another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import mmap
 import os
 import queue
 import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
@@ -20,13 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool_server.child_process import ChildProcess
-from kvpool_server.tiers.mooncake.worker import Request, StoreConfig
+from kvpool_server.tiers.mooncake.worker import TRANSFERS, Request, StoreConfig
 
 STAGING_BYTES = 64 << 20
-"""Staging memory of each channel. Over TCP unused pages take no memory; RDMA pins all of it."""
+"""Staging memory of each channel for transfers. Over TCP unused pages take no memory; RDMA pins all of it."""
+NUM_QUESTION_CHANNELS = 2
+"""Channels without staging memory: a question to the master waits for no transfer."""
 START_S = 9.0
 ANSWER_S = 90.0
-"""Mooncake gives a transfer up after 60 s at most; a process that takes longer hangs."""
+"""Mooncake gives a transfer up after 60 s at most; a process that answers no transfer for longer hangs."""
+QUIET_S = 3.0
+"""The process of a call without an answer is pinged each time that so long has passed."""
+PONG_S = 4.0
+"""A process that does not answer a ping within so long is stopped, or hangs."""
 END_S = 3.0
 """Leaving a master that answers takes 2 s."""
 
@@ -36,7 +44,7 @@ class StoreError(Exception):
 
 
 class StoreChannel:
-    """One connection to the process, for one call at a time. `memory` stages a call's blocks: uint8 [STAGING_BYTES]."""
+    """One connection to the process, for one call at a time. `memory` stages a call's blocks: uint8 [nbytes]."""
 
     def __init__(self, store: StoreProcess, connection: Connection, memory: npt.NDArray[np.uint8], offset: int):
         self.memory = memory
@@ -46,17 +54,22 @@ class StoreChannel:
 
     def call(self, what: str, keys: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> list[int]:
         """Mooncake's code for each key. `offsets` are positions in `memory`. Raises StoreError."""
-        request: Request = (what, keys, [self._offset + offset for offset in offsets], sizes)
+        sent_at = time.monotonic()
         try:
-            self._connection.send(request)
-            codes: list[int] | None = self.receive(ANSWER_S)
+            self.send((what, keys, [self._offset + offset for offset in offsets], sizes))
+            while (codes := self.receive(QUIET_S)) is None:
+                self._store.check_alive(sent_at)
         except (EOFError, OSError):
             self._store.kill()
             raise StoreError("Mooncake's client process has died") from None
-        if codes is None:
-            self._store.kill()
-            raise StoreError(f"Mooncake's client process did not answer within {ANSWER_S:.0f} s, and was killed")
-        return codes
+        if what in TRANSFERS:
+            self._store.answered_at = time.monotonic()
+        answer: list[int] = codes
+        return answer
+
+    def send(self, request: Request) -> None:
+        """Raises OSError when the process has died."""
+        self._connection.send(request)
 
     def receive(self, timeout_s: float) -> Any:
         """The next message; None if there is none in time. Raises EOFError or OSError when the process has died."""
@@ -68,14 +81,21 @@ class StoreChannel:
 
 
 class StoreProcess:
-    """Starts the process, and waits START_S at most until the process has found the master. Raises StoreError."""
+    """Starts the process, and waits START_S at most until the process has found the master. Raises StoreError.
 
-    def __init__(self, config: StoreConfig, num_channels: int):
+    Attributes:
+        answered_at: when the process last answered a transfer, monotonic seconds. Transfers wait for their turn, so
+            that one of them may take longer than ANSWER_S.
+    """
+
+    def __init__(self, config: StoreConfig, num_transfers: int):
+        self.answered_at = 0.0
         self._is_dead = False
+        self._ping_lock = threading.Lock()
         memory_fd = os.memfd_create("kvpool-tier-mooncake")
-        ends = [socket.socketpair() for _ in range(num_channels)]
+        ends = [socket.socketpair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
-            os.ftruncate(memory_fd, num_channels * STAGING_BYTES)
+            os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
             memory = np.frombuffer(mmap.mmap(memory_fd, 0), np.uint8)
             theirs = [end.fileno() for _, end in ends]
             settings = asdict(replace(config, memory_fd=memory_fd, channel_fds=theirs))
@@ -84,13 +104,16 @@ class StoreProcess:
             os.close(memory_fd)
             for _, end in ends:
                 end.close()
+        starts = range(0, len(ends) * STAGING_BYTES, STAGING_BYTES)
         self._channels = [
             StoreChannel(self, Connection(end.detach()), memory[start : start + STAGING_BYTES], start)
-            for start, (end, _) in zip(range(0, memory.nbytes, STAGING_BYTES), ends, strict=True)
+            for start, (end, _) in zip(starts, ends, strict=True)
         ]
-        self._free: queue.SimpleQueue[StoreChannel] = queue.SimpleQueue()
-        for channel in self._channels:
-            self._free.put(channel)
+        self._transfers: queue.SimpleQueue[StoreChannel] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[StoreChannel] = queue.SimpleQueue()
+        *others, self._ping_channel = self._channels
+        for nth, channel in enumerate(others):
+            (self._transfers if nth < num_transfers else self._questions).put(channel)
         try:
             self._wait_until_ready(config.master)
         except BaseException:
@@ -118,18 +141,42 @@ class StoreProcess:
         return not self._is_dead and self._process.poll() is None
 
     @contextlib.contextmanager
-    def channel(self) -> Iterator[StoreChannel]:
-        """A channel for this caller alone; waits until one is free."""
-        channel = self._free.get()
-        try:
-            yield channel
-        finally:
-            self._free.put(channel)
+    def transfer_channel(self) -> Iterator[StoreChannel]:
+        """A channel with staging memory, for this caller alone; waits until one is free."""
+        yield from _borrowed(self._transfers)
+
+    @contextlib.contextmanager
+    def question_channel(self) -> Iterator[StoreChannel]:
+        """A channel without staging memory, for this caller alone; waits until one is free."""
+        yield from _borrowed(self._questions)
+
+    def check_alive(self, sent_at: float) -> None:
+        """For the caller of a call that has no answer yet. Raises StoreError, and kills the process, if it hangs.
+
+        Args:
+            sent_at: when the call was sent, monotonic seconds.
+        """
+        problem = ""
+        if time.monotonic() - max(sent_at, self.answered_at) > ANSWER_S:
+            problem = f"did not answer within {ANSWER_S:.0f} s"
+        with self._ping_lock:
+            if not problem and not self._is_dead:
+                self._ping_channel.send(("ping", (), (), ()))
+                if self._ping_channel.receive(PONG_S) is None:
+                    problem = f"did not answer a ping within {PONG_S:.0f} s"
+        if problem:
+            self.kill()
+            raise StoreError(f"Mooncake's client process {problem}, and was killed")
 
     def kill(self) -> None:
         """Kills the process: every caller that waits for an answer gets StoreError. From any thread. Idempotent."""
         self._is_dead = True
         self._process.kill()
+
+    def request_end(self) -> None:
+        """Has the process leave the cluster, without waiting. Idempotent."""
+        self._is_dead = True
+        self._process.request_end()
 
     def end(self) -> None:
         """Lets the process leave the cluster, END_S at most. Idempotent."""
@@ -137,3 +184,11 @@ class StoreProcess:
         self._process.end(END_S)
         for channel in self._channels:
             channel.close()
+
+
+def _borrowed(free: queue.SimpleQueue[StoreChannel]) -> Iterator[StoreChannel]:
+    channel = free.get()
+    try:
+        yield channel
+    finally:
+        free.put(channel)

@@ -1,20 +1,22 @@
 """A Mooncake Store cluster as a tier: servers on many hosts share it, and each promotes what any other has written.
 
 One object a block, `kvpool/<fingerprint>/<group_idx>/<block hash>` in hex: the slot's bytes and a footer that names the
-object (`footer.py`). Mooncake's master knows where objects lie and evicts them. The server calls Mooncake through a
-child process (`store_process.py`), which is started again, with an empty segment, when it has died. Mooncake itself
-reconnects to a master that was restarted; the cluster's content is lost then.
+object (`footer.py`). Mooncake's master knows where objects lie and evicts them. The server calls Mooncake through child
+processes (`store_workers.py`); one that has died is started again, with an empty segment. Mooncake itself reconnects to
+a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
-go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified.
+go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. Several
+transfers are under way at once: while Mooncake moves the bytes of one, threads of the tier copy and verify those of the
+others. Questions to the master (which blocks are there, removals) have threads and channels of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal, TypeVar
@@ -30,7 +32,13 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
-from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreError, StoreProcess
+from kvpool_server.tiers.mooncake.store_process import (
+    NUM_QUESTION_CHANNELS,
+    STAGING_BYTES,
+    StoreChannel,
+    StoreError,
+)
+from kvpool_server.tiers.mooncake.store_workers import StoreWorkers
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
@@ -44,6 +52,8 @@ MAX_KEYS = 1024
 """Keys of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
 MIN_SEGMENT_BYTES = 16 << 20
 CLOSE_S = 2.0
+DEFAULT_THREADS = 3
+"""One transfer whose bytes Mooncake moves, and others that are copied and verified meanwhile."""
 
 IS_THERE = 1
 NO_SPACE = -200
@@ -62,7 +72,8 @@ class MooncakeOptions(TierOptions):
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="protocol of the Transfer Engine")
     device: str = Field("", description="RDMA devices of the Transfer Engine")
     host: str = Field("", description="name or address by which other hosts reach this one; default: as in --listen")
-    threads: int = Field(2, ge=1, le=64, description="reads and writes at once")
+    threads: int = Field(DEFAULT_THREADS, ge=1, le=64, description="reads and writes at once")
+    workers: int = Field(1, ge=1, le=16, description="processes with a client of Mooncake's, over which these spread")
 
     @property
     def tier_name(self) -> str:
@@ -73,65 +84,53 @@ class MooncakeOptions(TierOptions):
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         config = StoreConfig(self.master, self.metadata, host, int(self.segment), self.protocol, self.device)
-        return MooncakeTier(config, self.threads)
+        return MooncakeTier(config, max(self.threads, self.workers), self.workers)
 
 
 class MooncakeTier(Tier):
-    """See the module. `store` is Mooncake's client process; None before the first call, and once closed."""
+    """See the module.
 
-    def __init__(self, config: StoreConfig, threads: int = 2):
+    Args:
+        threads: reads and writes at once.
+        workers: Mooncake's client processes.
+
+    Attributes:
+        workers: those processes.
+    """
+
+    def __init__(self, config: StoreConfig, threads: int = DEFAULT_THREADS, workers: int = 1):
         super().__init__(f"mooncake:{config.master}")
-        self._config = config
-        self._num_threads = threads
+        self.reads_at_once = threads
+        self.writes_at_once = max(1, threads - 1)  # A thread is left for what a lookup waits for.
+        self.workers = StoreWorkers(config, workers, threads)
+        self._segment_bytes = config.segment_bytes
         self._presence = PresenceCache()
-        self._threads: DaemonThreadPool | None = None
-        self.store: StoreProcess | None = None
-        self._start_lock = threading.Lock()
-        self._is_closed = False
+        self._transfers: DaemonThreadPool | None = None
+        self._questions: DaemonThreadPool | None = None
 
     async def open(self) -> None:
-        if 0 < self._config.segment_bytes < MIN_SEGMENT_BYTES:
+        if 0 < self._segment_bytes < MIN_SEGMENT_BYTES:
             raise ConfigError(
-                f"tier {self.name}: segment={self._config.segment_bytes} is too small for Mooncake; give at least "
+                f"tier {self.name}: segment={self._segment_bytes} is too small for Mooncake; give at least "
                 "16MiB, or 0 for none"
             )
-        self._threads = DaemonThreadPool(self._num_threads, "kvpool-tier-mooncake")
-        try:
-            await self._threads.call(self._running_store)
-        except TierError as error:
-            await self.close()
-            raise ConfigError(
-                f"tier {error}; start mooncake_master first, and give its host and rpc_port as master="
-            ) from None
+        self._transfers = DaemonThreadPool(self.reads_at_once, "kvpool-tier-mooncake")
+        self._questions = DaemonThreadPool(NUM_QUESTION_CHANNELS, "kvpool-tier-mooncake-ask")
+        starting = [self._call(self._transfers, self.workers.start, nth) for nth in range(self.workers.num_workers)]
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        for failure in started:
+            if isinstance(failure, BaseException):
+                await self.close()
+                raise ConfigError(
+                    f"tier {failure}; start mooncake_master first, and give its host and rpc_port as master="
+                ) from None
 
     async def close(self) -> None:
-        self._is_closed = True
-        store, self.store = self.store, None
-        if store is not None:
-            await asyncio.to_thread(store.end)
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.close(CLOSE_S)
-
-    def _running_store(self) -> StoreProcess:
-        """The process, started if necessary; for the tier's threads. Raises TierError."""
-        with self._start_lock:
-            if self._is_closed:
-                raise TierError(f"{self.name} is closed")
-            if self.store is not None and self.store.is_alive:
-                return self.store
-            if self.store is not None:
-                log.error("Mooncake's client process has died and is started again", tier=self.name)
-                self.store.end()
-            try:
-                store = StoreProcess(self._config, self._num_threads)
-            except (StoreError, OSError) as error:
-                raise TierError(f"{self.name}: {error}") from None
-            if self._is_closed:
-                store.end()
-                raise TierError(f"{self.name} is closed")
-            self.store = store
-            return store
+        await asyncio.to_thread(self.workers.close)
+        for threads in (self._transfers, self._questions):
+            if threads is not None:
+                threads.close(CLOSE_S)
+        self._transfers = self._questions = None
 
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """All True for blocks that were lately written, found or read; else only the master can tell."""
@@ -141,7 +140,7 @@ class MooncakeTier(Tier):
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         codes: list[int] = []
         for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
-            codes += await self._call(self._ask, "exist", part)
+            codes += await self._ask("exist", part)
         self._check(codes)
         for key, code in zip(_block_keys(namespace, group_idx, block_hashes), codes, strict=True):
             if code == IS_THERE:
@@ -161,7 +160,7 @@ class MooncakeTier(Tier):
         written = 0
         for part in _parts(list(new.values()), most):
             hashes = [block.block_hash for block in part]
-            codes = await self._call(self._put, _object_keys(namespace, group_idx, hashes), part)
+            codes = await self._transfer(functools.partial(_put, _object_keys(namespace, group_idx, hashes), part))
             self._check(codes)
             for key, code in zip(_block_keys(namespace, group_idx, hashes), codes, strict=True):
                 if code == 0:
@@ -174,17 +173,6 @@ class MooncakeTier(Tier):
                 report = log.debug if set(refused) == {NO_SPACE} else log.warning
                 report("Mooncake has refused blocks", tier=self.name, codes=dict(refused))
         return sum(there) + written
-
-    def _put(self, keys: Sequence[str], blocks: Sequence[Block]) -> list[int]:
-        with self._running_store().channel() as channel:
-            nbytes = blocks[0].payload.nbytes
-            size = nbytes + footer_bytes(len(blocks[0].checksums))
-            offsets = [nth * size for nth in range(len(blocks))]
-            for offset, key, block in zip(offsets, keys, blocks, strict=True):
-                channel.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
-                footer = encode_footer(key, nbytes, block.checksums)
-                channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
-            return channel.call("put", keys, offsets, [size] * len(keys))
 
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
@@ -199,7 +187,7 @@ class MooncakeTier(Tier):
             keys = _object_keys(namespace, group_idx, hashes)
             reading = StagedRead(keys, [view for _, view in part], num_shards)
             try:
-                codes = await self._call(self._get, reading)
+                codes = await self._transfer(reading.run)
             finally:
                 reading.cancel()  # A thread may still copy, if this task was cancelled.
             self._check(codes)
@@ -214,23 +202,19 @@ class MooncakeTier(Tier):
             if reading.corrupt:
                 self.counters["corrupt_blocks"] += len(reading.corrupt)
                 log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(reading.corrupt))
-                self._check(await self._call(self._ask, "remove", reading.corrupt))
+                self._check(await self._ask("remove", reading.corrupt))
             found += reading.found
         return found
-
-    def _get(self, reading: StagedRead) -> list[int]:
-        with self._running_store().channel() as channel:
-            return reading.run(channel)
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
         for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
-            self._check(await self._call(self._ask, "remove", part))
+            self._check(await self._ask("remove", part))
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         self._presence.clear(fingerprint)
         prefix = f"kvpool/{fingerprint.hex()}/" if fingerprint else "kvpool/"
-        self._check(await self._call(self._ask, "clear", [f"^{re.escape(prefix)}"]))
+        self._check(await self._ask("clear", [f"^{re.escape(prefix)}"]))
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         """Blocks that this server has written and not found gone since, of the latest MAX_BLOCKS it has seen.
@@ -249,15 +233,17 @@ class MooncakeTier(Tier):
             counters=dict(self.counters),
         )
 
-    def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
-        with self._running_store().channel() as channel:
-            return channel.call(what, keys)
+    async def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
+        return await self._call(self._questions, self.workers.ask, what, keys)
 
-    async def _call(self, function: Callable[..., T], *args: object) -> T:
-        if self._threads is None:
+    async def _transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
+        return await self._call(self._transfers, self.workers.transfer, move)
+
+    async def _call(self, threads: DaemonThreadPool | None, function: Callable[..., T], *args: object) -> T:
+        if threads is None:
             raise TierError(f"{self.name} is closed")
         try:
-            return await self._threads.call(function, *args)
+            return await threads.call(function, *args)
         except StoreError as error:
             raise TierError(f"{self.name}: {error}") from None
 
@@ -265,6 +251,18 @@ class MooncakeTier(Tier):
         """Raises TierError if the master has not answered."""
         if (worst := min(codes, default=0)) <= RPC_FAILED:
             raise TierError(f"{self.name}: the master does not answer (code {worst})")
+
+
+def _put(keys: Sequence[str], blocks: Sequence[Block], channel: StoreChannel) -> list[int]:
+    """Copies blocks to the staging memory, and puts them; Mooncake's codes. Raises StoreError."""
+    nbytes = blocks[0].payload.nbytes
+    size = nbytes + footer_bytes(len(blocks[0].checksums))
+    offsets = [nth * size for nth in range(len(blocks))]
+    for offset, key, block in zip(offsets, keys, blocks, strict=True):
+        channel.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
+        footer = encode_footer(key, nbytes, block.checksums)
+        channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
+    return channel.call("put", keys, offsets, [size] * len(keys))
 
 
 def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:

@@ -6,11 +6,13 @@ process that ends during a call is aborted, and a transfer that was given up goe
 can be killed.
 
 The process ends with its server (`child_process.py`). Calls come over one socket a channel; each channel has a thread
-here and a part of the staging memory that is shared with the server.
+here, and each channel for transfers a part of the staging memory that is shared with the server. Transfers take turns:
+a call of Mooncake's that waits keeps a core busy, and several at once take longer than one after the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -40,6 +42,9 @@ CONNECT_S = 3.0
 END_S = 4
 """For leaving the cluster: the master then allocates nothing more in this process's segment."""
 
+TRANSFERS = ("put", "get")
+"""Calls that move bytes."""
+
 Request = tuple[str, Sequence[str], Sequence[int], Sequence[int]]
 """(what, keys, offsets in the staging memory, sizes in bytes)"""
 
@@ -54,7 +59,7 @@ class StoreConfig:
         host: name or address by which other hosts reach this one.
         segment_bytes: memory that this process gives to the cluster; 0 for none.
         protocol, device: of the Transfer Engine.
-        memory_fd: descriptor of the staging memory.
+        memory_fd: descriptor of the staging memory of all channels for transfers.
         channel_fds: descriptors of the sockets over which calls come.
     """
 
@@ -89,7 +94,7 @@ def _join(config: StoreConfig, address: int, nbytes: int) -> Any:
     return made
 
 
-def _serve(store: Any, channel: Connection, base: int) -> None:
+def _serve(store: Any, channel: Connection, base: int, turn: threading.Lock) -> None:
     """Answers the calls of one channel until the server closes it."""
     with channel:  # Whatever ends this thread, the server sees the end of the channel.
         while True:
@@ -97,11 +102,15 @@ def _serve(store: Any, channel: Connection, base: int) -> None:
                 what, keys, offsets, sizes = channel.recv()
             except (EOFError, OSError):
                 return
-            channel.send(_answer(store, what, keys, [base + offset for offset in offsets], sizes))
+            with turn if what in TRANSFERS else contextlib.nullcontext():
+                codes = _answer(store, what, keys, [base + offset for offset in offsets], sizes)
+            channel.send(codes)
 
 
 def _answer(store: Any, what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
     match what:
+        case "ping":
+            return []
         case "exist":
             return list(store.batch_is_exist(keys))
         case "put":
@@ -130,8 +139,9 @@ def main() -> None:
         channels[0].send(str(error))
         return
     channels[0].send("")
+    turn = threading.Lock()
     for channel in channels:
-        threading.Thread(target=_serve, args=(store, channel, memory.ctypes.data), daemon=True).start()
+        threading.Thread(target=_serve, args=(store, channel, memory.ctypes.data, turn), daemon=True).start()
     wait_for_server_end()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(END_S)  # Ends the process even while Mooncake keeps Python's lock.

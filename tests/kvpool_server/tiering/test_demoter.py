@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from kvpool.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
-from tests.support.memory_tier import MemoryTier, Rig, play, turns
+from tests.support.memory_tier import SLOT, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash
 
 
@@ -89,3 +92,49 @@ async def test_a_block_that_is_removed_while_it_is_written_does_not_stay_in_the_
     tier.gate.set()
     await rig.wait_idle()
     assert set(tier.kept) == {block_hash("a")}
+
+
+class ThreeWrites(MemoryTier):
+    writes_at_once = 3
+
+
+@play(ThreeWrites)
+async def test_several_batches_are_written_at_once_within_the_bound_of_pinned_bytes(
+    rig: Rig, tier: ThreeWrites
+) -> None:
+    most, demoter.PINNED_BYTES = demoter.PINNED_BYTES, 6 * SLOT
+    try:
+        tier.gate.clear()
+        rig.put(*(f"p{nth}" for nth in range(10)))
+        await turns()
+        assert tier.calls["write"] == 3 and rig.pool.stats().num_leases == 3
+        assert rig.tiered.num_queued == 4, "a write has more than a third of the bytes"
+        draining = asyncio.create_task(rig.tiered.drain(5))
+        tier.failure = "the disk is gone"
+        tier.gate.set()
+        assert await draining == 0
+        assert not rig.pool.stats().num_leases and tier.counters["dropped_demotions"] == 10
+    finally:
+        demoter.PINNED_BYTES = most
+
+
+@play(ThreeWrites)
+async def test_a_tier_is_idle_when_the_last_of_several_writes_has_ended(rig: Rig, tier: ThreeWrites) -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    write, begun = tier.write, iter(gates)
+
+    async def slowly(*args: Any) -> int:
+        await next(begun).wait()
+        return await write(*args)
+
+    tier.write = slowly  # type: ignore[method-assign]
+    rig.put("a")
+    await turns()
+    rig.put("b")
+    await turns()
+    gates[1].set()
+    await turns()
+    assert set(tier.kept) == {block_hash("b")} and not rig.tiered.is_idle
+    gates[0].set()
+    await rig.wait_idle()
+    assert set(tier.kept) == {block_hash("a"), block_hash("b")}

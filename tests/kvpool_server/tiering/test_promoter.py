@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
 from kvpool.hashing import checksum
-from kvpool_server.tiering import promoter
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiering import promoter, tiered_pool
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, payload
 
@@ -158,3 +164,129 @@ async def test_with_few_free_slots_a_part_is_promoted(rig: Rig, tier: MemoryTier
     held = rig.lookup(*others).lease_id
     assert (await rig.hits(*names)).num_leading == 4
     rig.pool.release([held])
+
+
+class GatedReads(MemoryTier):
+    """Four reads at once, of which each waits for its own gate.
+
+    Attributes:
+        reads: the blocks of each read, and its gate.
+    """
+
+    reads_at_once = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[list[bytes], asyncio.Event]] = []
+        self._is_open = False
+
+    def open_all(self) -> None:
+        """Lets all reads pass, also later ones."""
+        self._is_open = True
+        for _, gate in self.reads:
+            gate.set()
+
+    async def read(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[Sequence[int] | None]:
+        self.reads.append((list(block_hashes), asyncio.Event()))
+        if not self._is_open:
+            await self.reads[-1][1].wait()
+        return await super().read(namespace, group_idx, block_hashes, into)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of one block at first, and of four at most."""
+    monkeypatch.setattr(promoter, "FIRST_BATCH_BYTES", SLOT)
+    monkeypatch.setattr(promoter, "BATCH_BYTES", 4 * SLOT)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_prefix_comes_up_in_order_with_several_batches_under_way() -> None:
+    @play(GatedReads)
+    async def test(rig: Rig, tier: GatedReads) -> None:
+        names = [f"n{nth}" for nth in range(16)]
+        rig.put(*names)
+        await rig.wait_idle()
+        rig.evict_all()
+        rig.lookup(*names)
+        await turns()
+        hashes = [block_hash(name) for name in names]
+        assert [blocks for blocks, _ in tier.reads] == [hashes[:1], hashes[1:3], hashes[3:7], hashes[7:11]]
+        tier.reads[1][1].set()
+        await turns()
+        assert rig.lookup(*names).hits[0].num_leading == 0, "the first block is not there yet"
+        assert tier.reads[4][0] == hashes[11:15], "a batch that ended made no room for the next"
+        tier.reads[0][1].set()
+        await turns()
+        found = rig.lookup(*names)
+        assert (found.hits[0].num_leading, found.hits[0].num_pending) == (3, 13), "a part is to be loaded already"
+        assert 1 <= found.retry_after_ms <= promoter.MAX_RETRY_MS
+        tier.open_all()
+        assert (await rig.hits(*names)).num_leading == 16
+
+    test()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_pool, "MAX_PREFETCH_BLOCKS", 7)
+
+    @play(GatedReads)
+    async def test(rig: Rig, tier: GatedReads) -> None:
+        names = [f"n{nth}" for nth in range(12)]
+        rig.put(*names)
+        await rig.wait_idle()
+        rig.evict_all()
+        rig.lookup(*names)
+        await turns()
+        for _, gate in tier.reads[:2]:
+            gate.set()
+        await turns()
+        assert rig.lookup(*names).hits[0].num_pending == 7
+        await turns()
+        assert [len(blocks) for blocks, _ in tier.reads] == [1, 2, 4, 3]
+        tier.open_all()
+        assert (await rig.hits(*names)).num_leading == 12
+
+    test()
+
+
+@play(GatedReads)
+async def test_an_answer_says_when_the_next_batch_is_likely_to_be_up(rig: Rig, tier: GatedReads) -> None:
+    for nth in range(8):
+        rig.put(f"n{nth}")
+        await rig.wait_idle()
+    rig.evict_all()
+
+    async def read_takes(name: str, seconds: float) -> None:
+        rig.lookup(name)
+        await turns()
+        rig.clock.advance(seconds)
+        tier.reads[-1][1].set()
+        await rig.wait_idle()
+
+    await read_takes("n0", 0.020)
+    rig.lookup("n1")
+    await turns()
+    retry_after_ms = lambda: rig.lookup("n1").retry_after_ms  # noqa: E731
+    assert retry_after_ms() == 20, "as long as the last read of as many bytes"
+    rig.clock.advance(0.015)
+    assert retry_after_ms() == 5
+    rig.clock.advance(0.010)
+    assert 1 <= retry_after_ms() <= 5
+    rig.clock.advance(0.040)
+    assert 20 <= retry_after_ms() <= 25, "the later a read is, the less often a client asks"
+    rig.clock.advance(5)
+    assert retry_after_ms() == promoter.MAX_RETRY_MS
+    tier.reads[-1][1].set()
+    await rig.wait_idle()
+    for nth in range(2, 8):
+        await read_takes(f"n{nth}", 0.004)
+    rig.evict_all()
+    rig.lookup("n0")
+    await turns()
+    assert rig.lookup("n0").retry_after_ms == promoter.MAX_RETRY_MS, "one read that hung weighs for a while"
+    tier.reads[-1][1].set()
+    await rig.wait_idle()

@@ -118,8 +118,7 @@ class TestMooncakeTier(PersistentTierContract):
             tier = MooncakeTier(_config(cluster.address))
             await tier.open()
             try:
-                assert tier.store is not None
-                with tier.store.channel() as channel:
+                with tier.workers.start(0).transfer_channel() as channel:
                     channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
                     assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
                 await tier.write(namespace, 0, [other])
@@ -191,8 +190,7 @@ class TestMooncakeTier(PersistentTierContract):
                 memory = Memory(1)
                 reading = StagedRead([_key(namespace, "a")], memory.views, SHARDS)
                 reading.cancel()
-                assert tier.store is not None
-                with tier.store.channel() as channel:
+                with tier.workers.start(0).transfer_channel() as channel:
                     assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
                 assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
             finally:
@@ -210,8 +208,7 @@ def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
         await tier.open()
         try:
             assert await tier.write(namespace, 0, blocks_of("a")) == 1
-            assert tier.store is not None
-            os.kill(tier.store.pid, signal.SIGKILL)
+            os.kill(tier.workers.pids[0], signal.SIGKILL)
             with contextlib.suppress(TierError):  # If its death was not seen before the call.
                 await tier.find(namespace, 0, [block_hash("a")])
             memory = Memory(1)
@@ -279,11 +276,13 @@ def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster:
         try:
             assert await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1)) == 16
             assert cluster.holder is not None
+            pids = tier.workers.pids
             cluster.holder.send_signal(signal.SIGSTOP)
             memory = Memory(16, 1 << 20)
             began_at = time.monotonic()
             assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
             assert time.monotonic() - began_at < 40  # 60 s, were Mooncake left to itself.
+            assert tier.workers.pids == pids, "a client that waits for a host was taken for one that hangs"
             cluster.holder.send_signal(signal.SIGCONT)
             await asyncio.sleep(1)
             assert (memory.blocks == 0xA5).all(), "what came late went to where it was to be"
@@ -301,7 +300,7 @@ def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluste
     async def test() -> None:
         tier = MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))
         await tier.open()
-        assert (store := tier.store) is not None
+        (pid,) = tier.workers.pids
         if way == "killed":
             cluster.kill_master()
         elif way == "stopped":
@@ -311,7 +310,7 @@ def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluste
         began_at = time.monotonic()
         await tier.close()
         assert time.monotonic() - began_at < ENDS_S
-        assert not Path(f"/proc/{store.pid}").exists()
+        assert not Path(f"/proc/{pid}").exists()
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
