@@ -86,6 +86,7 @@ class EngineSpec:
         options: further arguments of `vllm.LLM`.
         environment: further variables.
         in_process: scheduler and worker in the driving process: starts sooner; one rank.
+        inside: a command to start the engine's process with, such as `testbed.link.End.command()`.
     """
 
     model: Path
@@ -93,6 +94,7 @@ class EngineSpec:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     in_process: bool = False
+    inside: Sequence[str] = ()
 
 
 class EngineError(RuntimeError):
@@ -118,7 +120,7 @@ class Engine:
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._process = start_module("testbed.engine_process", [], environment, log)
+            self._process = start_module("testbed.engine_process", [], environment, log, spec.inside)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)

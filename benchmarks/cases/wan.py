@@ -1,6 +1,6 @@
 """How fast do blocks travel between two machines, with 1 ms of delay and 0.1 % of loss on the way? And are they whole?
 
-Server and client are in two network namespaces (`benchmarks.harness.link`), the client uses the `tcp` transport, and
+Server and client are in two network namespaces (`testbed.link`), the client uses the `tcp` transport, and
 every byte of every get is compared. Beside it, as many bare TCP connections over the same link as the transport takes;
 both over a link without delay and loss, which is what its carrier can do at most; and both with TCP Reno, which halves
 its rate at every loss, where the machine's own congestion control may not.
@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.harness.link import CONGESTION, DELAY_MS, LOSS, MTU, End, link, why_not
 from benchmarks.harness.measuring import (
     Row,
     alternate,
@@ -41,6 +40,7 @@ from kvpool import Client, ClientConfig
 from kvpool.errors import KVPoolError
 from kvpool.transport.helpers import movers_of
 from kvpool_server.config import ServerConfig
+from testbed.link import CONGESTION, DELAY_MS, LOSS, MTU, End, link, why_not
 
 CONTROL_PORT, DATA_PORT, BARE_PORT = 50051, 50053, 50055
 BLOCK_BYTES = 1 << 20

@@ -86,7 +86,7 @@ elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool 
 its lock, and all wait for the host's memory: four processes move half as much again as one.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
-no netem; `benchmarks.harness.link`). The upper limit is the same link without delay and loss.""",
+no netem; `testbed.link`). The upper limit is the same link without delay and loss.""",
     "server": """What a server costs, beside its arena: CPU time of all its processes, without the clients', and
 memory as PSS, without shared memory. Through shm the server moves no bytes, so it pays for the calls alone.""",
     "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cases import wan
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.link import DELAY_MS, LOSS, why_not
+from testbed.link import DELAY_MS, LOSS, why_not
 from tests.support.effort import some
 
 

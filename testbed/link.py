@@ -4,7 +4,7 @@ Needs no privileges, and no netem in the kernel: each end is a user namespace wi
 of its own, and a process in between carries packets from one device to the other, late, and now and then not at all.
 Loss is drawn from a seed. Packets are as large as jumbo frames, so that Python keeps up with a few Gbit/s.
 
-`python -m benchmarks.harness.link end SOCKET ADDRESS MTU CONGESTION` and `... carry FD FD DELAY_MS LOSS SEED` are the
+`python -m testbed.link end SOCKET ADDRESS MTU CONGESTION` and `... carry FD FD DELAY_MS LOSS SEED` are the
 processes of a link. They end with the process that made them, however that ends: the first when their sockets close,
 the second when its standard input does.
 
@@ -104,7 +104,7 @@ def _end(address: str, mtu: int, congestion: str) -> Iterator[tuple[End, int]]:
     ours.settimeout(START_S)
     with ours, theirs:
         arguments = [str(theirs.fileno()), address, str(mtu), congestion]
-        command = [*NAMESPACES, sys.executable, "-m", "benchmarks.harness.link", "end", *arguments]
+        command = [*NAMESPACES, sys.executable, "-m", "testbed.link", "end", *arguments]
         running = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
         theirs.close()
         with _stopped(running):
@@ -119,7 +119,7 @@ def _end(address: str, mtu: int, congestion: str) -> Iterator[tuple[End, int]]:
 @contextlib.contextmanager
 def _carrier(devices: Sequence[int], delay_ms: float, loss: float, seed: int) -> Iterator[None]:
     arguments = [*map(str, devices), str(delay_ms), str(loss), str(seed)]
-    command = [sys.executable, "-m", "benchmarks.harness.link", "carry", *arguments]
+    command = [sys.executable, "-m", "testbed.link", "carry", *arguments]
     running = subprocess.Popen(command, pass_fds=devices, stdin=subprocess.PIPE)
     assert running.stdin is not None
     with _stopped(running):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.harness.link import ADDRESSES, link, why_not
+from testbed.link import ADDRESSES, link, why_not
 
 ECHO = """
 import socket, sys
