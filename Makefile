@@ -29,10 +29,10 @@ test-fast: $(STAMP)  ## The tests without a vLLM engine.
 	$(PYTEST) -m "not vllm and not gpu and not more"
 
 test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much; with coverage.
-	KVPOOL_TEST_EFFORT=4 $(PYTEST) -m "not gpu" $(COVERAGE)
+	TEST_EFFORT=4 $(PYTEST) -m "not gpu" $(COVERAGE)
 
-soak-sim: $(STAMP)  ## Many random schedules against the connector (500 times KVPOOL_TEST_EFFORT=200).
-	KVPOOL_TEST_EFFORT=$(or $(KVPOOL_TEST_EFFORT),200) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
+soak-sim: $(STAMP)  ## Many random schedules against the connector (500 times TEST_EFFORT=200).
+	TEST_EFFORT=$(or $(TEST_EFFORT),200) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
 
 soak: $(STAMP)  ## Ten minutes at full speed, while servers are killed (SOAK_SECONDS=600).
 	$(BIN)/python -m benchmarks.soak --seconds $(or $(SOAK_SECONDS),600)

@@ -136,11 +136,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def e2e_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    """A server that no test stops, fills or corrupts."""
+def _e2e_process(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
     server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), shm_dir, "--memory", "256MiB", "--grace-ms", "100")
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def e2e_server(_e2e_process: ServerProcess) -> Iterator[ServerProcess]:
+    """A server that no test ends, fills or corrupts, and that each module finds empty.
+
+    Its arena has eight extents, and blocks of one size take one at least: models of many modules would fill it.
+    """
+    with Client(ClientConfig(_e2e_process.endpoint, timeout_ms=60_000)) as client:
+        client.admin.clear()
+    before = pool_stats(_e2e_process).counters["evicted_blocks"]
+    yield _e2e_process
+    evicted = pool_stats(_e2e_process).counters["evicted_blocks"] - before
+    assert not evicted, "the module has filled the server: give it one of its own"
 
 
 @contextmanager
@@ -179,9 +192,9 @@ def start_engines(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iter
 
 @pytest.fixture(scope="session")
 def _common_engines(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, e2e_server: ServerProcess
+    tmp_path_factory: pytest.TempPathFactory, model: Path, _e2e_process: ServerProcess
 ) -> Iterator[list[Engine]]:
-    pooled = kvpool_transfer_config(e2e_server.endpoint, transport="shm", **PATIENT)
+    pooled = kvpool_transfer_config(_e2e_process.endpoint, transport="shm", **PATIENT)
     with _starter(tmp_path_factory.mktemp("common-engines"), model) as start:
         yield start(None, pooled)
 
@@ -192,7 +205,7 @@ def plain_engine(_common_engines: list[Engine]) -> Engine:
     return _common_engines[0]
 
 
-@pytest.fixture(scope="session")
-def engine(_common_engines: list[Engine]) -> Engine:
+@pytest.fixture(scope="module")
+def engine(_common_engines: list[Engine], e2e_server: ServerProcess) -> Engine:
     """An engine with kvpool over shared memory; stores and loads."""
     return _common_engines[1]

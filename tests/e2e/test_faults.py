@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.engine import Answer, Engine, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
 from tests.conftest import StartServer
 from tests.e2e.conftest import StartEngines, assert_same, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
 from tests.support.effort import some
@@ -211,7 +211,6 @@ def test_memory_that_changes_is_not_believed(
     faulty.generate(prompts)
     drain(faulty)
     flip_arena(server, shm_dir)
-    assert_same(faulty.generate(prompts), expected)
-    assert pool_stats(server).counters["corrupt_blocks"] == sum(HITS[:3]) // 32  # Then the breaker opens.
-    drain(faulty)
     wait_until_all_hit(faulty, prompts, expected)
+    # However many loads the breaker or a late lookup put off: each block that an answer rests on was found out once.
+    assert pool_stats(server).counters["corrupt_blocks"] == sum(HITS) // BLOCK_TOKENS

@@ -48,7 +48,8 @@ def pair(
     directory = tmp_path_factory.mktemp("requests")
     model = write("llama", directory)
     write_tokenizer(model)
-    transfer = kvpool_transfer_config(e2e_server.endpoint, salt="requests", **PATIENT)
+    # A prompt that ends while a quarter of these few blocks is pinned would be stored in part.
+    transfer = kvpool_transfer_config(e2e_server.endpoint, salt="requests", max_pinned_fraction=1.0, **PATIENT)
     spec = EngineSpec(model, transfer, {**FLOAT32, **OPTIONS}, in_process=True)
     with running(directory, spec, spec) as (writer, reader):
         yield writer, reader

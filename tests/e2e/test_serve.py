@@ -106,11 +106,17 @@ def transfer(e2e_server: ServerProcess) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("executed", marks=MORE)])
+def start(request: pytest.FixtureRequest) -> str:
+    """How `vllm serve` is started."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
 def served(
-    request: pytest.FixtureRequest, model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    start: str, model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServe]:
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "executed":
+        if start == "executed":
             patch.delenv(FORK_SERVER)
         server = VllmServe(model, transfer, tmp_path_factory.mktemp("serve") / "vllm.log")
         try:
@@ -128,8 +134,9 @@ def by_path(model: Path, transfer: dict[str, Any], tmp_path_factory: pytest.Temp
         yield engine
 
 
-def test_what_one_stores_the_other_loads_and_metrics_say_so(served: VllmServe, by_path: Engine) -> None:
-    text, own = prompt(500, "over HTTP"), prompt(200, "of the server")
+def test_what_one_stores_the_other_loads_and_metrics_say_so(start: str, served: VllmServe, by_path: Engine) -> None:
+    # Prompts of each start's own: what another one has stored would be found, and not stored again.
+    text, own = prompt(500, f"{start}, over HTTP"), prompt(200, f"{start}, of the server")
     (cold,) = by_path.generate([text])
     drain(by_path)
     warm = served.complete(text)

@@ -1,7 +1,7 @@
 """Both sides of the connector under random schedules: whatever happens, in whatever order, no request is answered wrong
 or waits for ever, and nothing is left behind.
 
-`KVPOOL_TEST_EFFORT` says how many schedules are played (`make soak-sim`: many). One that fails is shortened and
+`TEST_EFFORT` says how many schedules are played (`make soak-sim`: many). One that fails is shortened and
 printed with its seed, ready to be added to `COUNTEREXAMPLES` under a name that says what it was.
 """
 

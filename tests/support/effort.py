@@ -1,4 +1,7 @@
-"""How many cases tests try: few in `make test`; all, and several times as many random ones, in `make test-all`."""
+"""How many cases tests try: few in `make test`; all, and several times as many random ones, in `make test-all`.
+
+The variable has no prefix KVPOOL_: servers that tests and benchmarks start would refuse it as an unknown key.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 
-EFFORT = float(os.environ.get("KVPOOL_TEST_EFFORT", "1"))
+EFFORT = float(os.environ.get("TEST_EFFORT", "1"))
 
 
 def effort(count: int) -> int:

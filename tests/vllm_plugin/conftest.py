@@ -40,6 +40,15 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lookup is sent and answered in one step: which requests share a step must not depend on the machine."""
+    from vllm_plugin.scheduler import step_budget
+
+    monkeypatch.setattr(step_budget, "MAX_WAIT_S", 10.0)
+    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 10.0)
+
+
+@pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """With vLLM's loggers, which vLLM keeps from the root logger once it has configured them."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

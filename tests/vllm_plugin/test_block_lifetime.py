@@ -42,7 +42,7 @@ from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 from vllm_plugin.worker.worker import KVPoolWorker
 
 
-@pytest.mark.usefixtures("keeps_stores")
+@pytest.mark.usefixtures("keeps_stores", "answered_at_once")
 def test_preemption_frees_no_block_under_a_running_send(fresh_fleet: FreshFleet) -> None:
     prompts = [tokens(100, nth) for nth in range(2)]
 
@@ -243,7 +243,7 @@ def test_a_rank_that_writes_nothing_reports_its_stores(shape: str, tp_size: int,
 
 
 @MODES
-@pytest.mark.usefixtures("keeps_stores")
+@pytest.mark.usefixtures("keeps_stores", "answered_at_once")
 def test_blocks_of_a_resumed_request_replace_the_old_ones(steps_ahead: int, fresh_fleet: FreshFleet) -> None:
     prompts = [tokens(40, nth) for nth in range(3)]
     turns = [[*prompt, *answer(prompt, 60), 3] for prompt in prompts]

@@ -115,17 +115,20 @@ def test_roles_are_kept(fleet: Fleet) -> None:
     assert both.cached_tokens["prompt-0"] == 0
 
 
+@pytest.mark.usefixtures("answered_at_once")
 @MODES
 @pytest.mark.parametrize("num_blocks", [20, 30])
 def test_preempted_requests_answer_right_and_leak_nothing(num_blocks: int, steps_ahead: int, fleet: Fleet) -> None:
     shared = tokens(60, "shared")
     prompts = [shared[: 20 * (nth % 4)] + tokens(40, nth) for nth in range(16)]
     expected = [answer(prompt, 60) for prompt in prompts]
-    for _ in range(2):  # Cold, then with everything in the pool.
+    preempted = []
+    for _ in range(2):  # Cold, then with everything in the pool; how many loads overlap there, the machine decides.
         engine = fleet.start(num_blocks=num_blocks, steps_ahead=steps_ahead)
         assert engine.generate(*prompts, max_tokens=60) == expected
-        assert engine.preempted, "the test wants preemption"
+        preempted += engine.preempted
         assert_nothing_is_left(engine)
+    assert preempted, "the test wants preemption"
     assert engine.counted("loaded_blocks") > 0
 
 

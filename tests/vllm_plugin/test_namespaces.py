@@ -5,7 +5,7 @@ Each scenario passes, and fails where a bug that KV connectors are known for is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from kvpool.namespace import NamespaceSpec
-from tests.support.processes import ServerProcess
-from tests.support.toy.engine import ToyEngine
-from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import tokens
-from tests.vllm_plugin.bugs import assert_caught
+from tests.vllm_plugin.bugs import FreshFleet, assert_caught
 from vllm_plugin.model import identity
 from vllm_plugin.model.weights import Weights
 from vllm_plugin.scheduler import scheduler
@@ -41,18 +38,15 @@ def test_a_namespace_names_what_the_bytes_depend_on(
     setting: str,
     ours: str,
     theirs: str,
-    vllm_config: MakeConfig,
-    toy_engine: Callable[..., ToyEngine],
-    shared_server: ServerProcess,
+    fresh_fleet: FreshFleet,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = tokens(100)
-    rounds = iter(range(2))
 
     def scenario(deadline_s: float) -> None:
-        salt = f"bug 15 {field} {next(rounds)}"
+        fleet = fresh_fleet()
         for value in (ours, theirs):
-            config = vllm_config(shared_server.endpoint, extra={"salt": salt, "decline_slow_loads": False})
+            config = fleet.config()
             if setting in ("weights", "commit"):
                 weights = Weights("model", "", value) if setting == "weights" else Weights("model", value, "")
                 monkeypatch.setattr(identity, "describe_weights", lambda *_, weights=weights: weights)
@@ -61,7 +55,7 @@ def test_a_namespace_names_what_the_bytes_depend_on(
             else:
                 part, name = setting.split(".")
                 setattr(getattr(config, part), name, value)
-            engine = toy_engine(config)
+            engine = fleet.make(config)
             engine.generate(prompt)
             assert engine.cached_tokens["prompt-0"] == 0, f"{setting} = {theirs} reads blocks of {ours}"
 

@@ -65,20 +65,22 @@ def family(count: int, length: int = 70) -> list[list[int]]:
     return [shared[: 20 * (nth % 4)] + tokens(length - 20 * (nth % 4), nth) for nth in range(count)]
 
 
+@pytest.mark.usefixtures("answered_at_once")
 @ALL
 @MODES
 def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]) -> None:
     prompts = family(10)
     expected = [answer(prompt, 50) for prompt in prompts]
-    for _ in range(2):  # Cold, then with everything in the pool.
+    preempted = []
+    for _ in range(2):  # Cold, then with everything in the pool; how many loads overlap there, the machine decides.
         engine = storm(shape, num_blocks=ROOM[shape], **mode, extra={"max_pinned_fraction": 1.0})
-        preempted = engine.preempted
         assert engine.generate(*prompts, max_tokens=50) == expected
-        assert preempted, "the storm wants preemption"
+        preempted += engine.preempted
+    assert preempted, "the storm wants preemption"
     assert engine.counted("loaded_blocks") > 0
 
 
-@pytest.mark.usefixtures("keeps_stores")
+@pytest.mark.usefixtures("keeps_stores", "answered_at_once")
 @MODES
 @pytest.mark.parametrize("shape", some(1, ["gemma3", "block sizes", "deepseek"]))
 def test_drafts_are_rejected_in_a_preemption_storm(
@@ -86,11 +88,13 @@ def test_drafts_are_rejected_in_a_preemption_storm(
 ) -> None:
     prompts = family(10)
     expected = [answer(prompt, 50) for prompt in prompts]
+    preempted = []
     for _ in range(2):
         engine = storm(shape, num_blocks=ROOM[shape], **mode, options=DRAFTS, extra={"max_pinned_fraction": 1.0})
-        preempted = engine.preempted
         assert engine.generate(*prompts, max_tokens=50) == expected
-        assert preempted and engine.num_rejected_drafts, "the storm wants preemption and wrong drafts"
+        assert engine.num_rejected_drafts, "the storm wants wrong drafts"
+        preempted += engine.preempted
+    assert preempted, "the storm wants preemption"
     # What was decoded is loaded, too, though drafts that were wrong have lain in its blocks.
     engine = storm(shape, num_blocks=128, options=DRAFTS)
     turns = [[*prompt, *told, *tokens(9, "next")] for prompt, told in zip(prompts, expected, strict=True)]

@@ -19,20 +19,14 @@ from tests.support.toy.fleet import Fleet
 from tests.support.toy.model import Chunk, answer
 from tests.support.vllm_objects import tokens
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.scheduler import step_budget
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.worker.worker import KVPoolWorker
+
+pytestmark = pytest.mark.usefixtures("answered_at_once")
 
 PROMPT = 100
 PROMISED = 96
 MASK = (1 << 64) - 1
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every lookup is sent and answered in one step: which requests share a step must not depend on the machine."""
-    monkeypatch.setattr(step_budget, "MAX_WAIT_S", 10.0)
-    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 10.0)
 
 
 class BesidePeer(ToyEngine):
