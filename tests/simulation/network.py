@@ -24,6 +24,7 @@ from kvpool.segment import Bytes
 from kvpool.transport.base import Drain, Fill, Transfer
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Observer
@@ -297,6 +298,9 @@ class _Lookups(_Method):
 
     def future(self, make: Callable[[], Any], timeout: float) -> _Call:
         return super().future(make(), timeout)
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        super().future(pb.LookupRequest(release=lease_ids), self._client.config.timeout_ms / 1000)
 
 
 class _Stub:
