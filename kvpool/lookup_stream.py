@@ -20,6 +20,8 @@ import grpc
 from kvpool.v1 import pool_pb2 as pb
 
 CLOSE_S = 1.0
+FLUSH_S = 0.2
+"""How long closing waits for leases to be released; if that takes longer, they are left to expire."""
 MAX_UNSENT = 1024
 """Most requests that wait to be sent. A server behind by more has stopped; further lookups fail at once."""
 
@@ -162,26 +164,28 @@ class _Stream:
         return True
 
     def close(self) -> None:
+        is_own = threading.current_thread() is self._thread
+        if self._released and not is_own:
+            self._unsent.put(None)  # The stream ends once the server has received what is queued.
+            self._thread.join(FLUSH_S)
         self._call.cancel()
-        if threading.current_thread() is not self._thread:
+        if not is_own:
             # A thread that is killed at the interpreter's end may hold gRPC's locks, and the exit would wait for them.
             self._thread.join(CLOSE_S)
 
     def _requests(self) -> Iterator[pb.LookupRequest]:
         """The messages to send, in order. Runs on gRPC's thread."""
-        while (make := self._unsent.get()) is not None:
+        make = self._unsent.get()
+        while make is not None:
             if make is _no_lookup:
                 make = self._next_within(RELEASE_WITHIN_S)
-                if make is None:
-                    return
-            request = make()
+            request = pb.LookupRequest() if make is None else make()
             with self._lock:
                 released, self._released = self._released, []
-            if released:
-                request.release.extend(released)
-            elif make is _no_lookup:
-                continue  # A lookup has taken the leases along.
-            yield request
+            request.release.extend(released)
+            if released or make not in (None, _no_lookup):
+                yield request
+            make = make and self._unsent.get()
 
     def _next_within(self, seconds: float) -> MakeRequest | None:
         """What is queued next; `_no_lookup` if nothing is within `seconds`."""

@@ -2,10 +2,10 @@
 
 Each client is a process of its own, as an engine is: threads of one interpreter would wait for its lock, and not for
 the server. All begin together, once each has stored what it looks up and has mapped the arena; each does the next call
-when the last is answered. A lookup asks for 64 blocks, all hits, with a lease. A load is a lookup of 4 blocks, their
-bytes, and the release. Leases are released as engines do it, without waiting for an answer. A put and get is the whole
-life of four new blocks: put, lookup, get, release, remove. Deadlines are a client's defaults (a second a call), and a
-call that runs into one is counted.
+when the last is answered. A lookup asks for 64 blocks, all hits, with a lease. A load is a lookup of 4 blocks, whose
+answer says where they lie, their bytes, and the release. Leases are released as engines do it, without waiting for an
+answer. A put and get is the whole life of four new blocks: put, lookup, get, release, remove. Deadlines are a client's
+defaults (a second a call), and a call that runs into one is counted.
 
 The server's CPU says what bounds it: its event loop is one thread, which is full at 100 %.
 """
@@ -108,8 +108,9 @@ class Caller:
 
     def load(self) -> None:
         """Loads the first blocks of what it holds."""
-        found = self._client.lookup(self._namespace, [self._loaded])
-        self._client.get(self._namespace, found.lease_id, [self._loaded], _drain)
+        found = self._client.lookup(self._namespace, [self._loaded], locate=True)
+        leased = found.leased(0, 0, LOAD_BLOCKS)
+        self._client.get(self._namespace, found.lease_id, [self._loaded], _drain, leased=leased)
         self._client.rpc.release_quietly(found.lease_id)
 
     def put_and_get(self) -> None:

@@ -195,6 +195,13 @@ def test_leases_are_released_over_a_new_stream_where_the_last_has_ended(served: 
     assert served.whim.num_streams == 2
 
 
+def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:
+    assert served.ask(100) == 100
+    served.lookups.release([1])
+    served.lookups.close()
+    assert served.whim.messages == [(100, []), (0, [1])]
+
+
 def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:
     pending = served.lookups.future(asking(WAIT), TIMEOUT_S)
     served.lookups.close()

@@ -82,10 +82,16 @@ class _LaggingPool(TieredPool):
         self.lags = lags
 
     def lookup(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease_ttl_ms: int = 0,
+        locate: bool = False,
     ) -> Lookup:
         if not self.lags or not lease_ttl_ms:
-            return super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+            return super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, locate=locate)
         lag = self.lags.pop(0)
         whole = super().lookup(fingerprint, runs, prefix_only=prefix_only)
         seen = [replace(run, block_hashes=_hidden(run.block_hashes, lag.num_up)) for run in runs]
@@ -381,7 +387,7 @@ class SimTransport:
                 runtime.wait(self._server.reachable, deadline)
             if runtime.clock.now > deadline:
                 raise PoolTimeoutError(f"the transfer took more than {transfer.timeout_s:.3f} s")
-            visit(start, transfer.offsets[start:stop], arena)
+            visit(start, transfer.starts[start:stop], arena)
         runtime.yields()
 
     def _ask(self, check: Callable[[], None]) -> None:
