@@ -37,6 +37,7 @@ from kvpool.transport.base import BATCH_BYTES, Transfer
 from kvpool.transport.choice import Attachment, Choose, choose
 from kvpool.types import (
     BlockRun,
+    LeasedSlots,
     Located,
     Lookup,
     PutReceipt,
@@ -111,7 +112,13 @@ class Client:
         return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks)
 
     def lookup(
-        self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool = True,
+        lease: bool = True,
+        locate: bool = False,
     ) -> Lookup:
         """Which blocks are complete, with a lease on them.
 
@@ -119,8 +126,9 @@ class Client:
             prefix_only: True: only the leading complete blocks of each run are found and leased. False: all complete
                 blocks, as a bitmap.
             lease: False: asks only; nothing is leased or renewed.
+            locate: the answer also says where the leased blocks lie (`Lookup.leased`), so that `get` makes no call.
         """
-        return self.rpc.lookup(namespace, runs, prefix_only=prefix_only, lease=lease)
+        return self.rpc.lookup(namespace, runs, prefix_only=prefix_only, lease=lease, locate=locate)
 
     def put(
         self,
@@ -202,6 +210,7 @@ class Client:
         batch_bytes: int = BATCH_BYTES,
         head_blocks: int = 0,
         drain_sums: bool = False,
+        leased: LeasedSlots | None = None,
     ) -> Located:
         """Reads leased blocks, verified.
 
@@ -214,6 +223,8 @@ class Client:
             head_blocks: so many blocks are located by a first call, so that their bytes travel while a second call
                 locates the others; for callers whose copies run on a device. 0: one call.
             drain_sums: `drain` returns the checksums of what it copies; else the transport computes them.
+            leased: where all blocks of `runs` lie, from the lookup's answer: then there is no call. None: the server
+                is asked.
 
         Returns:
             Where the blocks lay. A block that is gone is not `present`, and `drain` was not called for it.
@@ -234,6 +245,11 @@ class Client:
         first = 0
         parts: list[Located] = []
         split = in_two(runs, head_blocks) if head_blocks > 0 else [runs]
+        # The data port wants a permit, which covers all slots of an answer or none.
+        if leased is not None and (leased.slots.permit or namespace.transport.name != "tcp"):
+            assert len(leased) == sum(map(len, runs)), "the leased slots are of other blocks"
+            parts.append(self._read_leased(namespace, lease_id, leased, group, shards, batch_bytes, reader))
+            split = []  # Nothing is left to ask the server for.
         with closing(self.rpc.locate_in_parts(namespace, lease_id, split, shards)) as answers:
             for located in answers:
                 parts.append(located)
@@ -250,6 +266,34 @@ class Client:
         if checksums != list(whole.checksums):
             self._raise_corrupt(namespace, runs, whole, checksums)
         return whole
+
+    def _read_leased(
+        self,
+        namespace: Namespace,
+        lease_id: int,
+        leased: LeasedSlots,
+        group: GroupSpec,
+        shards: ShardRange,
+        batch_bytes: int,
+        reader: BlockReader,
+    ) -> Located:
+        """Reads shards of slots whose places are known. Raises LeaseExpiredError if their lease is of another boot."""
+        shards.check(group.num_shards)
+        located = leased.located(shards)
+        if leased.boot_token != namespace.boot_token or not located.lease_remaining_ms:
+            raise LeaseExpiredError(f"lease {lease_id:#x} expired, or is of another boot, before its blocks were read")
+        transfer = Transfer(
+            lease_id,
+            located.offsets,
+            shards.count * group.chunk_bytes,
+            min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000,
+            batch_bytes,
+            located.permit,
+            skip_bytes=shards.start * group.chunk_bytes,
+            permitted_bytes=group.slot_bytes,
+        )
+        reader.read(transfer, range(len(leased)))
+        return located
 
     def _raise_corrupt(
         self, namespace: Namespace, runs: Sequence[BlockRun], located: Located, checksums: Sequence[int]

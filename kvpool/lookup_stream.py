@@ -1,7 +1,8 @@
 """Lookups over one long-lived gRPC call, which saves the set-up of a call for each.
 
 The first lookup opens a stream, which lives until the server or the client ends it; the next lookup then opens another.
-The server answers in the order of the requests.
+The server answers in the order of the requests. Leases that end travel with the next lookup: a message of their own
+would cost the server as much as a lookup.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
@@ -19,8 +20,15 @@ import grpc
 from kvpool.v1 import pool_pb2 as pb
 
 CLOSE_S = 1.0
+FLUSH_S = 0.2
+"""How long closing waits for leases to be released; if that takes longer, they are left to expire."""
 MAX_UNSENT = 1024
 """Most requests that wait to be sent. A server behind by more has stopped; further lookups fail at once."""
+
+RELEASE_WITHIN_S = 0.02
+"""How long leases that end wait for a lookup to travel with, before a message of their own is sent."""
+MAX_RELEASED = 4096
+"""Most leases that wait for a message. Further ones are left to expire."""
 
 MakeRequest = Callable[[], pb.LookupRequest]
 """Makes a request, on gRPC's thread. Must not raise."""
@@ -93,6 +101,16 @@ class LookupStream:
                     lookup.set_exception(self._stream.error)  # The server cannot be reached.
         return lookup
 
+    def release(self, lease_ids: Sequence[int]) -> None:
+        """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
+
+        If the stream ends before, the leases expire.
+        """
+        with self._lock:
+            if self._stream is None or not self._stream.release(lease_ids):
+                self._stream = _Stream(self._method)
+                self._stream.release(lease_ids)
+
     def close(self) -> None:
         """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
         with self._lock:
@@ -114,9 +132,10 @@ class _Stream:
         self._lock = threading.Lock()
         self._waiting: deque[StreamedLookup] = deque()
         self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
+        self._released: list[int] = []
         self.has_ended = False
         self.error = StreamedError(grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups")
-        self._call = method(make() for make in iter(self._unsent.get, None))
+        self._call = method(self._requests())
         self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
         self._thread.start()
 
@@ -133,11 +152,47 @@ class _Stream:
             self._unsent.put(make)
             return True
 
+    def release(self, lease_ids: Sequence[int]) -> bool:
+        """Queues leases to release; False if the stream has ended."""
+        with self._lock:
+            if self.has_ended:
+                return False
+            is_first = not self._released
+            self._released += lease_ids[: MAX_RELEASED - len(self._released)]
+        if is_first:
+            self._unsent.put(_no_lookup)
+        return True
+
     def close(self) -> None:
+        is_own = threading.current_thread() is self._thread
+        if self._released and not is_own:
+            self._unsent.put(None)  # The stream ends once the server has received what is queued.
+            self._thread.join(FLUSH_S)
         self._call.cancel()
-        if threading.current_thread() is not self._thread:
+        if not is_own:
             # A thread that is killed at the interpreter's end may hold gRPC's locks, and the exit would wait for them.
             self._thread.join(CLOSE_S)
+
+    def _requests(self) -> Iterator[pb.LookupRequest]:
+        """The messages to send, in order. Runs on gRPC's thread."""
+        make = self._unsent.get()
+        while make is not None:
+            if make is _no_lookup:
+                make = self._next_within(RELEASE_WITHIN_S)
+            request = pb.LookupRequest() if make is None else make()
+            with self._lock:
+                released, self._released = self._released, []
+            request.release.extend(released)
+            if released or make not in (None, _no_lookup):
+                yield request
+            make = make and self._unsent.get()
+
+    def _next_within(self, seconds: float) -> MakeRequest | None:
+        """What is queued next; `_no_lookup` if nothing is within `seconds`."""
+        try:
+            return self._unsent.get(timeout=seconds)
+        except Empty:
+            return _no_lookup
 
     def _read(self) -> None:
         try:
@@ -163,3 +218,8 @@ class _Stream:
         else:
             code = _CODES.get(reply.error.code, grpc.StatusCode.UNKNOWN)
             lookup.set_exception(StreamedError(code, reply.error.message))
+
+
+def _no_lookup() -> pb.LookupRequest:
+    """Queued once leases wait to be released: makes a message for them alone. The server does not answer it."""
+    return pb.LookupRequest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +72,9 @@ class Namespace:
 class PendingLookup:
     """A lookup that was sent and may have been answered."""
 
-    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace):
+    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace, asked_at: float):
         self._call = call
+        self._asked_at = asked_at
         self._rpc = rpc
         self._namespace = namespace
 
@@ -88,7 +90,7 @@ class PendingLookup:
             return None
         except CALL_ERRORS as error:
             raise self._rpc.error_of(error) from None
-        return self._rpc.decode_lookup(self._namespace, reply)
+        return self._rpc.decode_lookup(self._namespace, reply, self._asked_at)
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         """Calls back from another thread once the lookup has ended."""
@@ -100,7 +102,8 @@ class PoolRpc:
 
     Args:
         stub: the Pool service's methods.
-        lookups: sends `LookupRequest`s, which the argument of a call makes; answers come in their order.
+        lookups: sends `LookupRequest`s, which the argument of a call makes, and leases to release; answers come in
+            the order of the calls.
         channel: carries both; closed with this object.
     """
 
@@ -148,30 +151,47 @@ class PoolRpc:
 
     # Lookup
 
-    def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool, lease: bool) -> Lookup:
-        request = self._lookup_request(namespace, runs, prefix_only, lease)
-        return self.decode_lookup(namespace, self.call(self._lookups, lambda: request))
+    def lookup(
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease: bool,
+        locate: bool,
+    ) -> Lookup:
+        request = self._lookup_request(namespace, runs, prefix_only, lease, locate)
+        asked_at = time.monotonic()
+        return self.decode_lookup(namespace, self.call(self._lookups, lambda: request), asked_at)
 
     def lookup_async(
-        self, namespace: Namespace, runs: Sequence[BlockRun], *, prefix_only: bool = True, lease: bool = True
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool = True,
+        lease: bool = True,
+        locate: bool = False,
     ) -> PendingLookup:
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them."""
-        request = functools.partial(self._lookup_request, namespace, runs, prefix_only, lease)
-        return PendingLookup(self.send(self._lookups, request), self, namespace)
+        request = functools.partial(self._lookup_request, namespace, runs, prefix_only, lease, locate)
+        asked_at = time.monotonic()
+        return PendingLookup(self.send(self._lookups, request), self, namespace, asked_at)
 
     def _lookup_request(
-        self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool
+        self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool, locate: bool
     ) -> pb.LookupRequest:
         return pb.LookupRequest(
             namespace=namespace.fingerprint,
             runs=wire.encode_runs(runs),
             prefix_only=prefix_only,
             lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
+            locate=locate and lease,
         )
 
-    def decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse) -> Lookup:
+    def decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse, asked_at: float) -> Lookup:
         self.check_boot(namespace, reply.boot_token)
-        return wire.decode_lookup(reply)
+        return wire.decode_lookup(reply, asked_at)
 
     # Put
 
@@ -249,11 +269,14 @@ class PoolRpc:
         return int(self.call(self.stub.Release, pb.ReleaseRequest(lease_ids=lease_ids)).num_released)
 
     def release_quietly(self, *lease_ids: int) -> None:
-        """As `release`, without waiting. If the call is lost, the leases expire. Ids of 0 are skipped."""
+        """As `release`, with the next lookup, or soon; does not wait. If the message is lost, the leases expire.
+
+        Ids of 0 are skipped.
+        """
         live = [lease_id for lease_id in lease_ids if lease_id]
         if live:
-            # On the stream of lookups: starting a call of its own would cost the caller's thread a millisecond.
-            self._send_and_forget(self._lookups, functools.partial(pb.LookupRequest, release=live))
+            with contextlib.suppress(ValueError):  # The channel is closed.
+                self._lookups.release(live)
 
     # What every call is made of
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import enum
 import itertools
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvpool.errors import InvalidRequestError
 
+INT_BYTES = 8
 HASH_BYTES = 32
 """Length of a block hash and of a namespace fingerprint (SHA-256)."""
 MIN_PREFIX = 8
@@ -125,6 +129,51 @@ class RunHits:
 
 
 @dataclass(frozen=True, slots=True)
+class Slots:
+    """Where the complete blocks of one run lie, in order. Integers have 8 bytes, little-endian.
+
+    Args:
+        offsets: arena offset of each block's slot.
+        checksums: xxh3-64 of each chunk: blocks x the group's shards, block-major.
+        permit: to read these whole slots through the data port; empty if the server has no data port.
+    """
+
+    offsets: bytes
+    checksums: bytes
+    permit: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedSlots:
+    """Slots that may be read without another call, until their lease ends.
+
+    Args:
+        slots: without their permit if they are only a part of those that it covers.
+        boot_token: of the server that leased them.
+        ends_at: by when they have to be read, by `time.monotonic` of the host that looked up. The lease lasts longer:
+            the client counts from when it asked, the server from when it answered.
+    """
+
+    slots: Slots
+    boot_token: int
+    ends_at: float
+
+    def __len__(self) -> int:
+        return len(self.slots.offsets) // INT_BYTES
+
+    def located(self, shards: ShardRange) -> Located:
+        """As `get` would answer, but for its offsets: they are those of whole slots."""
+        sums = np.frombuffer(self.slots.checksums, "<u8").reshape(len(self), -1)
+        return Located(
+            max(0, int((self.ends_at - time.monotonic()) * 1000)),
+            (True,) * len(self),
+            tuple(np.frombuffer(self.slots.offsets, "<u8").tolist()),
+            tuple(sums[:, shards.start : shards.start + shards.count].ravel().tolist()),
+            self.slots.permit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """Answer of a lookup.
 
@@ -132,12 +181,36 @@ class Lookup:
         hits: one a run.
         lease_id: of the lease on the complete blocks; 0: none.
         retry_after_ms: if a tier is promoting blocks: when to look up again. 0: no tier is.
+        slots: one a run: where its complete blocks lie. Empty if the lookup did not ask, has no lease, or is to be
+            repeated.
+        boot_token, ends_at: see `LeasedSlots`.
     """
 
     hits: tuple[RunHits, ...]
     lease_id: int = 0
     lease_ttl_ms: int = 0
     retry_after_ms: int = 0
+    slots: tuple[Slots, ...] = ()
+    boot_token: int = 0
+    ends_at: float = 0.0
+
+    def leased(self, nth: int, start: int, stop: int) -> LeasedSlots | None:
+        """Where blocks [start, stop) of the nth run lie; None if the answer does not say it of all of them."""
+        if not self.slots:
+            return None
+        hits, slots = self.hits[nth], self.slots[nth]
+        if stop > hits.num_leading:
+            wanted = (1 << stop) - (1 << start)
+            if hits.complete & wanted != wanted:
+                return None
+            before = (hits.complete & (1 << start) - 1).bit_count()
+            start, stop = before, before + stop - start
+        total = len(slots.offsets) // INT_BYTES
+        if (start, stop) != (0, total):
+            chunk = len(slots.checksums) // total
+            offsets = slots.offsets[start * INT_BYTES : stop * INT_BYTES]
+            slots = Slots(offsets, slots.checksums[start * chunk : stop * chunk])
+        return LeasedSlots(slots, self.boot_token, self.ends_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from kvpool.types import (
     RunHits,
     SegmentInfo,
     ShardRange,
+    Slots,
     TierStats,
     check_hash,
 )
@@ -198,18 +199,38 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
         )
         for run, hit in zip(runs, lookup.hits, strict=True)
     ]
-    return _encode(lookup, pb.LookupResponse, boot_token=boot_token, hits=hits)
+    for message, slots in zip(hits, lookup.slots, strict=False):
+        message.offsets, message.checksums, message.permit = slots.offsets, slots.checksums, slots.permit
+    return pb.LookupResponse(  # Not by `_encode`, which takes longer than the message.
+        boot_token=boot_token,
+        hits=hits,
+        lease_id=lookup.lease_id,
+        lease_ttl_ms=lookup.lease_ttl_ms,
+        retry_after_ms=lookup.retry_after_ms,
+    )
 
 
 def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
     return pb.LookupReply(error=pb.CallError(code=status_of(error).value[0], message=str(error)))
 
 
-def decode_lookup(message: pb.LookupResponse) -> Lookup:
+def decode_lookup(message: pb.LookupResponse, asked_at: float) -> Lookup:
+    """The answer of a lookup that was asked at `asked_at`, monotonic seconds."""
     hits = tuple(
         RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending) for hit in message.hits
     )
-    return Lookup(hits, message.lease_id, message.lease_ttl_ms, message.retry_after_ms)
+    slots: tuple[Slots, ...] = ()
+    if any(hit.offsets for hit in message.hits):
+        slots = tuple(Slots(hit.offsets, hit.checksums, hit.permit) for hit in message.hits)
+    return Lookup(
+        hits,
+        message.lease_id,
+        message.lease_ttl_ms,
+        message.retry_after_ms,
+        slots,
+        message.boot_token,
+        asked_at + message.lease_ttl_ms / 1000,
+    )
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:

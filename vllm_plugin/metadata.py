@@ -5,10 +5,12 @@ Jobs have ids of their own, since a preempted or repeated request comes back und
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.types import BlockRun, LeasedSlots
 from vllm_plugin.model.adapters import NO_ADAPTER
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def own_clock() -> str:
+    """Names this host's `time.monotonic`, which counts from its boot; empty if the host does not tell."""
+    try:
+        return BOOT_ID.read_text()
+    except OSError:
+        return ""
 
 
 @dataclass(slots=True)
@@ -32,12 +45,14 @@ class GroupBlocks:
         runs: the blocks' names in the pool; the blocks of a run follow each other in a prefix.
         block_ids: where the blocks lie in the engine: a row for each of the group's block tables, in the order of runs.
         firsts: index of each run's first block in its prefix.
+        leased: of a load: for each pipeline stage where the blocks lie, if the lookup's answer says it.
     """
 
     group_idx: int
     runs: list[BlockRun]
     block_ids: list[list[int]]
     firsts: list[int] = field(default_factory=list)
+    leased: tuple[LeasedSlots | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.block_ids[0])
@@ -51,7 +66,7 @@ class GroupBlocks:
         """Pickles names and block ids as one array each, which takes a sixth of the time for thousands of blocks."""
         runs = [(run.group_idx, len(run), b"".join(run.block_hashes), run.parent_hash) for run in self.runs]
         rows = [array("i", row).tobytes() for row in self.block_ids]
-        return _unpickled, (self.group_idx, runs, rows, self.firsts)
+        return _unpickled, (self.group_idx, runs, rows, self.firsts, self.leased)
 
     def pieces(self, max_blocks: int) -> Iterator[tuple[int, list[BlockRun]]]:
         """Parts of at most `max_blocks` blocks, each with the position of its first block."""
@@ -77,12 +92,14 @@ class LoadJob:
     Args:
         lease_ids: one for each pipeline stage.
         weights_epoch: of the namespace that the job is meant for.
+        clock: of the host whose `time.monotonic` the ends of leases are by.
     """
 
     request_id: str
     lease_ids: tuple[int, ...]
     groups: list[GroupBlocks]
     weights_epoch: str = ""
+    clock: str = ""
 
 
 @dataclass(slots=True)
@@ -156,10 +173,14 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 def _unpickled(
-    group_idx: int, runs: list[tuple[int, int, bytes, bytes]], rows: list[bytes], firsts: list[int]
+    group_idx: int,
+    runs: list[tuple[int, int, bytes, bytes]],
+    rows: list[bytes],
+    firsts: list[int],
+    leased: tuple[LeasedSlots | None, ...],
 ) -> GroupBlocks:
     named = [
         BlockRun(idx, np.frombuffer(names, f"V{len(names) // count}").tolist() if count else [], parent)
         for idx, count, names, parent in runs
     ]
-    return GroupBlocks(group_idx, named, [array("i", row).tolist() for row in rows], firsts)
+    return GroupBlocks(group_idx, named, [array("i", row).tolist() for row in rows], firsts, leased)

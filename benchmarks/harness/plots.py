@@ -167,7 +167,7 @@ def many_clients(result: Result) -> Figure | None:
     figure.suptitle("What do many clients at once get from one server?", x=0.01, ha="left")
     rates, times = figure.subplots(1, 2)
     works = list(dict.fromkeys(match[2] for match, _ in found))
-    for work, colour in zip(works, (BLUE, ORANGE), strict=True):
+    for work, colour in zip(works, (BLUE, ORANGE, RED), strict=False):
         for measured, axes, line in (("per second", rates, "-"), ("p50", times, "-"), ("p99", times, "--")):
             points = [
                 (int(match[1]), row["figure"]) for match, row in found if (match[2], match[3]) == (work, measured)

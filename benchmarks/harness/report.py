@@ -55,8 +55,9 @@ Ping is slower than a small lookup: Ping is a gRPC call of its own, and lookups 
 without the forward pass, beside an engine without connector: 256 requests at once, prompts of up to 130,000 tokens.
 "CPU" is the time in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on
 the same cores. The worker is a process of its own here, as with several GPUs.""",
-    "clients": """What 1 to 64 clients at once get from one server: lookups of 64 blocks with a lease, and small
-puts and gets, each client a process of its own. The server answers in the order of arrival; fairness is the slowest
+    "clients": """What 1 to 256 clients at once get from one server: lookups of 64 blocks with a lease, whole loads,
+and small puts and gets, each client a process of its own. The event loop is one thread of the server: at one core it
+is full, and more clients only wait longer. The server answers in the order of arrival; fairness is the slowest
 client's share of the calls over the mean share. No call may exceed its deadline, a client's default of a second: 64
 clients that call again at once keep every core busy, and each call waits for 64 others. With more clients or fewer
 cores, raise `timeout_ms`.""",

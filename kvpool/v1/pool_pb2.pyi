@@ -183,18 +183,20 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release")
+    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    LOCATE_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     prefix_only: bool
     lease_ttl_ms: int
     release: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
+    locate: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ..., release: _Optional[_Iterable[int]] = ..., locate: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("boot_token", "hits", "lease_id", "lease_ttl_ms", "retry_after_ms")
@@ -227,14 +229,20 @@ class CallError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RunHits(_message.Message):
-    __slots__ = ("num_leading", "complete", "num_pending")
+    __slots__ = ("num_leading", "complete", "num_pending", "offsets", "checksums", "permit")
     NUM_LEADING_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PERMIT_FIELD_NUMBER: _ClassVar[int]
     num_leading: int
     complete: bytes
     num_pending: int
-    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ..., num_pending: _Optional[int] = ...) -> None: ...
+    offsets: bytes
+    checksums: bytes
+    permit: bytes
+    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ..., num_pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., permit: _Optional[bytes] = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
     __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")

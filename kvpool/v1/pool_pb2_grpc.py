@@ -154,7 +154,8 @@ class PoolServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """The same, many over one call, which takes less time than a call each; answered in order.
+        """The same, many over one call, which takes less time than a call each; answered in order. A request that names leases
+        to release, and no blocks, is not answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

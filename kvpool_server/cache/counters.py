@@ -11,6 +11,7 @@ COUNTERS = {
     "put_present_blocks": "Blocks that a put found present.",
     "put_busy_blocks": "Blocks that a put skipped because another put was writing them.",
     "put_completed_blocks": "Blocks that became readable.",
+    "located_blocks": "Blocks of which a lookup's answer told the place, so that they are read without a get.",
     "get_blocks": "Blocks that gets asked for.",
     "get_present_blocks": "Blocks that gets found present.",
     "evicted_blocks": "Blocks evicted to make room.",

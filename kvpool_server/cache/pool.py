@@ -32,6 +32,7 @@ from kvpool.types import (
     Quota,
     RunHits,
     ShardRange,
+    Slots,
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
@@ -141,6 +142,9 @@ class Pool:
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
         return self._namespaces.group(fingerprint, run.group_idx).spec.chunk_bytes
 
+    def slot_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
+        return self._namespaces.group(fingerprint, run.group_idx).spec.slot_bytes
+
     def quotas(self) -> list[Quota]:
         """All quotas and their usage, by subject."""
         return self._quotas.usage()
@@ -207,6 +211,16 @@ class Pool:
         for entry in entries:
             entry.leases += 1
         return lease.id, ttl_ms
+
+    def slots(self, found: Found) -> tuple[Slots, ...]:
+        """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""
+        located = []
+        for _, start, stop in found.spans:
+            entries = found.entries[start:stop]
+            offsets = array("Q", [entry.offset for entry in entries])
+            located.append(Slots(offsets.tobytes(), b"".join([entry.checksums for entry in entries])))
+        self.counters["located_blocks"] += len(found.entries)
+        return tuple(located)
 
     def record_use(self, found: Found) -> None:
         """Counts a lookup and, if it leased its entries, tells the eviction policies of their use."""

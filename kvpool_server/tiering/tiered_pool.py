@@ -139,9 +139,20 @@ class TieredPool(Observer):
             await level.tier.close()
 
     def lookup(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease_ttl_ms: int = 0,
+        locate: bool = False,
     ) -> Lookup:
-        """As `Pool.lookup`; with a TTL, also prefetches missing blocks, and says how many of them are pending."""
+        """As `Pool.lookup`; with a TTL, also prefetches missing blocks, and says how many of them are pending.
+
+        Args:
+            locate: also say where the leased blocks lie, unless the lookup is to be repeated: the get under its lease
+                records its use.
+        """
         found = self.pool.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
         hits, retry_after_ms = found.hits, 0
         if lease_ttl_ms and self._levels:
@@ -150,7 +161,8 @@ class TieredPool(Observer):
             self.pool.record_use_on_get(found)
         else:
             self.pool.record_use(found)
-        return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
+        slots = self.pool.slots(found) if locate and found.lease_id and not retry_after_ms else ()
+        return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms, slots)
 
     def _prefetch(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool) -> tuple[tuple[RunHits, ...], int]:
         """Prefetches missing blocks; returns the hits with what is pending, and when to look up again, milliseconds."""

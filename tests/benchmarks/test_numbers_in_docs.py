@@ -79,6 +79,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "where 2 % of the blocks fit": ELSEWHERE,
     },
     "protocol.md": {
+        "none follows within 20 ms": "kvpool.lookup_stream: RELEASE_WITHIN_S",
         "fingerprint have 32 bytes": "kvpool.types: HASH_BYTES",
         "greets: 8 bytes": "kvpool.data_port: len(MAGIC) # bytes",
         "16 bytes nonce": "kvpool.data_port: NONCE_BYTES",

@@ -32,6 +32,8 @@ class Whim(PoolServicer):
     def __init__(self) -> None:
         self.go_on = threading.Event()
         self.num_streams = 0
+        self.messages: list[tuple[int, list[int]]] = []
+        """Of each message the TTL that it asks for, and the leases that it releases."""
 
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return pb.LookupResponse(boot_token=7, lease_ttl_ms=request.lease_ttl_ms)
@@ -40,6 +42,9 @@ class Whim(PoolServicer):
         self.num_streams += 1
         for request in requests:
             wish = request.lease_ttl_ms
+            self.messages.append((wish, list(request.release)))
+            if not wish:
+                continue  # It only releases.
             if wish == END:
                 return
             if wish == FAIL:
@@ -164,6 +169,37 @@ def test_a_wait_of_less_than_nothing_is_none(served: Served) -> None:
             lookup.result(timeout_s)
     served.whim.go_on.set()
     assert lookup.result().lease_ttl_ms == WAIT
+
+
+def test_leases_travel_with_the_next_lookup(served: Served) -> None:
+    served.lookups.release([1, 2])
+    served.lookups.release([3])
+    assert served.ask(100) == 100
+    assert served.whim.messages == [(100, [1, 2, 3])]
+
+
+def test_leases_that_no_lookup_takes_along_travel_alone_and_are_not_answered(served: Served) -> None:
+    assert served.ask(100) == 100
+    for lease_id in (1, 2):
+        served.lookups.release([lease_id])
+        wait_for(lambda lease_id=lease_id: served.whim.messages[-1] == (0, [lease_id]), "the release")  # type: ignore[misc]
+    assert served.ask(101) == 101
+    assert served.whim.messages[-1] == (101, []), "a lease is released once"
+    assert served.whim.num_streams == 1
+
+
+def test_leases_are_released_over_a_new_stream_where_the_last_has_ended(served: Served) -> None:
+    assert served.code_of(END) is grpc.StatusCode.UNAVAILABLE
+    served.lookups.release([1])
+    wait_for(lambda: served.whim.messages[-1] == (0, [1]), "the release")
+    assert served.whim.num_streams == 2
+
+
+def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:
+    assert served.ask(100) == 100
+    served.lookups.release([1])
+    served.lookups.close()
+    assert served.whim.messages == [(100, []), (0, [1])]
 
 
 def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:

@@ -26,6 +26,7 @@ from kvpool.types import (
     RunHits,
     SegmentInfo,
     ShardRange,
+    Slots,
 )
 from kvpool.v1 import pool_pb2 as pb
 
@@ -92,10 +93,11 @@ def test_opened(value: OpenedNamespace, boot_token: int) -> None:
 def test_lookups(drawn: list[Any], lease_id: int, ttl_ms: int, boot_token: int) -> None:
     asked = [run for run, _ in drawn]
     hits = tuple(RunHits(d.draw(u32), d.draw(st.integers(0, 2 ** len(run) - 1))) for run, d in drawn)
-    value = Lookup(hits, lease_id, ttl_ms)
+    slots = tuple(Slots(d.draw(st.binary(min_size=8)), d.draw(st.binary()), d.draw(st.binary())) for _, d in drawn)
+    value = Lookup(hits, lease_id, ttl_ms, 0, slots, boot_token, 7.0 + ttl_ms / 1000)
     message = _through_bytes(wire.encode_lookup(value, asked, boot_token))
     assert message.boot_token == boot_token
-    assert wire.decode_lookup(message) == value
+    assert wire.decode_lookup(message, 7.0) == value
 
 
 def test_bit_i_of_a_lookup_is_bit_i_modulo_8_of_byte_i_div_8() -> None:

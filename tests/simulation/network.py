@@ -24,6 +24,7 @@ from kvpool.segment import Bytes
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Observer
@@ -81,10 +82,16 @@ class _LaggingPool(TieredPool):
         self.lags = lags
 
     def lookup(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease_ttl_ms: int = 0,
+        locate: bool = False,
     ) -> Lookup:
         if not self.lags or not lease_ttl_ms:
-            return super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+            return super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, locate=locate)
         lag = self.lags.pop(0)
         whole = super().lookup(fingerprint, runs, prefix_only=prefix_only)
         seen = [replace(run, block_hashes=_hidden(run.block_hashes, lag.num_up)) for run in runs]
@@ -297,6 +304,9 @@ class _Lookups(_Method):
 
     def future(self, make: Callable[[], Any], timeout: float) -> _Call:
         return super().future(make(), timeout)
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        super().future(pb.LookupRequest(release=lease_ids), self._client.config.timeout_ms / 1000)
 
 
 class _Stub:

@@ -136,6 +136,7 @@ def test_a_window_is_loaded_whole(shape: str, fresh_fleet: FreshFleet) -> None:
                 (run,) = part.runs
                 part.runs = [BlockRun(run.group_idx, run.block_hashes[skip:], run.block_hashes[skip - 1])]
                 part.block_ids = [row[skip:] for row in part.block_ids]
+                part.leased = ()
             return parts
 
         with patch.object(SlidingWindow, "first", too_late), patch.object(Loads, "parts", from_the_rule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.types import BlockRun, LeasedSlots, Slots
 from tests.support.values import block_hash, group_spec
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 
@@ -56,7 +57,9 @@ def test_a_piece_of_several_runs_keeps_them_apart() -> None:
 
 def test_metadata_survives_the_way_between_processes() -> None:
     part = blocks_of(2, 1, tables=2)
-    there = ConnectorMetadata([LoadJob("r", (7, 8), [part])], [StoreJob(1, [part])])
+    leased = LeasedSlots(Slots(bytes(24), bytes(48), b"permit"), 3, 4.5)
+    loaded = dataclasses.replace(part, leased=(leased, None))
+    there = ConnectorMetadata([LoadJob("r", (7, 8), [loaded], clock="c")], [StoreJob(1, [part])])
     assert pickle.loads(pickle.dumps(there)) == there
     back = WorkerMetadata({1: 1}, {1})
     assert pickle.loads(pickle.dumps(back)) == back

@@ -119,7 +119,8 @@ class Loads:
                 return None
             if rows[0]:
                 run = names.run(request, idx, kind, start + first, stop)
-                parts.append(GroupBlocks(idx, [run], rows, [start + first]))
+                leased = lookup.leased(idx, start + first, stop)
+                parts.append(GroupBlocks(idx, [run], rows, [start + first], leased))
         return parts
 
     def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:

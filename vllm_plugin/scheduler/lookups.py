@@ -96,7 +96,8 @@ class Lookups:
             try:
                 if namespace is None:
                     raise UnavailableError("kvpool is away")
-                lookup.calls.append(session.client.rpc.lookup_async(namespace, runs, prefix_only=self._prefix_only))
+                call = session.client.rpc.lookup_async(namespace, runs, prefix_only=self._prefix_only, locate=True)
+                lookup.calls.append(call)
             except UnavailableError:
                 self.abandon(lookup)
                 return False
@@ -133,6 +134,7 @@ class Lookups:
         """Keeps what the stages have answered, and the leases."""
         self.release(lookup.lease_ids)  # Of the answers before these, whose own leases are there now.
         lookup.lease_ids = tuple(answer.lease_id for answer in answers)
+        lookup.answers = answers
         ttl_ms = min(answer.lease_ttl_ms for answer in answers) or self._config.load_timeout_ms
         lookup.good_until = lookup.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
         lookup.availability = [

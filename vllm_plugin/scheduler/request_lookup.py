@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.rpc import PendingLookup
-from kvpool.types import BlockRun, RunHits
+from kvpool.types import BlockRun, LeasedSlots, Lookup, RunHits
 from vllm_plugin.model.hit_rules import Found
 from vllm_plugin.model.kinds import Kind
 from vllm_plugin.scheduler.load_policy import Verdict
@@ -127,6 +127,7 @@ class RequestLookup:
         firsts: index of each run's first block.
         sent_at: monotonic seconds of the last sending.
         calls: one a stage, while they are under way; empty once answered.
+        answers: the newest, one a stage.
         lease_ids: one a stage, of the newest answer.
         good_until: by when a load must have begun; then the lookup is sent again.
         availability, found: one a group, of the newest answer; `found` is empty without leases.
@@ -151,6 +152,7 @@ class RequestLookup:
     wait: PromotionWait
     sent_at: float = 0.0
     calls: list[PendingLookup] = field(default_factory=list)
+    answers: Sequence[Lookup] = ()
     lease_ids: tuple[int, ...] = ()
     good_until: float = 0.0
     availability: list[Availability] = field(default_factory=list)
@@ -165,6 +167,11 @@ class RequestLookup:
     searched: tuple[int, int] | None = None
     boundary: int = 0
     verdict: Verdict | None = None
+
+    def leased(self, idx: int, start: int, stop: int) -> tuple[LeasedSlots | None, ...]:
+        """Where blocks [start, stop) of a group lie, one a stage, as far as the answers say it."""
+        first = self.firsts[idx]
+        return tuple(answer.leased(idx, start - first, stop - first) for answer in self.answers)
 
     def must_be_sent_again(self, local: int) -> bool:
         """Whether the engine has fewer tokens than the lookup assumes, or the leases of its answer may expire."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata
+from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
@@ -121,7 +121,7 @@ class KVPoolScheduler:
                 # Taken in part, at a boundary that cannot be resumed: without leases the load fails; all is computed.
                 self.lookups.release(lookup.lease_ids)
                 lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
-            job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch)
+            job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch, own_clock())
             self._new_loads.append(job)
             is_probe = lookup.verdict is not None and lookup.verdict.is_probe
             self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)

@@ -24,7 +24,7 @@ from kvpool.rpc import Namespace
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.types import PutStatus
-from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import RankShards
 from vllm_plugin.session import Session
@@ -178,7 +178,7 @@ class ReceiveThread(TransferThread[LoadJob]):
         started = time.perf_counter()
         try:
             namespace = self._namespace(job.weights_epoch)
-            gone = sum(self._get(namespace, job.lease_ids[self._stage], part, mark) for part in job.groups)
+            gone = sum(self._get(namespace, job, part, mark) for part in job.groups)
             if not job.groups:
                 raise LeaseExpiredError("vLLM allocated blocks for a part of the hit that cannot be resumed")
         except KVPoolError as error:
@@ -203,7 +203,7 @@ class ReceiveThread(TransferThread[LoadJob]):
         self._recorder.observe("load_seconds", time.perf_counter() - started)
         return True
 
-    def _get(self, namespace: Namespace, lease_id: int, part: GroupBlocks, mark: Any) -> int:
+    def _get(self, namespace: Namespace, job: LoadJob, part: GroupBlocks, mark: Any) -> int:
         """Loads one group's blocks; returns how many are no longer in the pool."""
         shards = self._mine[part.group_idx].shards
 
@@ -213,13 +213,14 @@ class ReceiveThread(TransferThread[LoadJob]):
 
         located = self._session.client.get(
             namespace,
-            lease_id,
+            job.lease_ids[self._stage],
             part.runs,
             self._copier.in_place(part.group_idx, part.block_ids) or drain,
             shards=shards,
             batch_bytes=self._copier.batch_bytes,
             head_blocks=self._copier.head_blocks,
             drain_sums=self._copier.sums(part.group_idx),
+            leased=part.leased[self._stage] if part.leased and job.clock == own_clock() else None,
         )
         present = sum(located.present)
         self._recorder.add("loaded_bytes", present * shards.count * namespace.spec.groups[part.group_idx].chunk_bytes)

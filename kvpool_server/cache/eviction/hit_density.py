@@ -212,13 +212,15 @@ class HitDensity(Policy):
         turn = min(turn_of(last) + 1, MAX_TURN) if last.children <= 1 else 0
         kind = turn << _TURN_SHIFT
         first = entries[0].depth
+        observed: dict[int, list[int]] = {}  # Weights by stamp: mostly one stamp, and the model is told of it once.
         for depth, weight in SAMPLES.items():
             if depth - first >= len(entries):
                 break
             if depth >= first:
-                entry = entries[depth - first]
-                self._model.hit(entry.used % TICK, entry.used // TICK, now, weight)
-                self._model.start(kind, now, weight)
+                observed.setdefault(entries[depth - first].used, []).append(weight)
+        for used, weights in observed.items():
+            self._model.hit(used % TICK, used // TICK, now, sum(weights), len(weights))
+            self._model.start(kind, now, sum(weights), len(weights))
         stamp |= kind
         for entry in entries:
             entry.used = stamp

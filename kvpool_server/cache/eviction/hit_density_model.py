@@ -47,6 +47,7 @@ PRIOR_HITS = 0.3
 
 EDGES = np.concatenate([[0.0], FIRST_BIN_CALLS * GROWTH ** np.arange(NUM_BINS)])
 """Bin b holds the ages [EDGES[b], EDGES[b + 1]), in calls. float64 [NUM_BINS + 1]."""
+MAX_AGE = float(EDGES[-1])
 
 
 class HitDensityModel:
@@ -63,8 +64,8 @@ class HitDensityModel:
         self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (Period, kind) -> [started, hits].
         self.learn(0)
 
-    def start(self, kind: int, now: int, count: int) -> None:
-        """`count` blocks begin a wait of a kind."""
+    def start(self, kind: int, now: int, count: int, observed: int = 1) -> None:
+        """`count` blocks begin a wait of a kind; `observed` of them stand for all."""
         self._started[kind] += count
         key = (now // COHORT_CALLS, kind)
         cohort = self._cohorts.get(key)
@@ -72,7 +73,7 @@ class HitDensityModel:
             cohort = self._cohorts[key] = [0, 0]
             if len(self._cohorts) > MAX_COHORTS:
                 self._cohorts.popitem(last=False)
-        cohort[0] += 1  # Not `count`: blocks of one prompt share its fate, and are one observation.
+        cohort[0] += observed  # Not `count`: blocks of one prompt share its fate.
 
     def reclassify(self, kind: int, other: int, since: int, now: int, count: int) -> None:
         """The waits of `count` blocks that started as of a kind at `since` turn out to be of another."""
@@ -80,14 +81,14 @@ class HitDensityModel:
         self._started[kind] -= weight
         self._started[other] += weight
 
-    def hit(self, kind: int, since: int, now: int, count: int) -> None:
-        """A hit ends the waits of `count` blocks that started at `since`."""
+    def hit(self, kind: int, since: int, now: int, count: int, observed: int = 1) -> None:
+        """A hit ends the waits of `count` blocks that started at `since`; `observed` of them stand for all."""
         age = now - since
-        if age < EDGES[-1]:
+        if age < MAX_AGE:
             # Faded as much as the start of this wait has.
             self._hits[kind, bisect.bisect_right(self._inner_edges, age)] += count * KEEP ** (age / PERIOD_CALLS)
         if (cohort := self._cohorts.get((since // COHORT_CALLS, kind))) is not None:
-            cohort[1] += 1
+            cohort[1] += observed
 
     def density(self, kind: int, since: int, now: int) -> float:
         """Hits a call that may be expected of the slot of a block whose wait started at `since`."""
