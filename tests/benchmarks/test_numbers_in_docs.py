@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "lookup 10 ms)": "vllm_plugin.scheduler.step_budget: MAX_LOOKUP_WALKS_S",
         "or 50 ms, and then vLLM preempts": "vllm_plugin.scheduler.store_jobs: RELIEF_S",
         "batches of 32 MiB": "vllm_plugin.worker.copy.cuda: STAGING_BYTES",
-        "pieces of 1 MiB": "kvpool.data_port: PIECE_BYTES",
+        "pieces of 1 MiB": "kvpool.data_port: WRITTEN_PIECE_BYTES",
         "bounded to 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
     },
     "kv-events.md": {
@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "waits up to 60 s": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
         "costs at most 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
         "2 MiB for each GiB": ELSEWHERE,
+        "through 256 MiB at most": "kvpool.transport.staging: STAGING_BYTES",
         "no answer for 10 s": "kvpool_server.tiers.health: ANSWER_S",
         "no calls for 1 s": "kvpool_server.tiers.health: AWAY_S[0]",
         "up to 30 s": "kvpool_server.tiers.health: AWAY_S[1]",

@@ -28,9 +28,9 @@ def test_what_is_put_over_a_slow_and_lossy_link_is_what_comes_back(how: dict[str
 def test_figures_are_rates_and_ratios_of_the_same_round():
     taken = {"put": [0.002, 0.004], "bare put": [0.001, 0.001], "get": [0.001, 0.001], "bare get": [0.002, 0.002]}
     rows = {row.what: row.figure.figure for row in wan.rows_of("link", taken, 1)}
-    assert rows["link: stream put"] == pytest.approx((1 << 20) / 0.003 / 1e9)
-    assert rows["link: stream / bare, put"] == pytest.approx((0.5 + 0.25) / 2)
-    assert rows["link: stream / bare, get"] == 2
+    assert rows["link: tcp put"] == pytest.approx((1 << 20) / 0.003 / 1e9)
+    assert rows["link: tcp / bare, put"] == pytest.approx((0.5 + 0.25) / 2)
+    assert rows["link: tcp / bare, get"] == 2
 
 
 def test_where_there_can_be_no_link_it_is_skipped_and_says_why(monkeypatch, tmp_path, capsys):
