@@ -245,8 +245,7 @@ class Client:
         first = 0
         parts: list[Located] = []
         split = in_two(runs, head_blocks) if head_blocks > 0 else [runs]
-        # The data port wants a permit, which covers all slots of an answer or none.
-        if leased is not None and (leased.slots.permit or namespace.transport.name != "tcp"):
+        if leased is not None:
             assert len(leased) == sum(map(len, runs)), "the leased slots are of other blocks"
             parts.append(self._read_leased(namespace, lease_id, leased, group, shards, batch_bytes, reader))
             split = []  # Nothing is left to ask the server for.
@@ -291,6 +290,8 @@ class Client:
             located.permit,
             skip_bytes=shards.start * group.chunk_bytes,
             permitted_bytes=group.slot_bytes,
+            permitted_offsets=leased.permitted_offsets,
+            first_permitted=leased.start,
         )
         reader.read(transfer, range(len(leased)))
         return located

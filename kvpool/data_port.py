@@ -136,7 +136,7 @@ class Reply:
         return Status(status), message_bytes, nbytes
 
 
-def pack_offsets(offsets: Sequence[int]) -> Offsets:
+def pack_offsets(offsets: Sequence[int] | Offsets) -> Offsets:
     """Offsets in the form in which they are sent: little-endian, 64 bits each."""
     return np.asarray(offsets, "<u8")
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
 
@@ -148,26 +149,35 @@ class LeasedSlots:
     """Slots that may be read without another call, until their lease ends.
 
     Args:
-        slots: without their permit if they are only a part of those that it covers.
+        slots: all that the answer tells of the run, which the permit covers together.
         boot_token: of the server that leased them.
         ends_at: by when they have to be read, by `time.monotonic` of the host that looked up. The lease lasts longer:
             the client counts from when it asked, the server from when it answered.
+        start, stop: which of them.
     """
 
     slots: Slots
     boot_token: int
     ends_at: float
+    start: int
+    stop: int
 
     def __len__(self) -> int:
-        return len(self.slots.offsets) // INT_BYTES
+        return self.stop - self.start
+
+    @property
+    def permitted_offsets(self) -> npt.NDArray[np.uint64]:
+        """Arena offsets of all slots that the permit covers."""
+        return np.frombuffer(self.slots.offsets, "<u8")
 
     def located(self, shards: ShardRange) -> Located:
         """As `get` would answer, but for its offsets: they are those of whole slots."""
-        sums = np.frombuffer(self.slots.checksums, "<u8").reshape(len(self), -1)
+        offsets = self.permitted_offsets
+        sums = np.frombuffer(self.slots.checksums, "<u8").reshape(len(offsets), -1)[self.start : self.stop]
         return Located(
             max(0, int((self.ends_at - time.monotonic()) * 1000)),
             (True,) * len(self),
-            tuple(np.frombuffer(self.slots.offsets, "<u8").tolist()),
+            tuple(offsets[self.start : self.stop].tolist()),
             tuple(sums[:, shards.start : shards.start + shards.count].ravel().tolist()),
             self.slots.permit,
         )
@@ -205,12 +215,7 @@ class Lookup:
                 return None
             before = (hits.complete & (1 << start) - 1).bit_count()
             start, stop = before, before + stop - start
-        total = len(slots.offsets) // INT_BYTES
-        if (start, stop) != (0, total):
-            chunk = len(slots.checksums) // total
-            offsets = slots.offsets[start * INT_BYTES : stop * INT_BYTES]
-            slots = Slots(offsets, slots.checksums[start * chunk : stop * chunk])
-        return LeasedSlots(slots, self.boot_token, self.ends_at)
+        return LeasedSlots(slots, self.boot_token, self.ends_at, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

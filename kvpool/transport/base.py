@@ -49,6 +49,8 @@ class Transfer:
         permit: the server's proof for the data port that these regions were granted; empty if there is none.
         skip_bytes: where in each region they begin: a rank moves some shards of whole slots that were granted.
         permitted_bytes: size of each region that was granted; 0: `region_bytes`.
+        permitted_offsets: of all regions that were granted, where only some of them move; None: `offsets`.
+        first_permitted: index of the first that moves; the others are its neighbours.
     """
 
     holding_id: int
@@ -59,6 +61,8 @@ class Transfer:
     permit: bytes = b""
     skip_bytes: int = 0
     permitted_bytes: int = 0
+    permitted_offsets: npt.NDArray[np.uint64] | None = None
+    first_permitted: int = 0
 
     @property
     def starts(self) -> Sequence[int]:

@@ -105,7 +105,7 @@ class Part:
     """Regions [first, stop) of a transfer, which travel over one connection.
 
     Args:
-        offsets: of all regions of the transfer, as they are sent.
+        offsets: of all regions that were granted, as they are sent.
         deadline: by `time.monotonic`.
     """
 
@@ -123,7 +123,8 @@ class Part:
     def headers(self, with_permit: bool) -> bytes:
         """What precedes the part: the permit, unless the connection has shown it already, and which regions move."""
         transfer = self.transfer
-        move = Header(Kind.MOVE, self.first, self.stop, transfer.region_bytes, transfer.skip_bytes).encode()
+        first, stop = transfer.first_permitted + self.first, transfer.first_permitted + self.stop
+        move = Header(Kind.MOVE, first, stop, transfer.region_bytes, transfer.skip_bytes).encode()
         if not with_permit:
             return move
         kind, count = Kind.WRITE if self.is_write else Kind.READ, len(self.offsets)

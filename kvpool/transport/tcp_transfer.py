@@ -90,8 +90,9 @@ class _TcpTransfer:
         self._failure: BaseException | None = None
         self._buffers: list[Bytes] = []
 
-        offsets, step = pack_offsets(transfer.offsets), self._regions_a_part()
-        ranges = transfer.batches() if rows is None else [(0, len(offsets))]
+        permitted = transfer.offsets if transfer.permitted_offsets is None else transfer.permitted_offsets
+        offsets, step = pack_offsets(permitted), self._regions_a_part()
+        ranges = transfer.batches() if rows is None or not len(transfer.offsets) else [(0, len(transfer.offsets))]
         self._batches = [_Batch(nth, start, stop) for nth, (start, stop) in enumerate(ranges)]
         self._moves: deque[_Move] = deque()
         for batch in self._batches:
