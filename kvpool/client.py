@@ -276,7 +276,17 @@ class Client:
         batch_bytes: int,
         reader: BlockReader,
     ) -> Located:
-        """Reads shards of slots whose places are known. Raises LeaseExpiredError if their lease is of another boot."""
+        """Reads shards of slots whose places are known.
+
+        Raises:
+            InvalidRequestError: the slots are another namespace's.
+            LeaseExpiredError: their lease has ended, or is of another boot.
+        """
+        if leased.fingerprint != namespace.fingerprint:
+            raise InvalidRequestError(
+                f"the leased slots are of namespace {leased.fingerprint.hex()[:12]}, and are to be read as blocks of "
+                f"{namespace.fingerprint.hex()[:12]}; look them up in the namespace that you read them in"
+            )
         shards.check(group.num_shards)
         located = leased.located(shards)
         if leased.boot_token != namespace.boot_token or not located.lease_remaining_ms:

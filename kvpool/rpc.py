@@ -191,7 +191,7 @@ class PoolRpc:
 
     def decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse, asked_at: float) -> Lookup:
         self.check_boot(namespace, reply.boot_token)
-        return wire.decode_lookup(reply, asked_at)
+        return wire.decode_lookup(reply, namespace.fingerprint, asked_at)
 
     # Put
 

@@ -150,6 +150,7 @@ class LeasedSlots:
 
     Args:
         slots: all that the answer tells of the run, which the permit covers together.
+        fingerprint: of their namespace.
         boot_token: of the server that leased them.
         ends_at: by when they have to be read, by `time.monotonic` of the host that looked up. The lease lasts longer:
             the client counts from when it asked, the server from when it answered.
@@ -157,6 +158,7 @@ class LeasedSlots:
     """
 
     slots: Slots
+    fingerprint: bytes
     boot_token: int
     ends_at: float
     start: int
@@ -193,7 +195,7 @@ class Lookup:
         retry_after_ms: if a tier is promoting blocks: when to look up again. 0: no tier is.
         slots: one a run: where its complete blocks lie. Empty if the lookup did not ask, has no lease, or is to be
             repeated.
-        boot_token, ends_at: see `LeasedSlots`.
+        fingerprint, boot_token, ends_at: see `LeasedSlots`.
     """
 
     hits: tuple[RunHits, ...]
@@ -201,6 +203,7 @@ class Lookup:
     lease_ttl_ms: int = 0
     retry_after_ms: int = 0
     slots: tuple[Slots, ...] = ()
+    fingerprint: bytes = b""
     boot_token: int = 0
     ends_at: float = 0.0
 
@@ -215,7 +218,7 @@ class Lookup:
                 return None
             before = (hits.complete & (1 << start) - 1).bit_count()
             start, stop = before, before + stop - start
-        return LeasedSlots(slots, self.boot_token, self.ends_at, start, stop)
+        return LeasedSlots(slots, self.fingerprint, self.boot_token, self.ends_at, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,8 +214,8 @@ def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
     return pb.LookupReply(error=pb.CallError(code=status_of(error).value[0], message=str(error)))
 
 
-def decode_lookup(message: pb.LookupResponse, asked_at: float) -> Lookup:
-    """The answer of a lookup that was asked at `asked_at`, monotonic seconds."""
+def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: float) -> Lookup:
+    """The answer of a lookup in a namespace that was asked at `asked_at`, monotonic seconds."""
     hits = tuple(
         RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending) for hit in message.hits
     )
@@ -228,6 +228,7 @@ def decode_lookup(message: pb.LookupResponse, asked_at: float) -> Lookup:
         message.lease_ttl_ms,
         message.retry_after_ms,
         slots,
+        fingerprint,
         message.boot_token,
         asked_at + message.lease_ttl_ms / 1000,
     )

@@ -94,10 +94,10 @@ def test_lookups(drawn: list[Any], lease_id: int, ttl_ms: int, boot_token: int) 
     asked = [run for run, _ in drawn]
     hits = tuple(RunHits(d.draw(u32), d.draw(st.integers(0, 2 ** len(run) - 1))) for run, d in drawn)
     slots = tuple(Slots(d.draw(st.binary(min_size=8)), d.draw(st.binary()), d.draw(st.binary())) for _, d in drawn)
-    value = Lookup(hits, lease_id, ttl_ms, 0, slots, boot_token, 7.0 + ttl_ms / 1000)
+    value = Lookup(hits, lease_id, ttl_ms, 0, slots, b"f" * 32, boot_token, 7.0 + ttl_ms / 1000)
     message = _through_bytes(wire.encode_lookup(value, asked, boot_token))
     assert message.boot_token == boot_token
-    assert wire.decode_lookup(message, 7.0) == value
+    assert wire.decode_lookup(message, b"f" * 32, 7.0) == value
 
 
 def test_bit_i_of_a_lookup_is_bit_i_modulo_8_of_byte_i_div_8() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
-from kvpool.errors import ChecksumError, KVPoolError, LeaseExpiredError
+from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError
 from kvpool.rpc import Namespace
 from kvpool.transport.base import Buffers
 from kvpool.types import LeasedSlots, Lookup, ShardRange
@@ -106,6 +106,14 @@ def test_a_part_of_a_run_with_gaps_is_read(rig: Rig) -> None:
     expected = [bytes(payload(name, SHARDS * CHUNK)) for name in ("d", "e")]
     assert rig.read(found.lease_id, found.leased(0, 4, 6), "d", "e") == expected
     assert rig.gets() == 0
+
+
+def test_slots_of_another_namespace_are_not_read(rig: Rig) -> None:
+    """As by a rank whose weights are not those that the scheduler looked up with."""
+    other = rig.client.open_namespace(namespace_spec(*SPEC.groups, salt="another"))
+    found = rig.lookup(*NAMES)
+    with pytest.raises(InvalidRequestError, match="the leased slots are of namespace"):
+        read(rig.client, other, found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES)
 
 
 def test_lookups_that_do_not_ask_are_not_told(rig: Rig) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import socket
 import threading
 import time
@@ -97,6 +99,19 @@ def workers_of(server: ServerProcess) -> list[int]:
     for task in Path(f"/proc/{server.pid}/task").iterdir():
         children += map(int, (task / "children").read_text().split())
     return [pid for pid in children if is_worker(pid)]
+
+
+@contextmanager
+def workers_stopped(server: ServerProcess) -> Iterator[None]:
+    """Stops a server's data workers, and continues them at the end of the block."""
+    workers = workers_of(server)
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
 
 
 def is_worker(pid: int) -> bool:

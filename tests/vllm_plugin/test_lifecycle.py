@@ -18,6 +18,7 @@ from tests.support.processes import wait_for
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import tokens
+from tests.support.workers import workers_stopped
 from tests.vllm_plugin.bugs import step_until_loading
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.worker import worker
@@ -275,12 +276,29 @@ def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
     request = engine.add("r", prompt)
     started = time.monotonic()
     wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
-    with stopped(server):
+    with stopped(server), workers_stopped(server):
         step_until_loading(engine, request)
         engine.run()
     assert time.monotonic() - started < 5
     assert engine.answers["r"] == answer(prompt, 8)
     assert engine.counted("load_failures") == 1
+
+
+def test_a_server_whose_data_workers_go_on_is_not_missed_by_a_load(
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
+) -> None:
+    server = pool_server()
+    fleet = fleet_on(server.endpoint)
+    prompt = tokens(100)
+    fleet.start().generate(prompt)
+    engine = fleet.start(extra={"transport": "tcp"})
+    request = engine.add("r", prompt)
+    wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
+    with stopped(server):
+        step_until_loading(engine, request)
+        engine.run()
+    assert engine.answers["r"] == answer(prompt, 8)
+    assert (engine.counted("load_failures"), engine.counted("loaded_blocks")) == (0, 6)
 
 
 def test_a_pool_smaller_than_the_prompts_makes_no_answer_wrong(

@@ -57,7 +57,7 @@ def test_a_piece_of_several_runs_keeps_them_apart() -> None:
 
 def test_metadata_survives_the_way_between_processes() -> None:
     part = blocks_of(2, 1, tables=2)
-    leased = LeasedSlots(Slots(bytes(24), bytes(48), b"permit"), 3, 4.5, 1, 3)
+    leased = LeasedSlots(Slots(bytes(24), bytes(48), b"permit"), b"f" * 32, 3, 4.5, 1, 3)
     loaded = dataclasses.replace(part, leased=(leased, None))
     there = ConnectorMetadata([LoadJob("r", (7, 8), [loaded], clock="c")], [StoreJob(1, [part])])
     assert pickle.loads(pickle.dumps(there)) == there
