@@ -49,10 +49,13 @@ def answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """With vLLM's loggers, which vLLM keeps from the root logger once it has configured them."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return caplog
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """With kvpool's loggers, which vLLM keeps from the root logger from the first engine of a process on."""
+    logger = logging.getLogger("vllm.kvpool")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")
