@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -425,9 +425,17 @@ def test_nobody_writes_into_the_callers_arrays_once_a_get_has_failed(server: Ser
 
 @pytest.mark.parametrize("at", [0, 11, 23])
 def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
-    port: Port, num_connections: int, at: int
+    port: Port, num_connections: int, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every thread, and nobody waits for what will not come."""
+    made: list[socket.socket] = []
+    connect = Peer.connect
+
+    def noted(peer: Peer, timeout_s: float) -> socket.socket:
+        made.append(connect(peer, timeout_s))
+        return made[-1]
+
+    monkeypatch.setattr(Peer, "connect", noted)
     port.arena[: 24 * MIB] = 1
     offsets = list(range(0, 24 * MIB, MIB))
     permit = port.permit(Kind.READ, 1, offsets, MIB)
@@ -436,7 +444,9 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
     def cut(first: int, regions: Sequence[Pieces]) -> None:
         seen.extend(range(first, first + len(regions)))
         if at in range(first, first + len(regions)):
-            _cut_connections(port.info.port)
+            for connection in list(made):
+                with suppress(OSError):  # Another thread has closed it.
+                    connection.shutdown(socket.SHUT_RDWR)
 
     with closing(port.connect(num_connections)) as transport:
         rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
@@ -452,19 +462,6 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
         rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
         transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(rows=rows))
         assert all((row == 1).all() for (row,) in rows)
-
-
-def _cut_connections(port: int) -> None:
-    """Ends every connection that this process has to a port, as a firewall would with a reset."""
-    for each in list(Path("/proc/self/fd").iterdir()):
-        try:
-            if not each.readlink().name.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(each.name))) as connection:
-                if connection.getpeername()[1] == port:
-                    connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # It has gone, or has no peer.
 
 
 @pytest.mark.usefixtures("on_cores")
