@@ -457,12 +457,14 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
 def _cut_connections(port: int) -> None:
     """Ends every connection that this process has to a port, as a firewall would with a reset."""
     for each in Path("/proc/self/fd").iterdir():
+        if not each.is_socket():
+            continue
         try:
             with socket.socket(fileno=os.dup(int(each.name))) as connection:
                 if connection.getpeername()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # Not a socket, or one without a peer.
+            continue  # A socket without a peer, or closed meanwhile.
 
 
 @pytest.mark.usefixtures("on_cores")
