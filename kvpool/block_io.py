@@ -33,8 +33,8 @@ class InPlace:
     def __init__(self, blocks: Sequence[Bytes | Pieces]):
         self.blocks: list[Pieces] = [[block] if isinstance(block, np.ndarray) else block for block in blocks]
 
-    def check(self, count: int, nbytes: int) -> None:
-        """Raises InvalidRequestError unless these are `count` blocks of `nbytes`."""
+    def check(self, count: int, nbytes: int, is_get: bool = False) -> None:
+        """Raises InvalidRequestError unless these are `count` blocks of `nbytes`, for a get in writable arrays."""
         if len(self.blocks) != count:
             raise InvalidRequestError(f"{len(self.blocks)} arrays for {count} blocks; give one a block")
         for idx, pieces in enumerate(self.blocks):
@@ -45,6 +45,8 @@ class InPlace:
                     )
                 if not piece.flags.c_contiguous:
                     raise InvalidRequestError(f"the array of block {idx} is not contiguous; copy it")
+                if is_get and not piece.flags.writeable:
+                    raise InvalidRequestError(f"the array of block {idx} is read-only; a get writes there")
             if (found := sum(map(len, pieces))) != nbytes:
                 raise InvalidRequestError(f"block {idx} has {found} bytes; it must have {nbytes}")
 

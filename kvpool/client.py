@@ -238,7 +238,7 @@ class Client:
         shards = shards or ShardRange(0, group.num_shards)
         region_bytes = shards.count * group.chunk_bytes
         if isinstance(drain, InPlace):
-            drain.check(sum(map(len, runs)), region_bytes)
+            drain.check(sum(map(len, runs)), region_bytes, is_get=True)
         reader = BlockReader(namespace.transport, drain, drain_sums, region_bytes, group.chunk_bytes)
         asked_at = time.monotonic()
         ends_at = asked_at + self.config.data_timeout_ms / 1000

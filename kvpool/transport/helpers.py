@@ -18,21 +18,35 @@ T = TypeVar("T")
 class Help:
     """Work that was given to the helpers."""
 
-    def __init__(self, work: Callable[[], object], begun: Future[object] | None):
+    def __init__(self, work: Callable[[], object]):
         self._work = work
-        self._begun = begun
+        self._ended: Future[None] = Future()
+
+    def begin(self) -> None:
+        """Does the work, on a helper's thread, unless it was cancelled."""
+        if self._ended.set_running_or_notify_cancel():
+            try:
+                self._work()
+            except BaseException as error:
+                self._ended.set_exception(error)
+            else:
+                self._ended.set_result(None)
+
+    def cancel(self) -> bool:
+        """Whether no helper has begun the work, nor will. Does not wait."""
+        return self._ended.cancel()
 
     def finish(self) -> None:
         """Does the work unless a helper has begun it; then waits for its end. Raises what the work raises."""
-        if self._begun is None or self._begun.cancel():
+        if self.cancel():
             self._work()
         else:
-            self._begun.result()
+            self._ended.result()
 
     def drop(self) -> None:
         """Waits for the work's end if a helper has begun it; else nobody will. Raises nothing."""
-        if self._begun is not None and not self._begun.cancel():
-            self._begun.exception()
+        if not self.cancel():
+            self._ended.exception()
 
 
 class Helpers:
@@ -47,13 +61,16 @@ class Helpers:
 
     def submit(self, work: Callable[[], object]) -> Help:
         """Lets a helper do some work, as soon as one is free."""
+        given = Help(work)
         with self._locked():
             if self.num_threads:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(self.num_threads, self._name)
-                with contextlib.suppress(RuntimeError):  # The interpreter ends, and accepts no more work.
-                    return Help(work, self._threads.submit(work))
-        return Help(work, None)
+                # The interpreter ends and accepts no more work, or it cannot start another thread: a thread that exists
+                # may then begin the work all the same.
+                with contextlib.suppress(RuntimeError):
+                    self._threads.submit(given.begin)
+        return given
 
     def share(self, items: Sequence[T], act: Callable[[T], object]) -> None:
         """Acts on every item once, on the caller's thread and on the helpers', in about their order.

@@ -68,13 +68,13 @@ class ShmTransport:
 
     def _copy(self, transfer: Transfer, rows: Sequence[Pieces], sum_regions: Sum, is_write: bool) -> None:
         """Copies between the caller's arrays and the arena."""
-        deadline = self._deadline(transfer)
+        arena, deadline = self._begin(transfer)
         step = max(1, PART_BYTES // max(1, transfer.region_bytes))
 
         def move(first: int) -> None:
             self._check(deadline, transfer)
             part = rows[first : first + step]
-            for pieces, region in zip(part, self._regions(transfer, first, first + len(part)), strict=True):
+            for pieces, region in zip(part, _regions(arena, transfer, first, first + len(part)), strict=True):
                 if is_write:
                     gather(pieces, region)
                 else:
@@ -85,21 +85,21 @@ class ShmTransport:
 
     def _visit(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum) -> None:
         """Shows the regions to a callback, batch by batch, and sums them behind it."""
-        deadline = self._deadline(transfer)
+        arena, deadline = self._begin(transfer)
         summing: list[Help] = []
         try:
             for start, stop in transfer.batches():
                 self._check(deadline, transfer)
-                regions = self._regions(transfer, start, stop)
+                regions = _regions(arena, transfer, start, stop)
                 wait = visit(start, regions)
                 if wait is None:
                     summing += self._sum(sum_regions, start, regions)
+            for each in summing:
+                each.finish()
         except BaseException:
             for each in summing:
                 each.drop()
             raise
-        for each in summing:
-            each.finish()
 
     def _sum(self, sum_regions: Sum, first: int, regions: Buffers) -> Iterator[Help]:
         """Sums regions, or lets a helper do it."""
@@ -109,18 +109,21 @@ class ShmTransport:
         else:
             sum_regions(first, rows)
 
-    def _deadline(self, transfer: Transfer) -> float:
-        transfer.check_bounds(len(self.segment.bytes))
-        return self._clock() + transfer.timeout_s
+    def _begin(self, transfer: Transfer) -> tuple[Bytes, float]:
+        """The arena and the deadline. The arena stays mapped for the transfer even if the transport is closed."""
+        arena = self.segment.bytes
+        transfer.check_bounds(len(arena))
+        return arena, self._clock() + transfer.timeout_s
 
     def _check(self, deadline: float, transfer: Transfer) -> None:
         if self._clock() > deadline:
             raise PoolTimeoutError(f"a shared-memory transfer took more than {transfer.timeout_s:.3f} s")
 
-    def _regions(self, transfer: Transfer, start: int, stop: int) -> Buffers:
-        arena, nbytes = self.segment.bytes, transfer.region_bytes
-        return [arena[offset : offset + nbytes] for offset in transfer.starts[start:stop]]
-
     def close(self) -> None:
         self._helpers.close()
         self.segment.close()
+
+
+def _regions(arena: Bytes, transfer: Transfer, start: int, stop: int) -> Buffers:
+    nbytes = transfer.region_bytes
+    return [arena[offset : offset + nbytes] for offset in transfer.starts[start:stop]]

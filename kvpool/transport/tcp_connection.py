@@ -27,8 +27,6 @@ from kvpool.data_port import (
     Reply,
     Status,
     pieces_behind,
-    receive,
-    receive_exactly,
     receive_some,
     send_some,
     time_out,
@@ -78,11 +76,17 @@ class Peer:
 
         Raises UnavailableError if the data port cannot be reached, TransferError if it belongs to another server.
         """
+        deadline = time.monotonic() + timeout_s
         connection: socket.socket | None = None
         try:
             connection = socket.create_connection((self.host, self.port), timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = receive_exactly(connection, GREETING_BYTES)
+            left = [memoryview(greeting := bytearray(GREETING_BYTES))]
+            while left:
+                if (remaining_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                connection.settimeout(remaining_s)
+                left = receive_some(connection, left)
             connection.settimeout(None)
         except (OSError, EOFError) as error:
             if connection is not None:
@@ -154,11 +158,11 @@ class Connection:
             return
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            self._raise_late(deadline)
+            self._raise_late()
         fresh = self._peer.connect(min(self._peer.connect_timeout_s, remaining_s))
         with self._changing:
             if not self._hung_up:
-                self._socket, self._wait_s = fresh, 0.0
+                self._socket, self._wait_s, self._used_at = fresh, 0.0, time.monotonic()
                 return
         fresh.close()
         raise UnavailableError(f"the transport to {self._peer} was closed; open the namespace again")
@@ -172,7 +176,7 @@ class Connection:
         """Asks for the bytes of a part."""
         with self._closed_on_error(part) as connection:
             self._in_flight.append(part)
-            connection.sendall(self._headers(part))
+            self._send(connection, part, [memoryview(self._headers(part))])
 
     def receive(self, buffers: Sequence[Bytes]) -> None:
         """Receives the part that was requested first into `buffers`, of its size together."""
@@ -182,9 +186,7 @@ class Connection:
             left = receive_some(connection, first)
             self._check_reply(connection, part, reply, first[1:], left)
             for piece in [left, *others]:
-                while piece:
-                    self._bound_wait(connection, part)
-                    piece = receive_some(connection, piece)
+                self._receive(connection, part, piece)
             self._end_first()
 
     def send(self, part: Part, buffers: Sequence[Bytes]) -> None:
@@ -192,18 +194,33 @@ class Connection:
         with self._closed_on_error(part) as connection:
             self._in_flight.append(part)
             # A header that travels together with the bytes wakes the worker once.
-            for piece in pieces_behind(self._headers(part), [buffer.data for buffer in buffers]):
-                while piece:
-                    self._bound_wait(connection, part)
-                    piece = send_some(connection, piece)
+            try:
+                for piece in pieces_behind(self._headers(part), [buffer.data for buffer in buffers]):
+                    self._send(connection, part, piece)
+            except ConnectionError:
+                while self._in_flight:  # A worker tells why before it hangs up.
+                    self.finish()
+                raise
 
     def finish(self) -> None:
         """Waits until the part that was sent first has arrived."""
         part = self._in_flight[0]
         with self._closed_on_error(part) as connection:
-            reply = receive_exactly(connection, REPLY_BYTES)
-            self._check_reply(connection, part, reply, [], [])
+            reply = bytearray(REPLY_BYTES)
+            self._check_reply(connection, part, reply, [], [memoryview(reply)])
             self._end_first()
+
+    def _send(self, connection: socket.socket, part: Part, buffers: list[memoryview]) -> None:
+        """Sends all of the buffers before the part's deadline."""
+        while buffers:
+            self._bound_wait(connection, part)
+            buffers = send_some(connection, buffers)
+
+    def _receive(self, connection: socket.socket, part: Part, buffers: list[memoryview]) -> None:
+        """Fills buffers in order before the part's deadline."""
+        while buffers:
+            self._bound_wait(connection, part)
+            buffers = receive_some(connection, buffers)
 
     def _end_first(self) -> None:
         self._in_flight.popleft()
@@ -219,8 +236,8 @@ class Connection:
             yield self._socket
         except BaseException as error:
             self.close()
-            if isinstance(error, BlockingIOError):  # The socket's timeout: the deadline, or the stall timeout.
-                self._raise_late(part.deadline)
+            if isinstance(error, BlockingIOError):  # The deadline, or a read's stall timeout.
+                self._raise_late(has_stalled=not part.is_write and time.monotonic() < part.deadline)
             if isinstance(error, (OSError, EOFError)):
                 raise TransferError(f"the connection to {self._peer} ended: {_reason(error)}") from None
             if isinstance(error, Exception) and not isinstance(error, KVPoolError):
@@ -231,15 +248,15 @@ class Connection:
         """Bounds the socket's next wait by the part's deadline. Raises PoolTimeoutError if the deadline has passed."""
         remaining_s = part.deadline - time.monotonic()
         if remaining_s <= 0:
-            self._raise_late(part.deadline)
+            self._raise_late()
         wait_s = remaining_s if part.is_write else min(remaining_s, self._peer.stall_timeout_s)
         # Two system calls, which most pieces need not make.
-        if not wait_s <= self._wait_s * 1.01 <= wait_s * 1.1:
+        if not wait_s <= self._wait_s <= wait_s * 1.02:
             time_out(connection, wait_s)
             self._wait_s = wait_s
 
-    def _raise_late(self, deadline: float) -> NoReturn:
-        if time.monotonic() < deadline:
+    def _raise_late(self, has_stalled: bool = False) -> NoReturn:
+        if has_stalled:
             raise PoolTimeoutError(f"{self._peer} sent nothing for {self._peer.stall_timeout_s:.3f} s")
         raise PoolTimeoutError(f"a transfer to or from {self._peer} did not end before its deadline")
 
@@ -251,7 +268,7 @@ class Connection:
         self,
         connection: socket.socket,
         part: Part,
-        reply: bytes | bytearray,
+        reply: bytearray,
         behind: list[memoryview],
         left: list[memoryview],
     ) -> None:
@@ -262,13 +279,14 @@ class Connection:
             left: what has not been received of these, behind what has not been received of the reply.
         """
         if len(left) > len(behind):
-            receive(connection, [left.pop(0)])
+            self._receive(connection, part, [left.pop(0)])
         status, message_bytes, nbytes = Reply.decode(reply)
         if status is not Status.OK:
             begun = sum(map(len, behind)) - sum(map(len, left))
             message = b"".join(bytes(view[:message_bytes]) for view in behind)[: min(begun, message_bytes)]
-            message += receive_exactly(connection, message_bytes - len(message))
-            raise _ERROR_OF[status](f"{self._peer}: {message.decode(errors='replace')}")
+            rest = bytearray(message_bytes - len(message))
+            self._receive(connection, part, [memoryview(rest)] if rest else [])
+            raise _ERROR_OF[status](f"{self._peer}: {(message + rest).decode(errors='replace')}")
         if nbytes != part.nbytes or message_bytes:
             raise TransferError(f"{self._peer} moved {nbytes} of {part.nbytes} bytes")
 

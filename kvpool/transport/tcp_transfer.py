@@ -5,8 +5,8 @@ complete: the kernel and the server's data worker carry what was sent or request
 Bytes in the caller's arrays are sent from there and received there; others pass through buffers of the staging memory.
 Who moves a part also computes its checksums, while its bytes are in that core's cache.
 
-When a transfer has returned or raised, no helper works for it. A failure hangs up on the connections of all of them, so
-that nobody goes on waiting for the peer.
+When a transfer has returned or raised, no helper works for it; a helper that is still connecting will not begin. A
+failure hangs up on the connections of all of them, so that nobody goes on waiting for the peer.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class _TcpTransfer:
         self._changed = threading.Condition()
         # Guarded by the lock.
         self._used: list[Connection] = []
+        self._num_followers = 0
         self._is_ending = False
         self._failure: BaseException | None = None
         self._buffers: list[Bytes] = []
@@ -131,37 +132,55 @@ class _TcpTransfer:
         try:
             self._join(lead)
         finally:
-            with self._changed:
-                self._is_ending = True
-                self._changed.notify_all()
             for share in shares:
-                share.drop()
+                share.cancel()
+            self._wait_for_followers()
         if self._failure is not None:
             raise self._failure
+
+    def _wait_for_followers(self) -> None:
+        """Returns when no helper works for the transfer, whatever interrupts this thread."""
+        while True:
+            try:
+                with self._changed:
+                    self._is_ending = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: not self._num_followers)
+                return
+            except KeyboardInterrupt as error:
+                self._fail(error)
 
     def _join(self, work: Callable[[Connection], None], is_helper: bool = False) -> None:
         """Works with a connection of this thread's own. A helper that gets none leaves all to the others."""
         connection: Connection | None = None
+        has_begun = False
         try:
             connection = self._connections.acquire(0.0 if is_helper else self._remaining_s())
-            with self._changed:
-                if self._is_ending:
-                    return
-                self._used.append(connection)
             connection.open(self._deadline)
-        except BaseException as error:
-            if not (is_helper and isinstance(error, KVPoolError)):
-                self._fail(error)
-        else:
-            try:
+            has_begun = self._begin(connection, is_helper)
+            if has_begun:
                 work(connection)
-            except BaseException as error:
+        except BaseException as error:
+            if has_begun or not (is_helper and isinstance(error, KVPoolError)):
                 self._fail(error)
         finally:
             if connection is not None:
                 with self._changed:
                     self._used = [each for each in self._used if each is not connection]
                 self._connections.release(connection)
+            if has_begun and is_helper:
+                with self._changed:
+                    self._num_followers -= 1
+                    self._changed.notify_all()
+
+    def _begin(self, connection: Connection, is_helper: bool) -> bool:
+        """Takes part in the transfer; False if the transfer ends."""
+        with self._changed:
+            if self._is_ending:
+                return False
+            self._used.append(connection)
+            self._num_followers += is_helper
+        return True
 
     def _fail(self, error: BaseException) -> None:
         """Ends the transfer with its first error."""
@@ -238,6 +257,8 @@ class TcpWrite(_TcpTransfer):
                 if self._fill_error is not None:
                     raise error from self._fill_error
                 raise
+            finally:
+                self._finish_filling()
         if self._fill_error is not None:
             raise self._fill_error
 
@@ -275,6 +296,13 @@ class TcpWrite(_TcpTransfer):
             return False
         self._check_deadline()
         return True
+
+    def _finish_filling(self) -> None:
+        """After a failure: waits for the bytes of batches that were not sent, before others borrow their buffers."""
+        for batch in self._batches:
+            if batch.buffer is not None and batch.ready is not None:
+                with contextlib.suppress(Exception):
+                    batch.ready()
 
     def _take_buffer(self) -> list[Bytes]:
         with self._changed:
@@ -314,7 +342,7 @@ class TcpRead(_TcpTransfer):
         super().__init__(transfer, sink.rows, connections, helpers, is_write=False)
         self._sink = sink
         self._num_freed = 0
-        self._draining: tuple[_Batch, Callable[[], object]] | None = None
+        self._draining: deque[tuple[_Batch, Callable[[], object] | None]] = deque()
 
     def run(self, staging: Staging) -> None:
         if not self._batches:
@@ -322,8 +350,12 @@ class TcpRead(_TcpTransfer):
         with self._buffered(staging):
             try:
                 self._run(self._lead, self._follow)
-            finally:
                 self._finish_draining()
+            finally:
+                for _, wait in self._draining:
+                    if wait is not None:
+                        with contextlib.suppress(Exception):
+                            wait()
 
     def _lead(self, connection: Connection) -> None:
         requested: deque[_Move] = deque()
@@ -383,17 +415,15 @@ class TcpRead(_TcpTransfer):
     def _drain(self, batch: _Batch) -> None:
         assert self._sink.drain is not None
         wait = self._sink.drain(batch.start, self._in_rows(batch))
-        self._finish_draining()
-        if wait is None:
-            self._end(batch)
-        else:
-            self._draining = batch, wait
+        self._draining.append((batch, wait))
+        self._finish_draining(keep=0 if wait is None else 1)
 
-    def _finish_draining(self) -> None:
-        """Waits for the drain that still reads its buffer."""
-        if self._draining is not None:
-            (batch, wait), self._draining = self._draining, None
-            wait()
+    def _finish_draining(self, keep: int = 0) -> None:
+        """Waits for the drains that still read their buffers, but for the last `keep`."""
+        while len(self._draining) > keep:
+            batch, wait = self._draining.popleft()
+            if wait is not None:
+                wait()
             self._end(batch)
 
     def _end(self, batch: _Batch) -> None:

@@ -746,6 +746,14 @@ def test_blocks_in_place_that_are_no_such_blocks_are_refused_and_harm_nobody(
     assert _load(client, namespace, run) == [payload(name, CHUNK).tobytes() for name in "cd"]
 
 
+def test_a_get_into_arrays_that_cannot_be_written_is_refused(client: Client, namespace: Namespace) -> None:
+    run = _store(client, namespace, "a", "b")
+    lease_id = client.lookup(namespace, [run]).lease_id
+    blocks = [np.frombuffer(bytes(CHUNK), np.uint8) for _ in "ab"]
+    with pytest.raises(InvalidRequestError, match="block 0 is read-only"):
+        client.get(namespace, lease_id, [run], InPlace(blocks))
+
+
 # Faults
 
 

@@ -21,6 +21,14 @@ class Ended(ThreadPoolExecutor):
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
 
+class Full(ThreadPoolExecutor):
+    """As where the system allows no more threads: work stays queued for those that there are."""
+
+    def submit(self, *args: Any, **_: object) -> Future[Any]:
+        super().submit(*args)
+        raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize("num_threads", [0, MAX_HELPERS])
 def test_every_item_is_acted_on_once(num_threads: int) -> None:
     seen: list[int] = []
@@ -113,6 +121,20 @@ def test_at_the_interpreters_end_the_caller_does_all(monkeypatch: pytest.MonkeyP
     seen: list[int] = []
     Helpers(2).share(range(9), seen.append)
     assert seen == list(range(9))
+
+
+def test_what_stays_queued_where_no_thread_can_start_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helpers, "ThreadPoolExecutor", Full)
+    team, done = Helpers(1), []
+    begun, free, drained = threading.Event(), threading.Event(), threading.Event()
+    team.submit(lambda: begun.set() or free.wait(10))  # type: ignore[func-returns-value]
+    assert begun.wait(10)
+    team.submit(lambda: done.append("caller")).finish()
+    team.submit(lambda: done.append("nobody")).drop()
+    free.set()
+    team.submit(drained.set)
+    assert drained.wait(10)
+    assert done == ["caller"]
 
 
 def test_after_their_end_there_are_no_threads_and_the_caller_does_all() -> None:

@@ -1,13 +1,18 @@
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.client import Client
 from kvpool.errors import PoolTimeoutError, TransferError
 from kvpool.segment import Segment
+from kvpool.transport import shm
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
-from kvpool.transport.shm import ShmTransport
+from kvpool.transport.shm import MIN_SHARED_BYTES, ShmTransport
 from tests.contracts.transport_contract import Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
 
@@ -64,3 +69,45 @@ def test_a_closed_transport_moves_nothing(segment: Segment) -> None:
     transport.close()
     with pytest.raises(TransferError):
         transport.read(Transfer(1, (0,), 10, 1.0, 1), Sink(_never))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_transfer_ends_well_although_the_transport_is_closed_meanwhile(
+    segment: Segment, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has restarted, and another thread has attached to it anew."""
+    monkeypatch.setattr(shm, "PART_BYTES", 100)
+    segment.bytes[:200] = 7
+    transport, read = ShmTransport(segment), np.zeros((2, 100), np.uint8)
+
+    def drain(first: int, buffers: Buffers) -> None:
+        transport.close()
+        read[first] = buffers[0]
+
+    rows = [[row] for row in read] if in_place else None
+    sink = Sink(None if in_place else drain, rows, lambda *_: transport.close())
+    transport.read(Transfer(1, (0, 100), 100, 5.0, 100), sink)
+    assert (read == 7).all()
+
+
+def test_no_thread_sums_any_more_once_a_transfer_has_failed(ram_dir: Path) -> None:
+    begun, ended = threading.Semaphore(0), []
+
+    def sum_regions(first: int, regions: object) -> None:
+        begun.release()
+        if first == 0:
+            raise KeyError(first)
+        time.sleep(0.1)
+        ended.append(first)
+
+    def fill(first: int, buffers: Buffers) -> None:
+        if first == 3:  # Both helpers have begun.
+            assert begun.acquire(timeout=10) and begun.acquire(timeout=10)
+
+    segment = Segment.create(str(ram_dir), 4 * MIN_SHARED_BYTES)
+    offsets = range(0, 4 * MIN_SHARED_BYTES, MIN_SHARED_BYTES)
+    with closing(ShmTransport(segment, 3)) as transport, pytest.raises(KeyError):
+        transport.write(Transfer(1, offsets, MIN_SHARED_BYTES, 5.0, 1), Source(fill, sum=sum_regions))
+    count = len(ended)
+    time.sleep(0.3)
+    assert len(ended) == count > 0
