@@ -47,7 +47,7 @@ Mooncake is out of reach here: a bare TCP socket does not reach it either. A put
 it is sent, which adds to its time on two cores that sender and receiver keep busy.""",
     "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
 3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, so where cores are many other threads compute the
-checksums (`kvpool.sums`).""",
+checksums (`kvpool.transport.helpers`).""",
     "lookup": """How long a lookup with a lease takes, at tensor-parallel sizes 1 and 8, beside Mooncake Store with the
 keys that vLLM's connector makes. The reach is judged by kvpool alone, because beside Mooncake both share two cores.
 Ping is slower than a small lookup: Ping is a gRPC call of its own, and lookups are messages of one open call.""",
@@ -83,8 +83,6 @@ compared with the expected byte; at the end no slot, lease or ticket may be held
     "network": """How much of what its wires carry the data port moves: one client by connections, four clients, and
 shared memory, beside bare sockets and beside threads that copy and sum. "Without sums": the checksums come from
 elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
-    "network-16-cores": """The same with 16 cores. Beyond four connections the threads of one Python process wait for
-its lock, and all wait for the host's memory: four processes move half as much again as one.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `testbed.link`). The upper limit is the same link without delay and loss.""",
