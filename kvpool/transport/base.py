@@ -64,10 +64,10 @@ class Transfer:
     permitted_offsets: npt.NDArray[np.uint64] | None = None
     first_permitted: int = 0
 
-    @property
-    def starts(self) -> Sequence[int]:
-        """Arena offset of the bytes that move, of each region."""
-        return [offset + self.skip_bytes for offset in self.offsets] if self.skip_bytes else self.offsets
+    def starts(self, first: int = 0, stop: int | None = None) -> Sequence[int]:
+        """Arena offset of the bytes that move, of each of regions [first, stop)."""
+        offsets = self.offsets[first:stop]
+        return [offset + self.skip_bytes for offset in offsets] if self.skip_bytes else offsets
 
     def batches(self) -> list[tuple[int, int]]:
         """The regions as batches [start, stop), in order."""
@@ -77,7 +77,7 @@ class Transfer:
 
     def check_bounds(self, arena_bytes: int) -> None:
         """Raises TransferError unless every region ends within the arena."""
-        end = max(self.starts, default=-self.region_bytes) + self.region_bytes
+        end = max(self.starts(), default=-self.region_bytes) + self.region_bytes
         if end > arena_bytes:
             raise TransferError(f"a region ends at {end}, beyond the arena's {arena_bytes} bytes")
 

@@ -79,7 +79,7 @@ class GrpcTransport:
                         if wait is not None:
                             wait()
                         source.sum(start, [[row] for row in rows])
-                    for row, offset in zip(rows, transfer.starts[start:stop], strict=True):
+                    for row, offset in zip(rows, transfer.starts(start, stop), strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
                             payload = row[at : at + self._piece_bytes].data
                             yield Piece(transfer.holding_id, offset + at, payload)
@@ -103,7 +103,7 @@ class GrpcTransport:
     def read(self, transfer: Transfer, sink: Sink) -> None:
         drain = sink.draining()
         request = pb.ReadRequest(
-            lease_id=transfer.holding_id, offsets=transfer.starts, region_bytes=transfer.region_bytes
+            lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=transfer.region_bytes
         )
         call: Any = self._read(request, timeout=transfer.timeout_s)
         staging = _staging(transfer)
@@ -111,7 +111,7 @@ class GrpcTransport:
         try:
             with watchdog:
                 for start, stop in transfer.batches():
-                    rows = zip(staging, transfer.starts[start:stop], strict=False)
+                    rows = zip(staging, transfer.starts(start, stop), strict=False)
                     received = [self._receive(call, watchdog, row, offset) for row, offset in rows]
                     sink.sum(start, [[row] for row in received])
                     wait = drain(start, received)

@@ -42,7 +42,7 @@ class TransferBatch:
 
     @property
     def offsets(self) -> Sequence[int]:
-        return self.transfer.starts[self.first : self.stop]
+        return self.transfer.starts(self.first, self.stop)
 
     @property
     def nbytes(self) -> int:

@@ -126,4 +126,4 @@ class ShmTransport:
 
 def _regions(arena: Bytes, transfer: Transfer, start: int, stop: int) -> Buffers:
     nbytes = transfer.region_bytes
-    return [arena[offset : offset + nbytes] for offset in transfer.starts[start:stop]]
+    return [arena[offset : offset + nbytes] for offset in transfer.starts(start, stop)]

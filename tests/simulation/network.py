@@ -395,7 +395,7 @@ class SimTransport:
                 runtime.wait(self._server.reachable, deadline)
             if runtime.clock.now > deadline:
                 raise PoolTimeoutError(f"the transfer took more than {transfer.timeout_s:.3f} s")
-            visit(start, transfer.starts[start:stop], arena)
+            visit(start, transfer.starts(start, stop), arena)
         runtime.yields()
 
     def _ask(self, check: Callable[[], None]) -> None:

@@ -59,7 +59,7 @@ class MemoryTransport:
         for start, stop in transfer.batches():
             self._check_deadline(deadline, transfer)
             if truncate and stop == len(transfer.offsets):
-                raise TransferError(f"injected: the transfer ended before region {transfer.starts[-1]}")
+                raise TransferError(f"injected: the transfer ended before region {transfer.starts()[-1]}")
             buffers = [region.copy() for region in self._regions(transfer, start, stop)]
             if corrupt and start == 0:
                 buffers[0][0] ^= 0xFF
@@ -67,7 +67,7 @@ class MemoryTransport:
             drain(start, buffers)
 
     def _regions(self, transfer: Transfer, start: int, stop: int) -> list[npt.NDArray[np.uint8]]:
-        return [self._arena[offset : offset + transfer.region_bytes] for offset in transfer.starts[start:stop]]
+        return [self._arena[offset : offset + transfer.region_bytes] for offset in transfer.starts(start, stop)]
 
     def _raise_next(self) -> None:
         if self.faults.errors and (error := self.faults.errors.pop(0)) is not None:
