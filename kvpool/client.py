@@ -230,7 +230,7 @@ class Client:
             Where the blocks lay. A block that is gone is not `present`, and `drain` was not called for it.
 
         Raises:
-            InvalidRequestError: the arrays are not the blocks of `runs`.
+            InvalidRequestError: the arrays, or the leased slots, are not those of the blocks of `runs`.
             LeaseExpiredError: the lease was not live, or expired before all bytes had been read.
             ChecksumError: bytes differ from their checksums; the server was told to drop the blocks.
         """
@@ -244,9 +244,11 @@ class Client:
         ends_at = asked_at + self.config.data_timeout_ms / 1000
         first = 0
         parts: list[Located] = []
-        split = in_two(runs, head_blocks) if head_blocks > 0 else [runs]
-        if leased is not None:
-            assert len(leased) == sum(map(len, runs)), "the leased slots are of other blocks"
+        if leased is None:
+            split = in_two(runs, head_blocks) if head_blocks > 0 else [runs]
+        else:
+            if len(leased) != (count := sum(map(len, runs))):
+                raise InvalidRequestError(f"{len(leased)} leased slots for {count} blocks; give one a block")
             parts.append(self._read_leased(namespace, lease_id, leased, group, shards, batch_bytes, reader))
             split = []  # Nothing is left to ask the server for.
         with closing(self.rpc.locate_in_parts(namespace, lease_id, split, shards)) as answers:

@@ -116,6 +116,12 @@ def test_slots_of_another_namespace_are_not_read(rig: Rig) -> None:
         read(rig.client, other, found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES)
 
 
+def test_slots_of_other_blocks_than_those_to_read_are_refused(rig: Rig) -> None:
+    found = rig.lookup(*NAMES)
+    with pytest.raises(InvalidRequestError, match="2 leased slots for 3 blocks; give one a block"):
+        rig.read(found.lease_id, found.leased(0, 0, 2), "a", "b", "c")
+
+
 def test_lookups_that_do_not_ask_are_not_told(rig: Rig) -> None:
     run = run_of(*NAMES)
     assert rig.client.lookup(rig.namespace, [run]).leased(0, 0, 1) is None
