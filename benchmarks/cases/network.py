@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 import xxhash
 
@@ -32,9 +31,9 @@ from benchmarks.harness.measuring import (
     speed_ratio,
     timed,
 )
-from benchmarks.harness.traffic import Bytes, pair
+from benchmarks.harness.traffic import Bytes, Traffic, pair
 from benchmarks.peers.bare_threads import bare_threads
-from kvpool import BlockRun, Client, ClientConfig, GroupSpec, InPlace, NamespaceSpec, checksum
+from kvpool import checksum
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.transport.helpers import Helpers
@@ -51,8 +50,8 @@ BARE_SHARE, SUMMED_SHARE, TOGETHER_SHARE, SHM_SHARE = 0.7, 0.6, 0.6, 0.8
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Blocks:
-    """One client's blocks, in arrays of its own.
+class Blocks(Traffic):
+    """One client's blocks, of one shard each.
 
     Args:
         source, sink: uint8 [num_blocks, BLOCK_BYTES], warm.
@@ -63,60 +62,22 @@ class Blocks:
     """
 
     def __init__(self, endpoint: str, transport: str, connections: int, source: Bytes, sink: Bytes, number: int = 0):
-        config = ClientConfig(
-            endpoint,
-            transport=transport,
-            stream_connections=connections,
-            stall_timeout_ms=5_000,
-            data_timeout_ms=30_000,
-        )
-        self._client = Client(config)
-        group = GroupSpec("full_attention", 16, 8, 128, 128, 1, BLOCK_BYTES)
-        self._namespace = self._client.open_namespace(NamespaceSpec("benchmark-network", (group,)))
-        self._run = BlockRun(0, [number.to_bytes(16, "big") + idx.to_bytes(16, "big") for idx in range(len(source))])
-        self._source, self._sink = source, sink
+        settings = {"stream_connections": connections, "data_timeout_ms": 30_000}
+        super().__init__(endpoint, transport, source, sink, 1, number, **settings)
         self.transport = self._namespace.transport
         self._sums = [checksum(block) for block in source]
 
-    def put(self) -> float:
-        """Seconds of one put into an empty pool."""
-        self._client.admin.remove(self._namespace, [self._run])
-        return timed(lambda: self._client.put(self._namespace, [self._run], InPlace(list(self._source))))
-
     def put_unsummed(self) -> float:
-        """The same, where something else has computed the checksums."""
+        """As `put`, where something else has computed the checksums."""
         self._client.admin.remove(self._namespace, [self._run])
-        return timed(lambda: self._client.put(self._namespace, [self._run], self._fill))
-
-    def get(self) -> float:
-        """Seconds of one get."""
-        return self._get(InPlace(list(self._sink)))
+        return timed(lambda: self._client.put(self._namespace, [self._run], self._known))
 
     def get_unsummed(self) -> float:
-        """The same, where something else computes the checksums."""
-        return self._get(self._drain, drain_sums=True)
+        """As `get_without_lookup`, where something else computes the checksums."""
+        self._get(self._known, drain_sums=True)
+        return self.last_get_s
 
-    def check(self) -> None:
-        """Asserts that what was put is what comes back."""
-        self._sink[:] = 0
-        self.put()
-        self.get()
-        assert np.array_equal(self._source, self._sink), "the pool returned other bytes"
-
-    def close(self) -> None:
-        self._client.admin.remove(self._namespace, [self._run])
-        self._client.close()
-
-    def _get(self, drain: Any, **options: Any) -> float:
-        found = self._client.lookup(self._namespace, [self._run])
-        taken = timed(lambda: self._client.get(self._namespace, found.lease_id, [self._run], drain, **options))
-        self._client.release([found.lease_id])
-        return taken
-
-    def _fill(self, indices: Sequence[int], buffers: Buffers) -> Checksums:
-        return lambda: [self._sums[idx] for idx in indices]
-
-    def _drain(self, indices: Sequence[int], buffers: Buffers) -> Checksums:
+    def _known(self, indices: Sequence[int], buffers: Buffers) -> Checksums:
         return lambda: [self._sums[idx] for idx in indices]
 
 
@@ -138,7 +99,7 @@ def one_client(endpoint: str, server_pid: int, rounds: int) -> tuple[list[Row], 
                 "kvpool put": blocks.put,  # Behind the other: a get needs its bytes.
                 "bare get": lambda bare=bare: timed(lambda: bare.get(sink)),  # type: ignore[misc]
                 "bare get with sums": lambda bare=summed: timed(lambda: bare.get(sink)),  # type: ignore[misc]
-                "kvpool get": blocks.get,
+                "kvpool get": blocks.get_without_lookup,
                 "kvpool get without sums": blocks.get_unsummed,
             }
             taken = alternate(measures, rounds, what=f"{count} connections")
@@ -167,7 +128,7 @@ def cpu_rows(blocks: Blocks, way: str, server_pid: int, repeats: int = 5) -> lis
     """CPU seconds that a GB costs."""
     client_s, server_s = time.process_time(), cpu_seconds(server_pid)
     for _ in range(repeats):
-        blocks.put() if way == "put" else blocks.get()
+        blocks.put() if way == "put" else blocks.get_without_lookup()
     gigabytes = repeats * BATCH_BYTES / 1e9
     return [
         Row(f"{way}: CPU of the client", (time.process_time() - client_s) / gigabytes, "s/GB"),
@@ -228,7 +189,7 @@ def _client(kind: str, endpoint: str, number: int, rounds: int, barrier: Barrier
         else:
             blocks = Blocks(endpoint, "tcp", CLIENT_CONNECTIONS, source, sink, number)
             stack.callback(blocks.close)
-            acts = [blocks.put, blocks.get]
+            acts = [blocks.put, blocks.get_without_lookup]
         for _ in range(rounds + 1):
             for act in acts:
                 barrier.wait(WAIT_S)
@@ -252,7 +213,7 @@ def shared_memory(endpoint: str, rounds: int) -> list[Row]:
     measures: dict[str, Callable[[], float]] = {
         "copy": lambda: timed(lambda: team.share(range(len(source)), copy)),
         "put": blocks.put,
-        "get": blocks.get,
+        "get": blocks.get_without_lookup,
     }
     taken = alternate(measures, rounds, what="shared memory")
     blocks.close()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from benchmarks.harness.measuring import timed
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, InPlace, NamespaceSpec, checksum
+from kvpool.block_io import DrainBlocks
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -20,15 +21,26 @@ class Traffic:
         source, sink: uint8 [num_blocks, block_bytes], warm.
         num_shards: chunks in a block.
         transport: as in `ClientConfig`.
+        number: keeps the blocks of several clients apart.
+        settings: further ones of `ClientConfig`.
     """
 
-    def __init__(self, endpoint: str, transport: str, source: Bytes, sink: Bytes, num_shards: int):
+    def __init__(
+        self,
+        endpoint: str,
+        transport: str,
+        source: Bytes,
+        sink: Bytes,
+        num_shards: int,
+        number: int = 0,
+        **settings: int,
+    ):
         num_blocks, block_bytes = source.shape
         group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, block_bytes // num_shards)
         spec = NamespaceSpec(f"benchmark-{transport}-{num_shards}", (group,))
-        self._client = Client(ClientConfig(endpoint, transport=transport, stall_timeout_ms=5_000))
+        self._client = Client(ClientConfig(endpoint, transport=transport, stall_timeout_ms=5_000, **settings))
         self._namespace = self._client.open_namespace(spec)
-        self._run = BlockRun(0, [idx.to_bytes(32, "big") for idx in range(num_blocks)])
+        self._run = BlockRun(0, [number.to_bytes(16, "big") + idx.to_bytes(16, "big") for idx in range(num_blocks)])
         self._source, self._sink = source, sink
         self.last_get_s = 0.0
 
@@ -39,10 +51,13 @@ class Traffic:
 
     def get(self) -> float:
         """Seconds of lookup, get and release; `last_get_s` is the get's part."""
+        return self._get(InPlace(list(self._sink)))
+
+    def _get(self, drain: DrainBlocks | InPlace, drain_sums: bool = False) -> float:
         started = time.perf_counter()
         found = self._client.lookup(self._namespace, [self._run])
         looked_up = time.perf_counter()
-        self._client.get(self._namespace, found.lease_id, [self._run], InPlace(list(self._sink)))
+        self._client.get(self._namespace, found.lease_id, [self._run], drain, drain_sums=drain_sums)
         self.last_get_s = time.perf_counter() - looked_up
         self._client.release([found.lease_id])
         return time.perf_counter() - started

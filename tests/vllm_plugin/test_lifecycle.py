@@ -10,11 +10,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from vllm.v1.request import Request
 
 from tests.conftest import StartServer
 from tests.support.effort import some
 from tests.support.faults import flip_arena, free_endpoint, stopped
 from tests.support.processes import wait_for
+from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import tokens
@@ -265,17 +267,21 @@ def test_a_server_that_stops_answering_delays_requests_by_the_deadlines_alone(
     assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
 
 
+def _looked_up(fleet: Fleet, prompt: list[int], **extra: object) -> tuple[ToyEngine, Request]:
+    """An engine whose request hits what another has stored: the lookup is answered, and nothing is loaded."""
+    fleet.start().generate(prompt)
+    engine = fleet.start(extra=extra)
+    request = engine.add("r", prompt)
+    wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
+    return engine, request
+
+
 def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
     fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
-    server = pool_server()
-    fleet = fleet_on(server.endpoint)
-    prompt = tokens(100)
-    fleet.start().generate(prompt)
-    engine = fleet.start(extra={"lookup_timeout_ms": 300, "transport": "stream", "load_timeout_ms": 1_000})
-    request = engine.add("r", prompt)
-    started = time.monotonic()
-    wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
+    server, prompt, started = pool_server(), tokens(100), time.monotonic()
+    settings = {"lookup_timeout_ms": 300, "transport": "stream", "load_timeout_ms": 1_000}
+    engine, request = _looked_up(fleet_on(server.endpoint), prompt, **settings)
     with stopped(server), workers_stopped(server):
         step_until_loading(engine, request)
         engine.run()
@@ -287,13 +293,8 @@ def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
 def test_a_server_whose_data_workers_go_on_is_not_missed_by_a_load(
     fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
-    server = pool_server()
-    fleet = fleet_on(server.endpoint)
-    prompt = tokens(100)
-    fleet.start().generate(prompt)
-    engine = fleet.start(extra={"transport": "tcp"})
-    request = engine.add("r", prompt)
-    wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
+    server, prompt = pool_server(), tokens(100)
+    engine, request = _looked_up(fleet_on(server.endpoint), prompt, transport="tcp")
     with stopped(server):
         step_until_loading(engine, request)
         engine.run()
