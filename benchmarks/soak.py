@@ -34,7 +34,7 @@ from kvpool.client import Client, Namespace
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
 from testbed.mooncake import master_command, segment_command
-from testbed.ports import free_port, is_listening
+from testbed.ports import free_endpoint, free_port, is_listening
 
 MIB = 1 << 20
 SERVERS = 3
@@ -106,7 +106,7 @@ class World:
         self.holder = Process(
             segment_command(f"127.0.0.1:{master_port}", 256 * MIB), master_port, folder / "holder.log"
         )
-        self.endpoints = [f"127.0.0.1:{free_port()}" for _ in range(SERVERS)]
+        self.endpoints = [free_endpoint() for _ in range(SERVERS)]
         self.servers = [self._server(nth, endpoint, master_port) for nth, endpoint in enumerate(self.endpoints)]
 
     def _server(self, nth: int, endpoint: str, master_port: int) -> Process:

@@ -21,7 +21,7 @@ from benchmarks.harness.measuring import Logs, Row, at_least, at_most, time_rati
 from benchmarks.peers import mooncake_store
 from testbed import tiny_llama
 from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
-from testbed.ports import free_port
+from testbed.ports import free_endpoint
 
 SHAPE = tiny_llama.Shape(hidden=1024, intermediate=2048)
 MEMORY = "2GiB"
@@ -41,7 +41,7 @@ def main(
     model = tiny_llama.write(logs / "model", SHAPE)
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(harness.kvpool_server(MEMORY))
-        dead = f"127.0.0.1:{free_port()}"
+        dead = free_endpoint()
         master = stack.enter_context(mooncake_store.master())
         specs = {
             "alone": EngineSpec(model),

@@ -34,7 +34,7 @@ from rich.table import Table
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
-from testbed.ports import free_port
+from testbed.ports import free_endpoint
 
 RESULTS = Path(__file__).parents[1] / "results"
 START_S = 60.0
@@ -295,7 +295,7 @@ def server_process(memory: str, *flags: str) -> Iterator[tuple[str, int]]:
 
     Ready, and its arena backed by memory: first touch costs seconds a GiB.
     """
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = free_endpoint()
     command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--memory", memory]
     command += ["--data-listen", "127.0.0.1:0"]
     command += flags

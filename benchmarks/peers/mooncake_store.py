@@ -12,7 +12,7 @@ from benchmarks.harness.measuring import process, timed, wait_until
 from benchmarks.harness.traffic import Bytes
 from testbed.engine import EngineSpec
 from testbed.mooncake import master_command, open_store, segment_command
-from testbed.ports import free_port, is_listening
+from testbed.ports import free_endpoint, is_listening
 
 BATCH_KEYS = 1024
 """Puts of 4,096 keys at once fail over TCP (TRANSFER_FAIL); up to 1,024 the rate grows with their number."""
@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self, master: str):
         self.address = master
-        self._store = open_store(master, f"127.0.0.1:{free_port()}", 0)
+        self._store = open_store(master, free_endpoint(), 0)
 
     def register(self, buffer: Bytes) -> None:
         assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0, "Mooncake refused a buffer"
@@ -70,7 +70,7 @@ class Store:
 @contextlib.contextmanager
 def master() -> Iterator[str]:
     """A master on a free port; its address."""
-    address = f"127.0.0.1:{free_port()}"
+    address = free_endpoint()
     port = int(address.rpartition(":")[2])
     with process(master_command(port)) as running:
         wait_until(lambda: is_listening(port), "mooncake_master", running)

@@ -15,10 +15,10 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.events import Subscriber
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
+from testbed.ports import free_endpoint
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, prompt, running
-from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 

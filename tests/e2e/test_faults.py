@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.e2e.conftest import StartEngines, assert_same, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
 from tests.support.effort import some
-from tests.support.faults import flip_arena, free_endpoint, stopped
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 

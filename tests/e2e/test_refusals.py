@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from testbed.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
+from testbed.ports import free_endpoint
 from testbed.tiny_models import write
 from tests.e2e.conftest import FLOAT32, MORE
-from tests.support.faults import free_endpoint
 
 pytestmark = pytest.mark.vllm
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.ports import free_endpoint
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
@@ -20,7 +21,6 @@ from tests.e2e.conftest import (
     running,
     wait_until_nothing_is_held,
 )
-from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 

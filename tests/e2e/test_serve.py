@@ -16,8 +16,8 @@ import pytest
 
 from testbed.engine import IMPORT_SETTINGS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.forked_process import FORK_SERVER, start_module
+from testbed.ports import free_endpoint
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, running
-from tests.support.faults import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 

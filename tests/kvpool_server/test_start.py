@@ -20,6 +20,7 @@ from kvpool.errors import ConfigError
 from kvpool_server.config import ServerConfig
 from kvpool_server.http import LOOP_TIMEOUT_S
 from kvpool_server.server import Server
+from testbed.ports import free_endpoint
 from tests.support.processes import wait_for
 
 
@@ -27,11 +28,6 @@ from tests.support.processes import wait_for
 def _taken_port() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield f"127.0.0.1:{taken.getsockname()[1]}"
-
-
-def _free_port() -> str:
-    with _taken_port() as address:
-        return address
 
 
 def _children() -> set[str]:
@@ -49,7 +45,7 @@ def _threads() -> set[threading.Thread]:
 def test_a_start_that_fails_leaves_nothing_behind(refused: str, ram_dir: Path, tmp_path: Path) -> None:
     threads, children = _threads(), _children()
     tmp_path.joinpath("a file").touch()
-    ports = {name: _free_port() for name in ("listen", "http_listen", "data_listen", "kv_events")}
+    ports = {name: free_endpoint() for name in ("listen", "http_listen", "data_listen", "kv_events")}
     with _taken_port() as taken:
         told = {**ports, refused: taken}
         directory = tmp_path / ("a file" if refused == "tier" else "tier")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,10 +29,3 @@ def flip_arena(server: ServerProcess, shm_dir: str) -> None:
     (path,) = Path(shm_dir).glob(f"{PREFIX}{server.pid}-*")
     arena = np.memmap(path, np.uint8, "r+", shape=(path.stat().st_size - TRAILER_BYTES,))
     np.invert(arena, out=arena)
-
-
-def free_endpoint() -> str:
-    """HOST:PORT that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -15,6 +15,7 @@ from typing import TypeVar
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import PoolTimeoutError, UnavailableError
+from testbed.ports import free_endpoint
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
@@ -53,7 +54,7 @@ def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> s
 
 
 class ServerProcess:
-    """One server. It listens on free ports unless `flags` say otherwise.
+    """One server. It listens on free ports unless `flags` say otherwise; another can be started at its endpoint.
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
@@ -63,7 +64,7 @@ class ServerProcess:
 
     def __init__(self, log_dir: Path, shm_dir: str, *flags: str, environment: Mapping[str, str] = {}):
         defaults = {
-            "--listen": "127.0.0.1:0",
+            "--listen": free_endpoint(),
             "--http-listen": "127.0.0.1:0",
             "--memory": "8MiB",
             "--shm-dir": shm_dir,

@@ -22,8 +22,8 @@ from kvpool.errors import ConfigError
 from kvpool.transport.choice import CANDIDATES
 from kvpool.types import BlockRun
 from testbed.engine import kvpool_transfer_config
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.faults import free_endpoint
 from tests.support.processes import run_command, wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.vllm_objects import cache_config, make_request, tokens

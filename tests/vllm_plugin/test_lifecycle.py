@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 from vllm.v1.request import Request
 
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.effort import some
-from tests.support.faults import flip_arena, free_endpoint, stopped
+from tests.support.faults import flip_arena, stopped
 from tests.support.processes import wait_for
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of

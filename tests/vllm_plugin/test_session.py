@@ -34,8 +34,9 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from kvpool.rpc import Namespace, PoolRpc
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.faults import free_endpoint, stopped
+from tests.support.faults import stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, run_of
 from vllm_plugin.breaker import FAILURES_TO_OPEN, State

@@ -9,9 +9,9 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpool.errors import PoolTimeoutError
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.clock import FakeClock
-from tests.support.faults import free_endpoint
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, num_leases, wait_for_leases

@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvpool.types import BlockRun
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.faults import free_endpoint, stopped
+from tests.support.faults import stopped
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, make_request, tokens

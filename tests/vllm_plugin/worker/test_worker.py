@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.types import BlockRun
-from tests.support.faults import free_endpoint
+from testbed.ports import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, TINY, MakeConfig
 from tests.support.values import block_hash
