@@ -80,10 +80,17 @@ class StreamedLookup(Future[pb.LookupResponse]):
 
 
 class LookupStream:
-    """The lookups of one client, over the stub's `LookupStream`. Thread-safe."""
+    """The lookups of one client, over the stub's `LookupStream`. Thread-safe.
 
-    def __init__(self, method: Any):
+    Args:
+        version: of the channel below. When it changes, lookups go over a new stream, and the old one ends once it has
+            been answered.
+    """
+
+    def __init__(self, method: Any, version: Callable[[], int] | None = None):
         self._method = method
+        self._version_of = version or (lambda: 0)
+        self._version = self._version_of()
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
 
@@ -95,6 +102,7 @@ class LookupStream:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout)
         with self._lock:
+            self._renew()
             if self._stream is None or not self._stream.send(make, lookup):
                 self._stream = _Stream(self._method)
                 if not self._stream.send(make, lookup):
@@ -107,9 +115,17 @@ class LookupStream:
         If the stream ends before, the leases expire.
         """
         with self._lock:
+            self._renew()
             if self._stream is None or not self._stream.release(lease_ids):
                 self._stream = _Stream(self._method)
                 self._stream.release(lease_ids)
+
+    def _renew(self) -> None:
+        if (version := self._version_of()) != self._version:
+            self._version = version
+            if self._stream is not None:
+                self._stream.finish()
+            self._stream = None
 
     def close(self) -> None:
         """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
@@ -163,10 +179,14 @@ class _Stream:
             self._unsent.put(_no_lookup)
         return True
 
+    def finish(self) -> None:
+        """Sends no more than what is queued; does not wait. The stream ends with the last answer."""
+        self._unsent.put(None)
+
     def close(self) -> None:
         is_own = threading.current_thread() is self._thread
         if self._released and not is_own:
-            self._unsent.put(None)  # The stream ends once the server has received what is queued.
+            self.finish()
             self._thread.join(FLUSH_S)
         self._call.cancel()
         if not is_own:

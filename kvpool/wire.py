@@ -59,6 +59,7 @@ _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
     errors.TransferError: grpc.StatusCode.INTERNAL,
     errors.ChecksumError: grpc.StatusCode.DATA_LOSS,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
 }
 _ERROR_OF = {status: error for error, status in _STATUS_OF.items() if error is not errors.ConfigError}
 

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from kvpool import wire
 from kvpool.errors import KVPoolError
 from kvpool.wire import MAX_MESSAGE_BYTES
+from kvpool_server.access.caller import CALLER, check_call, principal_of
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
@@ -23,13 +24,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
     """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
 
-    A bidirectional stream is left to its handler: it lasts as long as its client, so the handler answers, times and
-    fails each of its requests by itself. Other services on the port are left alone.
+    Where callers prove who they are, a call that the caller's role may not make ends before its handler begins.
+
+    A bidirectional stream is left to its handler from then on: it lasts as long as its client, so the handler answers,
+    times and fails each of its requests by itself. Other services on the port are left alone.
+
+    Args:
+        asks_who: whether callers prove who they are.
     """
 
-    def __init__(self, service_name: str, metrics: RpcMetrics):
+    def __init__(self, service_name: str, metrics: RpcMetrics, asks_who: bool):
         self._prefix = f"/{service_name}/"
         self._metrics = metrics
+        self._asks_who = asks_who
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -51,12 +58,31 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(self._replies(name, handler.unary_stream), *serializers)
-        return handler
+        assert handler.stream_stream is not None
+        return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
+
+    def _admit(self, name: str, context: Context) -> None:
+        """Sets the caller of a method. Raises UnauthenticatedError and PermissionDeniedError."""
+        if self._asks_who:
+            caller = principal_of(context.auth_context())
+            check_call(caller, name)
+            CALLER.set(caller)
+
+    def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(requests: Any, context: Context) -> Any:
+            try:
+                self._admit(name, context)
+            except KVPoolError as error:
+                await context.abort(wire.status_of(error), str(error))
+            return await behavior(requests, context)
+
+        return call
 
     def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> Any:
             try:
                 with self._metrics.timed(name):
+                    self._admit(name, context)
                     return await behavior(request, context)
             except KVPoolError as error:
                 await context.abort(wire.status_of(error), str(error))
@@ -70,6 +96,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             context.set_code(grpc.StatusCode.CANCELLED)
             try:
                 with self._metrics.timed(name, lambda: not context.cancelled()):
+                    self._admit(name, context)
                     async for reply in behavior(request, context):
                         yield reply
                 context.set_code(grpc.StatusCode.OK)
@@ -83,12 +110,18 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
 
 class GrpcServer:
-    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen."""
+    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
-    def __init__(self, listen: str, service: PoolService, metrics: RpcMetrics):
+    Args:
+        credentials: of TLS, which then asks every caller for a certificate; None: plaintext.
+    """
+
+    def __init__(
+        self, listen: str, service: PoolService, metrics: RpcMetrics, credentials: grpc.ServerCredentials | None = None
+    ):
         self._service = service
         self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(SERVICE_NAME, metrics)],
+            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, credentials is not None)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -98,9 +131,14 @@ class GrpcServer:
         add_service(service, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        if credentials is None:  # Reflection is for those who look around, on a server that hides nothing.
+            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         try:
-            self.port = self._server.add_insecure_port(listen)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(listen)
+            else:
+                self.port = self._server.add_secure_port(listen, credentials)
         except RuntimeError:
             raise cannot_listen(listen, "gRPC", "--listen", why_not_listening(listen)) from None
 

@@ -19,6 +19,7 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
+from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -68,6 +69,7 @@ class Server:
         self.boot_token = secrets.randbits(63) | 1
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
+        self._credentials: ServerCredentials | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -95,6 +97,7 @@ class Server:
             raise ConfigError(
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
+        self._credentials = None if config.tls is None else ServerCredentials(config.tls)
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
@@ -225,7 +228,8 @@ class Server:
         service = PoolService(
             self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer
         )
-        self._grpc = GrpcServer(self.config.listen, service, metrics)
+        credentials = None if self._credentials is None else self._credentials.for_grpc()
+        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()

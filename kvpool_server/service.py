@@ -22,10 +22,12 @@ from google.protobuf.message_factory import GetMessageClass
 from kvpool import types, wire
 from kvpool.data_port import Kind, Signer, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, UnavailableError
-from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, Slots
+from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
+from kvpool_server.access.caller import check_all_tenants, check_tenant, is_visible, may_see_quota
+from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -78,8 +80,12 @@ class PoolService(PoolServicer):
         self._ending = False
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
+        spec = wire.decode_spec(request.spec)
+        check_tenant(spec.tenant)
+        if request.expected_fingerprint not in (b"", spec.fingerprint()):
+            self._visible(request.expected_fingerprint)  # The error that follows says how the two differ.
         namespace, created = self._pool.open_namespace(
-            wire.decode_spec(request.spec), request.expected_fingerprint, wire.decode_opener(request.opener)
+            spec, request.expected_fingerprint, wire.decode_opener(request.opener)
         )
         if created:
             log.info(
@@ -90,6 +96,25 @@ class PoolService(PoolServicer):
             )
         opened = OpenedNamespace(namespace.fingerprint, self._offer, created, self._pool.limits.max_batch_blocks)
         return wire.encode_opened(opened, self._boot_token)
+
+    def _namespace(self, name: bytes) -> bytes:
+        """The fingerprint in a request.
+
+        Raises UnknownNamespaceError for a namespace of another tenant, as for one that is not open: nobody can tell
+        them apart.
+        """
+        return self._visible(wire.decode_namespace(name))
+
+    def _visible(self, fingerprint: bytes) -> bytes:
+        namespace = self._pool.namespace(fingerprint)
+        if not is_visible(namespace.spec.tenant if namespace is not None else None):
+            raise unknown_namespace(fingerprint)
+        return fingerprint
+
+    def _key(self, message: pb.PoolKey) -> PoolKey:
+        key = wire.decode_key(message)
+        self._visible(key.namespace)
+        return key
 
     def _runs(self, runs: Sequence[pb.BlockRun]) -> list[BlockRun]:
         return wire.decode_runs(runs, self._pool.limits.max_batch_blocks)
@@ -108,7 +133,7 @@ class PoolService(PoolServicer):
             self._pool.release(request.release)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
-        fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
         now_ns = time.monotonic_ns()
         found = self._tiered.lookup(
             fingerprint,
@@ -172,7 +197,7 @@ class PoolService(PoolServicer):
             task.cancel()
 
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
-        namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns = time.monotonic_ns()
         grant = self._pool.put_start(namespace, runs, shards, request.ticket_ttl_ms)
@@ -208,7 +233,7 @@ class PoolService(PoolServicer):
         return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
-        namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns = time.monotonic_ns()
         located = self._pool.get(request.lease_id, namespace, runs, shards)
@@ -246,6 +271,7 @@ class PoolService(PoolServicer):
         async for request in requests:
             self._check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
+                self._key(message.key)
                 chunk = wire.decode_chunk(message)
                 statuses.append(status := put_chunk(self._pool, self._memory, chunk))
                 if status is PutStatus.GRANTED:
@@ -257,7 +283,7 @@ class PoolService(PoolServicer):
     async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
         self._check_count(len(request.keys), "keys")
         for index, key in enumerate(request.keys):
-            chunk = await get_chunk(self._tiered, self._memory, wire.decode_key(key), self._verify)
+            chunk = await get_chunk(self._tiered, self._memory, self._key(key), self._verify)
             reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
             if chunk is not None:
                 self._metrics.add_bytes("read", len(chunk.payload))
@@ -265,7 +291,7 @@ class PoolService(PoolServicer):
             yield reply
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
-        checked, dropped = self._verify(wire.decode_namespace(request.namespace), self._runs(request.runs))
+        checked, dropped = self._verify(self._namespace(request.namespace), self._runs(request.runs))
         return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
 
     def _verify(self, fingerprint: bytes, runs: list[BlockRun]) -> tuple[int, int]:
@@ -277,12 +303,14 @@ class PoolService(PoolServicer):
         return checked, dropped
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
-        fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
         removed = await _removed(self._tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
-        fingerprint = wire.decode_namespace(request.namespace) if request.namespace else b""
+        if not request.namespace:
+            check_all_tenants("Clear of all namespaces")
+        fingerprint = self._namespace(request.namespace) if request.namespace else b""
         removed = await _removed(self._tiered.clear(fingerprint))
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self._boot_token, num_removed=removed)
@@ -295,13 +323,18 @@ class PoolService(PoolServicer):
         return wire.encode_stats(self._stats(), self._boot_token)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
-        infos = self._pool.namespaces(holdings=not request.without_holdings)
+        infos = [
+            info
+            for info in self._pool.namespaces(holdings=not request.without_holdings)
+            if is_visible(info.spec.tenant)
+        ]
         if not request.without_holdings:
             infos = [dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint)) for info in infos]
         return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=map(wire.encode_namespace_info, infos))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
-        return pb.ListQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
+        quotas = [quota for quota in self._pool.quotas() if may_see_quota(quota.subject)]
+        return pb.ListQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(quotas))
 
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
         self._pool.set_quotas(wire.decode_quotas(request.quotas))

@@ -1,0 +1,73 @@
+"""The principal behind a call: from the certificate of its connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+
+from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
+from kvpool.principal import Principal, Role
+from kvpool_server.access.permissions import CALLS, may_call
+
+CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
+"""Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
+
+_URIS = "x509_uri"
+
+
+def principal_of(auth_context: Mapping[str, Iterable[bytes]]) -> Principal:
+    """The principal that a verified client certificate names.
+
+    Args:
+        auth_context: as gRPC gives it for a connection.
+
+    Raises UnauthenticatedError unless the certificate has exactly one URI, which names a principal.
+    """
+    uris = list(auth_context.get(_URIS, ()))
+    if len(uris) != 1:
+        raise UnauthenticatedError(
+            f"the client's certificate names {len(uris)} URIs and has to name one, such as "
+            "spiffe://kvpool.local/kvpool/TENANT/engine-write; `kvpool certs show` reads certificates"
+        )
+    try:
+        return Principal.parse(uris[0].decode())
+    except (InvalidRequestError, UnicodeDecodeError) as error:
+        raise UnauthenticatedError(f"the client's certificate names no principal: {error}") from None
+
+
+def check_call(principal: Principal, method: str) -> None:
+    """Raises PermissionDeniedError unless the principal's role may call a method of the Pool service."""
+    if not may_call(principal.role, method):
+        roles = [str(role) for role, methods in CALLS.items() if method in methods]
+        raise PermissionDeniedError(
+            f"{principal} may not call {method}: its role is {principal.role}, and the call needs "
+            f"{' or '.join(roles) or 'a role that does not exist'}"
+        )
+
+
+def check_tenant(tenant: str) -> None:
+    """Raises PermissionDeniedError if the caller declares another tenant's namespace."""
+    caller = CALLER.get()
+    if caller is not None and caller.role.has_tenant and caller.tenant != tenant:
+        raise PermissionDeniedError(
+            f"{caller} may not open a namespace of tenant {tenant!r}; give tenant {caller.tenant!r}"
+        )
+
+
+def check_all_tenants(what: str) -> None:
+    """Raises PermissionDeniedError if the caller belongs to a tenant."""
+    caller = CALLER.get()
+    if caller is not None and caller.role.has_tenant:
+        raise PermissionDeniedError(f"{caller} may not ask for {what}: it is for role {Role.OPERATOR}")
+
+
+def is_visible(tenant: str | None) -> bool:
+    """Whether the caller may know of a tenant's namespace; None: of one that is not open."""
+    caller = CALLER.get()
+    return caller is None or not caller.role.has_tenant or caller.tenant == tenant
+
+
+def may_see_quota(subject: str) -> bool:
+    """Whether the caller may know of a quota; a tenant knows of its own."""
+    caller = CALLER.get()
+    return caller is None or not caller.role.has_tenant or subject == f"tenant:{caller.tenant}"
