@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.tls import TlsFiles
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.processes import ServerProcess
 
@@ -83,8 +84,10 @@ def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Itera
     log_dir = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
 
-        def start(*flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment)
+        def start(
+            *flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}, tls: TlsFiles | None = None
+        ) -> ServerProcess:
+            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment, tls=tls)
             stack.callback(server.stop)
             return server
 

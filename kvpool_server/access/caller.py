@@ -12,7 +12,8 @@ from kvpool_server.access.permissions import CALLS, may_call
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
 
-_URIS = "x509_uri"
+_URIS, _VERSION = "peer_uri", "ssl_tls_version"
+_TLS_1_3 = b"TLSv1.3"
 
 
 def principal_of(auth_context: Mapping[str, Iterable[bytes]]) -> Principal:
@@ -21,8 +22,11 @@ def principal_of(auth_context: Mapping[str, Iterable[bytes]]) -> Principal:
     Args:
         auth_context: as gRPC gives it for a connection.
 
-    Raises UnauthenticatedError unless the certificate has exactly one URI, which names a principal.
+    Raises UnauthenticatedError unless the connection is TLS 1.3, and the certificate has one URI, a principal's.
     """
+    version = b" ".join(auth_context.get(_VERSION, ()))
+    if version != _TLS_1_3:
+        raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
     uris = list(auth_context.get(_URIS, ()))
     if len(uris) != 1:
         raise UnauthenticatedError(
