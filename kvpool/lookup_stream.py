@@ -1,6 +1,9 @@
 """Lookups over one long-lived gRPC call, which saves the set-up of a call for each.
 
 The first lookup opens a stream, which lives until the server or the client ends it; the next lookup then opens another.
+Lookups that a server leaves unanswered when it ends a stream without an error are sent once more, over the next one: a
+server ends streams from time to time, so that nobody's certificate is trusted for ever.
+
 The server answers in the order of the requests. Leases that end travel with the next lookup: a message of their own
 would cost the server as much as a lookup.
 """
@@ -59,6 +62,7 @@ class StreamedLookup(Future[pb.LookupResponse]):
     def __init__(self, timeout_s: float):
         super().__init__()
         self._ends_at = time.monotonic() + timeout_s
+        self.was_sent_again = False
 
     def done(self) -> bool:
         return super().done() or time.monotonic() >= self._ends_at
@@ -101,13 +105,24 @@ class LookupStream:
     def future(self, make: MakeRequest, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout)
+        self._send(make, lookup)
+        return lookup
+
+    def _send(self, make: MakeRequest, lookup: StreamedLookup) -> None:
         with self._lock:
             self._renew()
             if self._stream is None or not self._stream.send(make, lookup):
-                self._stream = _Stream(self._method)
+                self._stream = _Stream(self._method, self._send_again)
                 if not self._stream.send(make, lookup):
                     lookup.set_exception(self._stream.error)  # The server cannot be reached.
-        return lookup
+
+    def _send_again(self, make: MakeRequest, lookup: StreamedLookup) -> None:
+        """Sends a lookup that a stream has left unanswered. Called by the stream's thread."""
+        lookup.was_sent_again = True
+        try:
+            self._send(make, lookup)
+        except ValueError:  # The channel is closed.
+            lookup.set_exception(StreamedError(grpc.StatusCode.CANCELLED, "the client is closed"))
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
@@ -117,7 +132,7 @@ class LookupStream:
         with self._lock:
             self._renew()
             if self._stream is None or not self._stream.release(lease_ids):
-                self._stream = _Stream(self._method)
+                self._stream = _Stream(self._method, self._send_again)
                 self._stream.release(lease_ids)
 
     def _renew(self) -> None:
@@ -139,14 +154,18 @@ class _Stream:
     """One call. A caller only queues its request: gRPC's thread makes and sends the messages, which takes milliseconds
     for thousands of blocks, and a thread of the stream reads the replies.
 
+    Args:
+        send_again: sends a lookup that the server has not answered, over another stream.
+
     Attributes:
         has_ended: whether it sends no more requests.
         error: why the stream ended, once it has.
     """
 
-    def __init__(self, method: Any):
+    def __init__(self, method: Any, send_again: Callable[[MakeRequest, StreamedLookup], None]):
         self._lock = threading.Lock()
-        self._waiting: deque[StreamedLookup] = deque()
+        self._send_again = send_again
+        self._waiting: deque[tuple[MakeRequest, StreamedLookup]] = deque()
         self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
         self._released: list[int] = []
         self.has_ended = False
@@ -164,7 +183,7 @@ class _Stream:
                 too_many = f"{MAX_UNSENT} lookups wait to be sent: kvpool-server has stopped reading"
                 lookup.set_exception(StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
                 return True
-            self._waiting.append(lookup)
+            self._waiting.append((make, lookup))
             self._unsent.put(make)
             return True
 
@@ -215,9 +234,11 @@ class _Stream:
             return _no_lookup
 
     def _read(self) -> None:
+        has_ended_well = False
         try:
             for reply in self._call:
                 self._end_next(reply)
+            has_ended_well = True
         except grpc.RpcError as error:
             self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
         except IndexError:  # A reply without a request: the peer is no kvpool-server.
@@ -227,12 +248,15 @@ class _Stream:
                 self.has_ended = True
             self._unsent.put(None)  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
-            for lookup in waiting:
-                lookup.set_exception(self.error)
+            for make, lookup in waiting:
+                if has_ended_well and not lookup.was_sent_again:
+                    self._send_again(make, lookup)
+                else:
+                    lookup.set_exception(self.error)
 
     def _end_next(self, reply: pb.LookupReply) -> None:
         with self._lock:
-            lookup = self._waiting.popleft()
+            _, lookup = self._waiting.popleft()
         if reply.HasField("found"):
             lookup.set_result(reply.found)
         else:
