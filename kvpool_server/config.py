@@ -18,20 +18,17 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
-from kvpool.tls import TlsFiles
-from kvpool_server.access.exposure import check_exposure
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
-_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
+_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS"}
 
 # The names and values of service links, behind the Service's own name; see `service_links`.
 _HOST = "_SERVICE_HOST"
@@ -69,7 +66,7 @@ class ServerConfig(BaseModel):
     )
     tls_cert: str = Field(
         "",
-        description="The server's certificate, PEM. With --tls-key and --tls-client-ca, gRPC and HTTP speak TLS only.",
+        description="The server's certificate, PEM. With --tls-key and --tls-client-ca, gRPC speaks TLS only.",
     )
     tls_key: str = Field("", description="The key of --tls-cert, PEM, which nobody else may read.")
     tls_client_ca: str = Field(
@@ -162,26 +159,6 @@ class ServerConfig(BaseModel):
             split_address(value)
         return value
 
-    @model_validator(mode="after")
-    def _check_trust(self) -> ServerConfig:
-        files = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-client-ca": self.tls_client_ca}
-        missing = [flag for flag, path in files.items() if not path]
-        if 0 < len(missing) < len(files):
-            raise ConfigError(f"TLS needs {', '.join(files)}; give {' and '.join(missing)}, too")
-        if not self.insecure_network:
-            events = {"--kv-events": self.kv_events, "--kv-events-replay": self.kv_events_replay}
-            check_exposure(
-                {"--listen": self.listen, "--http-listen": self.http_listen},
-                {"--data-listen": self.data_listen, **{flag: _address(place) for flag, place in events.items()}},
-                has_tls=not missing,
-                mooncake=self.mooncake,
-            )
-        return self
-
-    @property
-    def tls(self) -> TlsFiles | None:
-        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key) if self.tls_cert else None
-
     @field_validator("policy")
     @classmethod
     def _check_policy(cls, value: str) -> str:
@@ -245,11 +222,6 @@ class ServerConfig(BaseModel):
         if value < 1 << 20:
             raise ValueError("give at least 1MiB")
         return value
-
-
-def _address(endpoint: str) -> str:
-    """HOST:PORT of a tcp:// endpoint; empty for others, which are files of this host."""
-    return endpoint.removeprefix("tcp://") if endpoint.startswith("tcp://") else ""
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:

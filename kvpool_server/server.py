@@ -31,6 +31,7 @@ from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
+from kvpool_server.exposure import check_exposure, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
@@ -97,7 +98,9 @@ class Server:
             raise ConfigError(
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
-        self._credentials = None if config.tls is None else ServerCredentials(config.tls)
+        check_exposure(config)
+        files = tls_files(config)
+        self._credentials = None if files is None else ServerCredentials(files)
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S

@@ -1,0 +1,58 @@
+"""Refuses to serve strangers: what listens beyond this host has to ask who calls."""
+
+from __future__ import annotations
+
+from kvpool.errors import ConfigError
+from kvpool.tls import TlsFiles
+from kvpool_server.addresses import is_local
+from kvpool_server.config import ServerConfig
+
+_WAY_OUT = "--insecure-network where all on the network are trusted"
+
+
+def tls_files(config: ServerConfig) -> TlsFiles | None:
+    """The files of --tls-cert, --tls-key and --tls-client-ca. Raises ConfigError if some are given and others not."""
+    paths = {"--tls-cert": config.tls_cert, "--tls-key": config.tls_key, "--tls-client-ca": config.tls_client_ca}
+    missing = [flag for flag, path in paths.items() if not path]
+    if not missing:
+        return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
+    if len(missing) < len(paths):
+        raise ConfigError(f"TLS needs {', '.join(paths)}; give {' and '.join(missing)}, too")
+    return None
+
+
+def check_exposure(config: ServerConfig) -> None:
+    """Raises ConfigError if other hosts can reach a port that asks nobody who he is."""
+    if config.insecure_network:
+        return
+    has_tls = tls_files(config) is not None
+    if not has_tls and not is_local(config.listen):
+        raise ConfigError(
+            f"{_open('--listen', config.listen)}; make certificates with `kvpool certs init` and give --tls-cert, "
+            f"--tls-key and --tls-client-ca, or give {_WAY_OUT}"
+        )
+    plain = {
+        "--http-listen": config.http_listen,
+        "--data-listen": config.data_listen,
+        "--kv-events": _tcp_address(config.kv_events),
+        "--kv-events-replay": _tcp_address(config.kv_events_replay),
+    }
+    for flag, address in plain.items():
+        if address and not is_local(address):
+            raise ConfigError(
+                f"{_open(flag, address)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
+            )
+    if config.mooncake != "off":
+        raise ConfigError(
+            f"--mooncake {config.mooncake}: the Transfer Engine listens on all addresses and asks nobody who he is; "
+            f"give {_WAY_OUT}"
+        )
+
+
+def _open(flag: str, address: str) -> str:
+    return f"{flag} {address}: other hosts can reach this port, and nobody there has to prove who he is"
+
+
+def _tcp_address(endpoint: str) -> str:
+    """HOST:PORT of a tcp:// endpoint; empty for others, which are files of this host."""
+    return endpoint.removeprefix("tcp://") if endpoint.startswith("tcp://") else ""
