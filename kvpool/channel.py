@@ -6,6 +6,7 @@ import ipaddress
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +14,8 @@ import grpc
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
 from kvpool.tls import WatchedIdentity
+from kvpool.tokens import read_token
+from kvpool.watched_files import WatchedFiles
 from kvpool.wire import MAX_MESSAGE_BYTES
 
 RETIRE_S = 600.0
@@ -33,7 +36,15 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
     """
     if config.tls is not None:
         identity = WatchedIdentity(config.tls)
-        return RenewedChannel(identity, lambda: _secure(config.endpoint, identity))
+        token = None
+        if config.token_file:
+            token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
+        return RenewedChannel(identity, lambda: _secure(config.endpoint, identity), token)
+    if config.token_file:
+        raise ConfigError(
+            f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
+            "with the authority of the server's certificate (ca)"
+        )
     if not (config.insecure_network or is_loopback(config.endpoint)):
         raise ConfigError(
             f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
@@ -65,16 +76,19 @@ class RenewedChannel(grpc.Channel):
     Args:
         identity: the certificate's files.
         make: makes a channel with the identity in force.
+        token: sent with each call; None: nothing is.
     """
 
     def __init__(
         self,
         identity: WatchedIdentity,
         make: Callable[[], grpc.Channel],
+        token: WatchedFiles[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._identity = identity
         self._make = make
+        self._token = token
         self._clock = clock
         self._lock = threading.Lock()
         self._is_closed = False
@@ -101,6 +115,13 @@ class RenewedChannel(grpc.Channel):
                 self._retired.append((now + RETIRE_S, self._current))
                 self._current, self._version = self._make(), self._identity.version
             return self._current
+
+    def metadata(self) -> dict[str, Any]:
+        """What every call is made with."""
+        if self._token is None:
+            return {}
+        self._token.look()
+        return {"metadata": (("authorization", f"Bearer {self._token.value}"),)}
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return _Method(self, lambda channel: channel.unary_unary(*args, **options))
@@ -150,10 +171,7 @@ class _Method:
         return bound[1]
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._method()(*args, **options)
-
-    def with_call(self, *args: Any, **options: Any) -> Any:
-        return self._method().with_call(*args, **options)
+        return self._method()(*args, **options, **self._channel.metadata())
 
     def future(self, *args: Any, **options: Any) -> Any:
-        return self._method().future(*args, **options)
+        return self._method().future(*args, **options, **self._channel.metadata())

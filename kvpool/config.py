@@ -39,6 +39,7 @@ class ClientConfig:
         local_clients: clients that share this host's cores, such as the ranks of one engine.
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
         tls: the client's certificate, its key, and the authority of the server's; None: plaintext, only to this host.
+        token_file: a file with a bearer token, for servers that know clients by tokens; only with `tls`.
         insecure_network: allow plaintext to other hosts, on a network where nobody reads or changes what you compute.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Must exceed the slowest load.
         ticket_ttl_ms: how long a put may take. Must exceed the slowest write of one put.
@@ -54,6 +55,7 @@ class ClientConfig:
     lease_ttl_ms: int = 10_000
     ticket_ttl_ms: int = 10_000
     tls: TlsFiles | None = None
+    token_file: str = ""
     insecure_network: bool = False
 
     def __post_init__(self) -> None:

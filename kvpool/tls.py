@@ -6,10 +6,8 @@ An authority, a certificate (with its chain) and the certificate's key, all PEM.
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.principal import Principal
-
-LOOK_EVERY_S = 10.0
-
-log = logging.getLogger(__name__)
+from kvpool.watched_files import WatchedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +28,13 @@ class TlsFiles:
 
     Args:
         ca: the authorities that sign the other side's certificate.
-        cert: this side's certificate, and those between it and the authority.
+        cert: this side's certificate, and those between it and the authority; empty: none, for clients with a token.
         key: the certificate's private key, which nobody else may read.
     """
 
     ca: str
-    cert: str
-    key: str
+    cert: str = ""
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +42,28 @@ class TlsIdentity:
     """What `TlsFiles` held when they were read.
 
     Args:
-        ca, cert, key: PEM.
+        ca, cert, key: PEM; None: no such file was named.
         ends_at: the last second in which the certificate is valid, UTC.
         principal: whom the certificate names, if it is a principal's.
     """
 
-    ca: bytes
-    cert: bytes
-    key: bytes
-    ends_at: dt.datetime
-    principal: Principal | None
+    ca: bytes | None
+    cert: bytes | None = None
+    key: bytes | None = None
+    ends_at: dt.datetime | None = None
+    principal: Principal | None = None
 
 
 def read_identity(files: TlsFiles) -> TlsIdentity:
     """Reads and checks the files. Raises ConfigError, which names the file and the fault."""
-    ca, cert = read_pem(Path(files.ca)), read_pem(Path(files.cert))
-    _load_certificates(ca, files.ca)
+    ca = read_pem(Path(files.ca)) if files.ca else None
+    if ca is not None:
+        _load_certificates(ca, files.ca)
+    if bool(files.cert) != bool(files.key):
+        raise ConfigError(f"TLS files have cert {files.cert!r} and key {files.key!r}; give both, or none with a token")
+    if not files.cert:
+        return TlsIdentity(ca)
+    cert = read_pem(Path(files.cert))
     certificate = _load_certificates(cert, files.cert)[0]
     _require_private(files.key)
     key = read_pem(Path(files.key))
@@ -75,59 +76,14 @@ def read_identity(files: TlsFiles) -> TlsIdentity:
     return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, _principal(certificate))
 
 
-class WatchedIdentity:
-    """The identity of files that may be replaced at any time. Thread-safe.
-
-    While what they hold cannot be used (half of a pair is replaced, say), the last good identity stays in force, and
-    one warning says why.
-
-    Raises ConfigError, when it is made, for files that cannot be used.
-
-    Attributes:
-        value: the identity in force.
-        version: how often it has changed.
-    """
+class WatchedIdentity(WatchedFiles[TlsIdentity]):
+    """The identity of files that may be replaced at any time. Raises ConfigError for files that cannot be used."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic):
         self.files = files
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seen = self._signature()
-        self.value = read_identity(files)
-        self.version = 0
-        self._look_at = clock() + LOOK_EVERY_S
-
-    def look(self, now: bool = False) -> int:
-        """Reads the files again if they have changed, every `LOOK_EVERY_S` at most or `now`; returns the version."""
-        if not now and self._clock() < self._look_at:
-            return self.version
-        with self._lock:
-            self._look_at = self._clock() + LOOK_EVERY_S
-            if (seen := self._signature()) == self._seen:
-                return self.version
-            try:
-                value = read_identity(self.files)
-            except ConfigError as error:
-                log.warning("new TLS files cannot be used, and the old ones stay in force: %s", error)
-            else:
-                if value != self.value:
-                    self.value = value
-                    self.version += 1
-                    log.info("TLS files read again; the certificate ends %s", value.ends_at.isoformat())
-            self._seen = seen
-            return self.version
-
-    def _signature(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(map(_stamp, (self.files.ca, self.files.cert, self.files.key)))
-
-
-def _stamp(path: str) -> tuple[int, ...] | None:
-    """What changes when a file is replaced or written; None if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        super().__init__(
+            [path for path in (files.ca, files.cert, files.key) if path], lambda: read_identity(files), clock
+        )
 
 
 def _require_private(path: str) -> None:

@@ -74,6 +74,11 @@ class ServerConfig(BaseModel):
         description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
         "tenant's it is, and what it may; see docs/security.md.",
     )
+    tokens: str = Field(
+        "",
+        description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
+        "need one, and no certificate.",
+    )
     insecure_network: bool = Field(
         False,
         description="Serve other hosts although they prove nothing and anyone between can read and change the pool: "

@@ -11,14 +11,16 @@ _WAY_OUT = "--insecure-network where all on the network are trusted"
 
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:
-    """The files of --tls-cert, --tls-key and --tls-client-ca. Raises ConfigError if some are given and others not."""
-    paths = {"--tls-cert": config.tls_cert, "--tls-key": config.tls_key, "--tls-client-ca": config.tls_client_ca}
-    missing = [flag for flag, path in paths.items() if not path]
-    if not missing:
-        return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
-    if len(missing) < len(paths):
-        raise ConfigError(f"TLS needs {', '.join(paths)}; give {' and '.join(missing)}, too")
-    return None
+    """The files of TLS; None: plaintext. Raises ConfigError unless callers then have to prove who they are."""
+    if not (config.tls_cert or config.tls_key or config.tls_client_ca or config.tokens):
+        return None
+    if not (config.tls_cert and config.tls_key):
+        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither with --tls-client-ca or --tokens")
+    if bool(config.tls_client_ca) == bool(config.tokens):
+        raise ConfigError(
+            "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens"
+        )
+    return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
 
 def check_exposure(config: ServerConfig) -> None:
@@ -29,7 +31,7 @@ def check_exposure(config: ServerConfig) -> None:
     if not has_tls and not is_local(config.listen):
         raise ConfigError(
             f"{_open('--listen', config.listen)}; make certificates with `kvpool certs init` and give --tls-cert, "
-            f"--tls-key and --tls-client-ca, or give {_WAY_OUT}"
+            f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
         )
     plain = {
         "--http-listen": config.http_listen,

@@ -11,14 +11,16 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
 from kvpool.errors import KVPoolError
+from kvpool.principal import Principal
 from kvpool.wire import MAX_MESSAGE_BYTES
-from kvpool_server.access.caller import CALLER, check_call, principal_of
+from kvpool_server.access.caller import CALLER, Context, check_call
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context = grpc.aio.ServicerContext[Any, Any]
+Who = Callable[[Context], Principal]
+"""Says who calls. Raises UnauthenticatedError."""
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
@@ -30,13 +32,13 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     times and fails each of its requests by itself. Other services on the port are left alone.
 
     Args:
-        asks_who: whether callers prove who they are.
+        who: says who calls, by what callers prove; None: they prove nothing.
     """
 
-    def __init__(self, service_name: str, metrics: RpcMetrics, asks_who: bool):
+    def __init__(self, service_name: str, metrics: RpcMetrics, who: Who | None):
         self._prefix = f"/{service_name}/"
         self._metrics = metrics
-        self._asks_who = asks_who
+        self._who = who
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -63,8 +65,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     def _admit(self, name: str, context: Context) -> None:
         """Sets the caller of a method. Raises UnauthenticatedError and PermissionDeniedError."""
-        if self._asks_who:
-            caller = principal_of(context.auth_context())
+        if self._who is not None:
+            caller = self._who(context)
             check_call(caller, name)
             CALLER.set(caller)
 
@@ -113,15 +115,21 @@ class GrpcServer:
     """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
     Args:
-        credentials: of TLS, which then asks every caller for a certificate; None: plaintext.
+        credentials: of TLS; None: plaintext.
+        who: as of `RpcInterceptor`.
     """
 
     def __init__(
-        self, listen: str, service: PoolService, metrics: RpcMetrics, credentials: grpc.ServerCredentials | None = None
+        self,
+        listen: str,
+        service: PoolService,
+        metrics: RpcMetrics,
+        credentials: grpc.ServerCredentials | None = None,
+        who: Who | None = None,
     ):
         self._service = service
         self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, credentials is not None)],
+            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -131,7 +139,7 @@ class GrpcServer:
         add_service(service, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if credentials is None:  # Reflection is for those who look around, on a server that hides nothing.
+        if who is None:  # Reflection is for those who look around, on a server that hides nothing.
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         try:

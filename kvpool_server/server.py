@@ -19,6 +19,7 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
+from kvpool_server.access.caller import Certificates, Tokens
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
@@ -32,7 +33,7 @@ from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.exposure import check_exposure, tls_files
-from kvpool_server.grpc_server import GrpcServer
+from kvpool_server.grpc_server import GrpcServer, Who
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.prefault import Prefault, check_fits
@@ -71,6 +72,7 @@ class Server:
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
         self._credentials: ServerCredentials | None = None
+        self._who: Who | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -100,7 +102,9 @@ class Server:
             )
         check_exposure(config)
         files = tls_files(config)
-        self._credentials = None if files is None else ServerCredentials(files)
+        if files is not None:
+            self._credentials = ServerCredentials(files)
+            self._who = Tokens(config.tokens) if config.tokens else Certificates()
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
@@ -232,7 +236,7 @@ class Server:
             self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer
         )
         credentials = None if self._credentials is None else self._credentials.for_grpc()
-        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials)
+        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials, self._who)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import HealthCheck, settings
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.tls import TlsFiles
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.processes import ServerProcess
 
@@ -85,9 +85,9 @@ def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Itera
     with ExitStack() as stack:
 
         def start(
-            *flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}, tls: TlsFiles | None = None
+            *flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}, **client: Any
         ) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment, tls=tls)
+            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment, **client)
             stack.callback(server.stop)
             return server
 

@@ -63,6 +63,8 @@ class ConnectorConfig:
         tenant, salt: engines share blocks only if both are equal. With `tls` the tenant is the certificate's.
         tls: {"ca": PATH, "cert": PATH, "key": PATH}: the authority of the server's certificate, the engine's own
             certificate, and its key. The files are read again when they change.
+        token_file: a file with a bearer token, for servers that know engines by tokens; then `tls` needs only "ca", and
+            `tenant` has to be given.
         insecure_network: allow plaintext to another host, on a network where all are trusted.
     """
 
@@ -84,6 +86,7 @@ class ConnectorConfig:
     tenant: str = ""
     salt: str = ""
     tls: TlsFiles | None = None
+    token_file: str = ""
     insecure_network: bool = False
 
     @classmethod
@@ -140,6 +143,7 @@ class ConnectorConfig:
             ticket_ttl_ms=self.store_timeout_ms,
             local_clients=local_clients,
             tls=self.tls,
+            token_file=self.token_file,
             insecure_network=self.insecure_network,
         )
 
@@ -148,8 +152,9 @@ def _tls(value: object) -> TlsFiles:
     names = [field.name for field in dataclasses.fields(TlsFiles)]
     if (
         not isinstance(value, Mapping)
-        or sorted(value) != sorted(names)
+        or "ca" not in value
+        or not set(value) <= set(names)
         or not all(isinstance(path, str) for path in value.values())
     ):
-        raise ConfigError(f"kv_connector_extra_config: tls = {value!r} does not have the paths {', '.join(names)}")
+        raise ConfigError(f"kv_connector_extra_config: tls = {value!r} does not have the paths ca, cert and key")
     return TlsFiles(**value)

@@ -1,13 +1,22 @@
-"""The principal behind a call: from the certificate of its connection."""
+"""The principal behind a call: from the certificate of its connection, or from its token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import datetime as dt
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import grpc
 
 from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import Principal, Role
+from kvpool.tokens import digest_of, read_records
+from kvpool.watched_files import WatchedFiles
 from kvpool_server.access.permissions import CALLS, may_call
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
@@ -37,6 +46,40 @@ def principal_of(auth_context: Mapping[str, Iterable[bytes]]) -> Principal:
         return Principal.parse(uris[0].decode())
     except (InvalidRequestError, UnicodeDecodeError) as error:
         raise UnauthenticatedError(f"the client's certificate names no principal: {error}") from None
+
+
+class Certificates:
+    """Callers that prove who they are by their connection's certificate."""
+
+    def __call__(self, context: Context) -> Principal:
+        """Raises UnauthenticatedError."""
+        return principal_of(context.auth_context())
+
+
+class Tokens:
+    """Callers that prove who they are by a bearer token in the call's metadata.
+
+    Args:
+        path: the file of tokens, read again when it changes. Raises ConfigError if it cannot be used.
+    """
+
+    def __init__(self, path: str, now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)):
+        self._records = WatchedFiles([path], lambda: read_records(Path(path)))
+        self._now = now
+
+    def __call__(self, context: Context) -> Principal:
+        """Raises UnauthenticatedError."""
+        self._records.look()
+        sent = [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
+        scheme, _, token = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
+        if scheme != "Bearer":
+            raise UnauthenticatedError(
+                "the call has no bearer token; give token_file with what `kvpool token create` printed"
+            )
+        record = self._records.value.get(digest_of(token))
+        if record is None or record.ends_at <= self._now():
+            raise UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
+        return record.principal
 
 
 def check_call(principal: Principal, method: str) -> None:

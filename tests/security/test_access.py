@@ -28,9 +28,10 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import LOOK_EVERY_S, TlsFiles
+from kvpool.tls import TlsFiles
 from kvpool.types import Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server.access.permissions import CALLS
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
@@ -313,12 +314,14 @@ def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--listen", "0.0.0.0:0"], "--tls-client-ca, or give --insecure-network"),
+        (["--listen", "0.0.0.0:0"], "--tls-client-ca (or --tokens), or give --insecure-network"),
         (["--http-listen", "0.0.0.0:0"], "--http-listen 0.0.0.0:0: other hosts can reach"),
         (["--data-listen", "0.0.0.0:0"], "nor is anything encrypted"),
         (["--kv-events", "tcp://0.0.0.0:0"], "--kv-events 0.0.0.0:0"),
         (["--mooncake", "tcp"], "asks nobody who he is"),
-        (["--tls-cert", "x"], "give --tls-key and --tls-client-ca, too"),
+        (["--tls-cert", "x"], "TLS needs --tls-cert and --tls-key"),
+        (["--tls-cert", "x", "--tls-key", "x"], "give either --tls-client-ca, for certificates, or --tokens"),
+        (["--tokens", "x"], "TLS needs --tls-cert and --tls-key"),
         (["--tls-cert", "x", "--tls-key", "x", "--tls-client-ca", "x"], "cannot read x"),
     ],
 )

@@ -58,7 +58,7 @@ class ServerProcess:
     """One server. It listens on free ports unless `flags` say otherwise; another can be started at its endpoint.
 
     Args:
-        tls: of the client that asks whether the server is there.
+        tls, token_file: of the client that asks whether the server is there.
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
@@ -73,6 +73,7 @@ class ServerProcess:
         *flags: str,
         environment: Mapping[str, str] = {},
         tls: TlsFiles | None = None,
+        token_file: str = "",
     ):
         defaults = {
             "--listen": free_endpoint(),
@@ -92,7 +93,7 @@ class ServerProcess:
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)
             self.endpoint, self.http_url = welcome.groups()
-            with Client(ClientConfig(endpoint=self.endpoint, tls=tls)) as client:
+            with Client(ClientConfig(endpoint=self.endpoint, tls=tls, token_file=token_file)) as client:
                 wait_for(lambda: _answers(client), "an answer to Ping", START_DEADLINE_S)
         except BaseException:
             self.kill()
