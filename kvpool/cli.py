@@ -115,6 +115,21 @@ def ping(
 
 
 @app.command()
+def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+    """Show who the server takes you for, what you may call, and when your certificate or token ends."""
+    with _client(endpoint) as client:
+        found = client.admin.whoami()
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    typer.echo(printable(found.principal) or f"nobody in particular: {endpoint} asks no one who he is")
+    if found.ends_at:
+        left = duration_text(found.ends_at - time.time())
+        typer.echo(f"    until {time.strftime('%Y-%m-%d %H:%M', time.gmtime(found.ends_at))} UTC, for {left}")
+    typer.echo(f"    may call {', '.join(map(printable, found.methods))}")
+
+
+@app.command()
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
     """Show what the pool holds and has done, under the names of its metrics."""
     with _client(endpoint) as client:
@@ -381,7 +396,11 @@ def main() -> None:
     for point in importlib.metadata.entry_points(group="kvpool.commands"):
         # Loaded on demand: the commands of other packages import more than most users need.
         if sys.argv[1:2] in ([], ["--help"], [point.name]):
-            app.add_typer(point.load(), name=point.name)
+            loaded = point.load()
+            if isinstance(loaded, typer.Typer):
+                app.add_typer(loaded, name=point.name)
+            else:
+                app.command(point.name)(loaded)
     try:
         app()
     except KVPoolError as error:

@@ -361,6 +361,21 @@ class OpenedNamespace:
 
 
 @dataclass(frozen=True, slots=True)
+class WhoAmI:
+    """Who a server takes a caller for.
+
+    Args:
+        principal: a SPIFFE ID; empty: callers prove nothing, and all of them may everything.
+        methods: of the Pool service, that the caller may call.
+        ends_at: Unix time at which the proof ends, seconds; 0: never.
+    """
+
+    principal: str
+    methods: tuple[str, ...]
+    ends_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quota:
     """An upper bound on what a tenant's or a namespace's entries hold of the arena.
 

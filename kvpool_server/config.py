@@ -79,6 +79,11 @@ class ServerConfig(BaseModel):
         description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
         "need one, and no certificate.",
     )
+    audit_log: str = Field(
+        "",
+        description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
+        "remove blocks, set quotas or open namespaces. Empty: none.",
+    )
     insecure_network: bool = Field(
         False,
         description="Serve other hosts although they prove nothing and anyone between can read and change the pool: "

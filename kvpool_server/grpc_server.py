@@ -10,17 +10,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
-from kvpool.errors import KVPoolError
-from kvpool.principal import Principal
+from kvpool.errors import KVPoolError, PermissionDeniedError, UnauthenticatedError
 from kvpool.wire import MAX_MESSAGE_BYTES
-from kvpool_server.access.caller import CALLER, Context, check_call
+from kvpool_server.access.audit import AuditLog, audited
+from kvpool_server.access.caller import CALLER, Context, Who, check_call
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Who = Callable[[Context], Principal]
-"""Says who calls. Raises UnauthenticatedError."""
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
@@ -33,12 +31,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     Args:
         who: says who calls, by what callers prove; None: they prove nothing.
+        audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(self, service_name: str, metrics: RpcMetrics, who: Who | None):
+    def __init__(self, service_name: str, metrics: RpcMetrics, who: Who | None, audit: AuditLog | None):
         self._prefix = f"/{service_name}/"
         self._metrics = metrics
         self._who = who
+        self._audit = audit
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -67,15 +67,22 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         """Sets the caller of a method. Raises UnauthenticatedError and PermissionDeniedError."""
         if self._who is not None:
             caller = self._who(context)
-            check_call(caller, name)
             CALLER.set(caller)
+            check_call(caller, name)
+
+    async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
+        """Ends a call with an error."""
+        status = wire.status_of(error)
+        if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
+            self._audit.write(name, status.name, caller=CALLER.get(), peer=context.peer(), why=str(error))
+        await context.abort(status, str(error))
 
     def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(requests: Any, context: Context) -> Any:
             try:
                 self._admit(name, context)
             except KVPoolError as error:
-                await context.abort(wire.status_of(error), str(error))
+                await self._refuse(name, context, error)
             return await behavior(requests, context)
 
         return call
@@ -85,9 +92,12 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             try:
                 with self._metrics.timed(name):
                     self._admit(name, context)
-                    return await behavior(request, context)
+                    reply = await behavior(request, context)
             except KVPoolError as error:
-                await context.abort(wire.status_of(error), str(error))
+                await self._refuse(name, context, error)
+            if self._audit is not None and (details := audited(name, request, reply)) is not None:
+                self._audit.write(name, "OK", caller=CALLER.get(), peer=context.peer(), **details)
+            return reply
 
         return call
 
@@ -103,7 +113,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         yield reply
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
-                await context.abort(wire.status_of(error), str(error))
+                await self._refuse(name, context, error)
             except Exception:
                 context.set_code(grpc.StatusCode.UNKNOWN)
                 raise
@@ -116,7 +126,7 @@ class GrpcServer:
 
     Args:
         credentials: of TLS; None: plaintext.
-        who: as of `RpcInterceptor`.
+        who, audit: as of `RpcInterceptor`.
     """
 
     def __init__(
@@ -126,10 +136,11 @@ class GrpcServer:
         metrics: RpcMetrics,
         credentials: grpc.ServerCredentials | None = None,
         who: Who | None = None,
+        audit: AuditLog | None = None,
     ):
         self._service = service
         self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who)],
+            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who, audit)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -19,7 +19,8 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
-from kvpool_server.access.caller import Certificates, Tokens
+from kvpool_server.access.audit import AuditLog
+from kvpool_server.access.caller import Certificates, Tokens, Who
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
@@ -33,7 +34,7 @@ from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.exposure import check_exposure, tls_files
-from kvpool_server.grpc_server import GrpcServer, Who
+from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.prefault import Prefault, check_fits
@@ -233,10 +234,14 @@ class Server:
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         signer = self.data.signer if self.data is not None else None
         service = PoolService(
-            self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer
+            self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer, self._who
         )
+        audit = None
+        if self.config.audit_log:
+            audit = AuditLog(self.config.audit_log)
+            self._open.push_async_callback(asyncio.to_thread, audit.close)
         credentials = None if self._credentials is None else self._credentials.for_grpc()
-        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials, self._who)
+        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials, self._who, audit)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()

@@ -26,7 +26,8 @@ from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolS
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
-from kvpool_server.access.caller import check_all_tenants, check_tenant, is_visible, may_see_quota
+from kvpool_server.access.caller import CALLER, Who, check_all_tenants, check_tenant, is_visible, may_see_quota
+from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
@@ -43,6 +44,7 @@ INLINE_CHUNKS_PER_TURN = 64
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 SERVICE_NAME: str = _SERVICE.full_name
+METHODS = frozenset(method.name for method in _SERVICE.methods)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -55,6 +57,7 @@ class PoolService(PoolServicer):
         offer: the ways that bytes can travel to and from the arena.
         stats: takes a snapshot of the pool and its tiers.
         signer: signs permits for the data port; None if the server has no data port.
+        who: how callers prove who they are; None: they prove nothing.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class PoolService(PoolServicer):
         metrics: RpcMetrics,
         stats: Callable[[], PoolStats],
         signer: Signer | None = None,
+        who: Who | None = None,
     ):
         self._tiered = pool
+        self._who = who
         self._pool = pool.pool
         self._memory = memory
         self._offer = offer
@@ -318,6 +323,17 @@ class PoolService(PoolServicer):
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
         return wire.encode_pong(__version__, uptime, self._offer, self._boot_token, self._pool.num_opened)
+
+    async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
+        caller = CALLER.get()
+        if caller is None or self._who is None:
+            return pb.WhoAmIResponse(boot_token=self._boot_token, methods=sorted(METHODS))
+        return pb.WhoAmIResponse(
+            boot_token=self._boot_token,
+            principal=str(caller),
+            methods=sorted(CALLS[caller.role]),
+            ends_at=int(self._who.ends_at(context).timestamp()),
+        )
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return wire.encode_stats(self._stats(), self._boot_token)

@@ -500,6 +500,22 @@ class PingResponse(_message.Message):
     namespaces_opened: int
     def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ...) -> None: ...
 
+class WhoAmIRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WhoAmIResponse(_message.Message):
+    __slots__ = ("boot_token", "principal", "methods", "ends_at")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    principal: str
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    ends_at: int
+    def __init__(self, boot_token: _Optional[int] = ..., principal: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., ends_at: _Optional[int] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography import x509
 
 from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import Principal, Role
-from kvpool.tokens import digest_of, read_records
+from kvpool.tokens import TokenRecord, digest_of, read_records
 from kvpool.watched_files import WatchedFiles
 from kvpool_server.access.permissions import CALLS, may_call
 
@@ -21,7 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
 
-_URIS, _VERSION = "peer_uri", "ssl_tls_version"
+_URIS, _VERSION, _PEM = "peer_uri", "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
 
 
@@ -52,8 +53,13 @@ class Certificates:
     """Callers that prove who they are by their connection's certificate."""
 
     def __call__(self, context: Context) -> Principal:
-        """Raises UnauthenticatedError."""
+        """Who calls. Raises UnauthenticatedError."""
         return principal_of(context.auth_context())
+
+    def ends_at(self, context: Context) -> dt.datetime:
+        """When a caller's certificate ends, UTC."""
+        (pem,) = context.auth_context()[_PEM]
+        return x509.load_pem_x509_certificate(pem).not_valid_after_utc
 
 
 class Tokens:
@@ -68,7 +74,14 @@ class Tokens:
         self._now = now
 
     def __call__(self, context: Context) -> Principal:
-        """Raises UnauthenticatedError."""
+        """Who calls. Raises UnauthenticatedError."""
+        return self._record(context).principal
+
+    def ends_at(self, context: Context) -> dt.datetime:
+        """When a caller's token ends, UTC. Raises UnauthenticatedError."""
+        return self._record(context).ends_at
+
+    def _record(self, context: Context) -> TokenRecord:
         self._records.look()
         sent = [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
         scheme, _, token = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
@@ -79,7 +92,11 @@ class Tokens:
         record = self._records.value.get(digest_of(token))
         if record is None or record.ends_at <= self._now():
             raise UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
-        return record.principal
+        return record
+
+
+Who = Certificates | Tokens
+"""How callers prove who they are."""
 
 
 def check_call(principal: Principal, method: str) -> None:

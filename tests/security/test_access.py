@@ -111,6 +111,7 @@ def _call(client: Client, method: str, namespace: bytes) -> grpc.StatusCode:
         "Remove": pb.RemoveRequest(namespace=namespace, runs=wire.encode_runs([run_of("nothing")])),
         "Clear": pb.ClearRequest(namespace=namespace),
         "Ping": pb.PingRequest(),
+        "WhoAmI": pb.WhoAmIRequest(),
         "Stats": pb.StatsRequest(),
         "ListNamespaces": pb.ListNamespacesRequest(),
         "ListQuotas": pb.ListQuotasRequest(),
@@ -338,6 +339,20 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(files)))
     assert done.returncode == 2
     assert "others can read the private key" in done.stderr
+
+
+def test_whoami_says_role_methods_and_end(deployment: Deployment) -> None:
+    with deployment.client(Role.ENGINE_READ) as client:
+        found = client.admin.whoami()
+    assert found.principal == "spiffe://kvpool.local/kvpool/acme/engine-read"
+    assert set(found.methods) == CALLS[Role.ENGINE_READ]
+    assert 364 <= (found.ends_at - time.time()) / 86_400 <= 365
+
+
+def test_whoami_where_nobody_is_asked(shared_server: ServerProcess) -> None:
+    with Client(ClientConfig(shared_server.endpoint, timeout_ms=10_000)) as client:
+        found = client.admin.whoami()
+    assert (found.principal, set(found.methods), found.ends_at) == ("", set(METHODS), 0)
 
 
 def test_a_client_sends_nothing_in_clear_to_another_host() -> None:
