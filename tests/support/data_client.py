@@ -9,6 +9,7 @@ from types import TracebackType
 from kvpool.data_port import (
     GREETING_BYTES,
     MAGIC,
+    NO_ROOM,
     REPLY_BYTES,
     Header,
     Kind,
@@ -20,14 +21,18 @@ from kvpool.data_port import (
 
 
 class DataClient:
-    """One connection, with a deadline on each wait.
+    """One connection, with a deadline on each wait. Raises ConnectionRefusedError if there is no room for it.
 
     Raises (every method): OSError, EOFError if the worker hangs up.
     """
 
     def __init__(self, port: int, nonce: bytes):
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
-        assert self.receive(GREETING_BYTES) == MAGIC + nonce
+        greeting = self.receive(GREETING_BYTES)
+        if greeting == MAGIC + NO_ROOM:
+            self.socket.close()
+            raise ConnectionRefusedError("the data port has no room")
+        assert greeting == MAGIC + nonce
 
     def __enter__(self) -> DataClient:
         return self
