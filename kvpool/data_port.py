@@ -1,7 +1,8 @@
 """The data port's wire format, and the permits that it requires. Shared by the client and the server's data workers.
 
 A data worker maps the arena and does not know the pool's state. A permit says which regions a client may access: a
-keyed hash over the ticket or lease, its deadline, and every region, made by the server when it granted them.
+keyed hash over the ticket or lease, its deadline, and every region, made by the server when it granted them. The permit
+ends with its ticket or lease, or at the deadline: it names an entry of a table in which the server says which are live.
 docs/protocol.md describes the protocol. This module does not import gRPC, so that a data worker starts fast.
 """
 
@@ -15,20 +16,21 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
 
-MAGIC = b"kvpool2\n"
+MAGIC = b"kvpool3\n"
 NONCE_BYTES = 16
 NO_ROOM = bytes(NONCE_BYTES)
 """The greeting's nonce if the data port accepts no more connections."""
 
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAC_BYTES = 16
-PERMIT_BYTES = 8 + MAC_BYTES
+PERMIT_BYTES = 12 + MAC_BYTES
 MAX_REGIONS = 65_536
 MAX_MESSAGE_BYTES = 1_024
 PIECE_BYTES = 8 << 20
@@ -40,10 +42,10 @@ WRITTEN_PIECE_BYTES = 1 << 20
 MAX_BUFFERS = 512
 """Most buffers of one system call; Linux accepts 1,024."""
 
-_HEADER = struct.Struct("<BxxxIIQQQ24s")
+_HEADER = struct.Struct("<BxxxIIQQQ28s")
 _REPLY = struct.Struct("<BxxxIQ")
-_SIGNED = struct.Struct("<BQqQI")
-_DEADLINE = struct.Struct("<q")
+_SIGNED = struct.Struct("<BQqIQI")
+_TERMS = struct.Struct("<qI")
 HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
 
 Offsets = npt.NDArray[np.uint64]
@@ -141,6 +143,18 @@ def pack_offsets(offsets: Sequence[int] | Offsets) -> Offsets:
     return np.asarray(offsets, "<u8")
 
 
+class Terms(NamedTuple):
+    """What a permit says of its ticket or lease.
+
+    Args:
+        deadline_ns: of the server's CLOCK_MONOTONIC.
+        entry: index in the server's table of live tickets and leases.
+    """
+
+    deadline_ns: int
+    entry: int
+
+
 class Signer:
     """Makes permits and checks them.
 
@@ -151,20 +165,19 @@ class Signer:
     def __init__(self, key: bytes):
         self._key = key
 
-    def permit(self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets) -> bytes:
-        """A permit for these regions until `deadline_ns` of the server's CLOCK_MONOTONIC."""
-        mac = self._mac(kind, holding_id, deadline_ns, region_bytes, offsets)
-        return _DEADLINE.pack(deadline_ns) + mac
+    def permit(self, kind: Kind, holding_id: int, terms: Terms, region_bytes: int, offsets: Offsets) -> bytes:
+        """A permit for these regions."""
+        return _TERMS.pack(*terms) + self._mac(kind, holding_id, terms, region_bytes, offsets)
 
-    def deadline_ns(self, header: Header, offsets: Offsets) -> int | None:
-        """The deadline of a header's permit; None if this signer did not make the permit for these regions."""
-        (deadline_ns,) = _DEADLINE.unpack_from(header.permit)
-        expected = self._mac(header.kind, header.holding_id, deadline_ns, header.region_bytes, offsets)
-        return int(deadline_ns) if hmac.compare_digest(expected, header.permit[_DEADLINE.size :]) else None
+    def terms(self, header: Header, offsets: Offsets) -> Terms | None:
+        """The terms of a header's permit; None if this signer did not make the permit for these regions."""
+        terms = Terms._make(_TERMS.unpack_from(header.permit))
+        expected = self._mac(header.kind, header.holding_id, terms, header.region_bytes, offsets)
+        return terms if hmac.compare_digest(expected, header.permit[_TERMS.size :]) else None
 
-    def _mac(self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets) -> bytes:
+    def _mac(self, kind: Kind, holding_id: int, terms: Terms, region_bytes: int, offsets: Offsets) -> bytes:
         hashed = hashlib.blake2b(key=self._key, digest_size=MAC_BYTES)
-        hashed.update(_SIGNED.pack(kind, holding_id, deadline_ns, region_bytes, len(offsets)))
+        hashed.update(_SIGNED.pack(kind, holding_id, *terms, region_bytes, len(offsets)))
         hashed.update(offsets.tobytes())
         return hashed.digest()
 

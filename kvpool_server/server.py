@@ -27,7 +27,10 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.transfers import NoTransfers
 from kvpool_server.config import ServerConfig
+from kvpool_server.data_plane.admission import MAX_SEATS
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
@@ -106,6 +109,7 @@ class Server:
         if files is not None:
             self._credentials = ServerCredentials(files)
             self._who = Tokens(config.tokens) if config.tokens else Certificates()
+        self._permits = self._make_permits() if config.data_listen else None
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
@@ -116,8 +120,8 @@ class Server:
         self._prefault = Prefault(self._segment, self.pool.arena)
         self._open.push_async_callback(self._prefault.close)
         metrics = self._serve_http()
-        if config.data_listen:
-            self.data = self._start_workers()
+        if self._permits is not None:
+            self.data = self._start_workers(self._permits)
         await self._prefault.step()
         if config.kv_events:
             self._publish_events()
@@ -133,12 +137,22 @@ class Server:
         if self.data is not None:
             self._in_background(self.data.watch())
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(max_ttl_ms=self.config.max_ttl_ms, grace_ms=self.config.grace_ms)
+
+    def _make_permits(self) -> PermitTable:
+        limits, num_workers = self._limits, self.config.data_workers or default_count()
+        permits = PermitTable(secrets.token_bytes(32), limits.max_leases + limits.max_tickets, num_workers, MAX_SEATS)
+        self._open.callback(permits.close)
+        return permits
+
     def _make_pool(self) -> Pool:
         config = self.config
         check_fits(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
-        limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
-        pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, POLICIES[config.policy])
+        new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
+        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers())
         try:
             pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
@@ -180,12 +194,12 @@ class Server:
             self.http_port = http.port
         return metrics
 
-    def _start_workers(self) -> DataWorkers:
+    def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
         try:
-            workers = DataWorkers(host, port, told, config.data_workers or default_count(), self._segment.info())
+            workers = DataWorkers(host, port, told, self._segment.info(), permits)
         except OSError as error:
             raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._open.push_async_callback(asyncio.to_thread, workers.stop)
@@ -232,9 +246,15 @@ class Server:
         return Offer(PIECE_BYTES, segment, mooncake, data_port)
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
-        signer = self.data.signer if self.data is not None else None
         service = PoolService(
-            self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer, self._who
+            self._tiered,
+            self._segment.bytes,
+            self._offer(),
+            self.boot_token,
+            metrics,
+            self._stats,
+            self._permits,
+            self._who,
         )
         audit = None
         if self.config.audit_log:

@@ -20,7 +20,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import types, wire
-from kvpool.data_port import Kind, Signer, pack_offsets
+from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, UnavailableError
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
 from kvpool.v1 import pool_pb2 as pb
@@ -29,6 +29,7 @@ from kvpool.version import __version__
 from kvpool_server.access.caller import CALLER, Who, check_all_tenants, check_tenant, is_visible, may_see_quota
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.namespaces import unknown_namespace
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -56,7 +57,7 @@ class PoolService(PoolServicer):
         memory: the arena, uint8 [arena_bytes].
         offer: the ways that bytes can travel to and from the arena.
         stats: takes a snapshot of the pool and its tiers.
-        signer: signs permits for the data port; None if the server has no data port.
+        permits: for the data port; None if the server has no data port.
         who: how callers prove who they are; None: they prove nothing.
     """
 
@@ -68,7 +69,7 @@ class PoolService(PoolServicer):
         boot_token: int,
         metrics: RpcMetrics,
         stats: Callable[[], PoolStats],
-        signer: Signer | None = None,
+        permits: PermitTable | None = None,
         who: Who | None = None,
     ):
         self._tiered = pool
@@ -79,7 +80,7 @@ class PoolService(PoolServicer):
         self._boot_token = boot_token
         self._metrics = metrics
         self._stats = stats
-        self._signer = signer
+        self._permits = permits
         self._started = time.monotonic()
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -147,7 +148,7 @@ class PoolService(PoolServicer):
             lease_ttl_ms=request.lease_ttl_ms,
             locate=request.locate,
         )
-        if found.slots and self._signer is not None:
+        if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000)
         return wire.encode_lookup(found, runs, self._boot_token)
 
@@ -155,13 +156,13 @@ class PoolService(PoolServicer):
         self, found: types.Lookup, fingerprint: bytes, runs: Sequence[BlockRun], deadline_ns: int
     ) -> types.Lookup:
         """The same answer, with permits to read whole slots through the data port."""
-        assert self._signer is not None
+        assert self._permits is not None
         slots = []
         for run, each in zip(runs, found.slots, strict=True):
             if each.offsets:
                 region_bytes = self._pool.slot_bytes(fingerprint, run)
                 offsets = np.frombuffer(each.offsets, "<u8")
-                permit = self._signer.permit(Kind.READ, found.lease_id, deadline_ns, region_bytes, offsets)
+                permit = self._permits.permit(Kind.READ, found.lease_id, deadline_ns, region_bytes, offsets)
                 each = Slots(each.offsets, each.checksums, permit)
             slots.append(each)
         return dataclasses.replace(found, slots=tuple(slots))
@@ -217,9 +218,9 @@ class PoolService(PoolServicer):
         self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Sequence[int]
     ) -> bytes:
         """The right to move regions through the data port until their ticket or lease ends; empty without a port."""
-        if self._signer is None:
+        if self._permits is None:
             return b""
-        return self._signer.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
+        return self._permits.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
 
     async def Write(self, pieces: AsyncIterator[Piece], context: Any) -> pb.WriteResponse:
         nbytes = 0

@@ -38,7 +38,7 @@ class TcpTransport:
     """
 
     name = "tcp"
-    one_sided = True
+    one_sided = False
 
     def __init__(self, peer: Peer, num_connections: int):
         self.peer = peer

@@ -208,8 +208,10 @@ def test_bytes_beyond_the_regions_of_the_permit_are_refused(port: Port, skip_byt
 
 def test_too_many_connections_are_told_that_there_is_no_room(num_connections: int) -> None:
     with data_port(MIB, max_connections=1) as port, closing(port.connect(num_connections)) as transport:
-        with _greeted(port):
-            permit = port.permit(Kind.READ, 1, [0], 64)
+        permit = port.permit(Kind.READ, 1, [0], 64)
+        with _greeted(port) as busy:
+            busy.sendall(_shown(port, Kind.WRITE, [0], 64) + Header(Kind.MOVE, 0, 1, 64).encode())
+            wait_for(lambda: 1 in port.permits.active(), "the other's write to begin")
             with pytest.raises(UnavailableError, match="accepts no more connections; raise --data-workers"):
                 transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
         wait_for(lambda: _moves(port, transport), "room, once the other has gone")
@@ -399,8 +401,9 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
-    assert not client.admin.stats().counters.get("revoked_tickets"), "its slots could be another's while bytes arrive"
     wait_for(stored.check, "the workers to go on")
+    wait_for(lambda: client.admin.stats().counters["revoked_tickets"] == 1, "the ticket to be revoked")
+    wait_for(lambda: client.admin.stats().num_quarantined == 0, "the workers to leave the slots of the failed put")
 
 
 @pytest.mark.usefixtures("on_cores")

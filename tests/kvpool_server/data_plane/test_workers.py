@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from kvpool.segment import Segment
 from kvpool_server.child_process import ChildProcess
 from kvpool_server.data_plane import workers as module
+from kvpool_server.data_plane.admission import MAX_SEATS
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers
 from tests.support.processes import wait_for
 
@@ -24,10 +27,18 @@ def segment() -> Iterator[Segment]:
     made.close()
 
 
-def test_a_worker_that_cannot_be_replaced_is_replaced_later(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def permits() -> Iterator[PermitTable]:
+    with closing(PermitTable(b"k" * 32, 10, 1, MAX_SEATS)) as permits:
+        yield permits
+
+
+def test_a_worker_that_cannot_be_replaced_is_replaced_later(
+    segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "REPLACE_S", (0.01, 0.05))
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", 1, segment.info())
+    workers = DataWorkers("127.0.0.1", 0, "", segment.info(), permits)
     refused = []
 
     def refuse_twice(*arguments: Any, **options: Any) -> ChildProcess:
