@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from kvpool.config import ClientConfig
+from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import ConfigError
 from kvpool.tls import WatchedIdentity
 from kvpool.tokens import read_token
@@ -45,21 +44,12 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
             f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
             "with the authority of the server's certificate (ca)"
         )
-    if not (config.insecure_network or is_loopback(config.endpoint)):
+    if not (config.insecure_network or is_loopback(config.endpoint.rpartition(":")[0])):
         raise ConfigError(
             f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
             "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network"
         )
     return grpc.insecure_channel(config.endpoint, options=_OPTIONS)
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Whether HOST:PORT is on this host, whatever a name server says."""
-    host = endpoint.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:

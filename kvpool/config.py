@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
@@ -22,6 +23,14 @@ def check_endpoint(endpoint: str) -> str:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")
     return endpoint
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this one, whatever a name server says."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

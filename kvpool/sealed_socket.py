@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
-from collections.abc import Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -28,14 +26,14 @@ CHANNEL_ID_BYTES = 16
 _KEY_BYTES, _TAG_BYTES = 32, 16
 _LENGTH = struct.Struct("<I")
 _NONCE = struct.Struct("<4xQ")
-_TIMEVAL = struct.Struct("ll")
+_STRANGER = "the peer does not share this connection's secret"
 _INFO = b"kvpool data port"
 
 
 class SealedSocket:
     """The parts of a socket that `kvpool.data_port` uses, over a connected socket. One thread.
 
-    A call that times out in the middle of a record ends the connection's use, as it does in the middle of a payload.
+    As with a socket, BlockingIOError says that a wait has timed out; the same call then goes on where it was.
 
     Args:
         secret: what both sides share.
@@ -56,161 +54,123 @@ class SealedSocket:
         self._seal, self._open = (ours, theirs) if is_client else (theirs, ours)
         self.channel_id = derived[2 * _KEY_BYTES :]
         self._num_sealed = self._num_opened = 0
-        self._outgoing = bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES)
-        self._gathered = bytearray(0)
-        self._incoming = bytearray(RECORD_BYTES + _TAG_BYTES)
-        self._opened = bytearray(0)
+        self._outgoing = memoryview(bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES))
+        self._unsent = self._outgoing[:0]
+        self._sending_bytes = 0
+        self._incoming = memoryview(bytearray(_LENGTH.size + RECORD_BYTES + _TAG_BYTES))
+        self._num_received = 0
+        self._gathered = self._opened = memoryview(b"")
         self._unread = memoryview(b"")
-        self._wait_s: dict[int, float | None] = {socket.SO_RCVTIMEO: None, socket.SO_SNDTIMEO: None}
-
-    # What times out
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._plain.settimeout(seconds)
-
-    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
-        """As of the socket; a timeout also bounds a record as a whole."""
-        self._plain.setsockopt(level, option, value)
-        if level == socket.SOL_SOCKET and option in self._wait_s and isinstance(value, bytes):
-            seconds, microseconds = _TIMEVAL.unpack(value)
-            self._wait_s[option] = seconds + microseconds / 1e6
-
-    def _wait(self, option: int, deadline: float | None) -> None:
-        """Bounds the next wait by a record's deadline. Raises BlockingIOError, as the kernel does, if it has passed."""
-        if deadline is None:
-            return
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise BlockingIOError
-        microseconds = max(1_000, int(remaining_s * 1e6))
-        self._plain.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
-
-    def _deadline(self, option: int) -> float | None:
-        wait_s = self._wait_s[option]
-        return None if wait_s is None else time.monotonic() + wait_s
 
     # Sending
 
-    def send(self, view: memoryview) -> int:
-        return self.sendmsg([view])
+    def send_some(self, buffers: list[memoryview]) -> list[memoryview]:
+        """Sends a record of the buffers' first bytes; returns the buffers without them.
+
+        Call it again with the same buffers until it has returned: the record may be sent in part before.
+        """
+        if not self._unsent:
+            self._seal_record(buffers)
+        self._unsent = self._unsent[self._plain.send(self._unsent) :]
+        return buffers if self._unsent else without(buffers, self._sending_bytes)
 
     def sendall(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self.send(view) :]
+        left = [memoryview(data)]
+        while left:
+            left = self.send_some(left)
 
-    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
-        """Sends one record of the first bytes of the buffers, all of it; returns how many bytes of theirs it holds."""
-        first = buffers[0]
-        is_enough = len(buffers) == 1 or len(first) >= RECORD_BYTES
-        text = first[:RECORD_BYTES] if is_enough else self._gather(buffers)
-        length = _LENGTH.pack(len(text))
-        end = _LENGTH.size + len(text) + _TAG_BYTES
-        record = memoryview(self._outgoing)[:end]
-        record[: _LENGTH.size] = length
-        nonce = _NONCE.pack(self._num_sealed)
+    def _seal_record(self, buffers: list[memoryview]) -> None:
+        text = self._first(buffers)
+        self._sending_bytes = len(text)
+        record = self._outgoing[: _LENGTH.size + len(text) + _TAG_BYTES]
+        record[: _LENGTH.size] = length = _LENGTH.pack(len(text))
+        self._seal.encrypt_into(_NONCE.pack(self._num_sealed), text, length, record[_LENGTH.size :])
         self._num_sealed += 1
-        self._seal.encrypt_into(nonce, text, length, record[_LENGTH.size :])
-        deadline = self._deadline(socket.SO_SNDTIMEO)
-        sent = self._plain.send(record)
-        while sent < end:
-            self._wait(socket.SO_SNDTIMEO, deadline)
-            sent += self._plain.send(record[sent:])
-        return len(text)
+        self._unsent = record
 
-    def _gather(self, buffers: Sequence[memoryview]) -> memoryview:
-        """The first `RECORD_BYTES` of the buffers, one after the other."""
+    def _first(self, buffers: list[memoryview]) -> memoryview:
+        """What the next record holds: of the first buffer as much as fits, or as many whole buffers as fit.
+
+        A buffer that is cut would have all those behind it cut, too, and the receiver could open none of them in place.
+        """
+        size, count = 0, 0
+        while count < len(buffers) and size + len(buffers[count]) <= RECORD_BYTES:
+            size += len(buffers[count])
+            count += 1
+        if count <= 1:
+            return buffers[0][:RECORD_BYTES]
         if not self._gathered:
-            self._gathered = bytearray(RECORD_BYTES)
+            self._gathered = memoryview(bytearray(RECORD_BYTES))
         end = 0
-        for buffer in buffers:
-            part = buffer[: RECORD_BYTES - end]
-            self._gathered[end : end + len(part)] = part
-            end += len(part)
-            if end == RECORD_BYTES:
-                break
-        return memoryview(self._gathered)[:end]
+        for buffer in buffers[:count]:
+            self._gathered[end : end + len(buffer)] = buffer
+            end += len(buffer)
+        return self._gathered[:end]
 
     # Receiving
 
-    def recv(self, nbytes: int, flags: int = 0) -> bytes:
-        """As of the socket; flags peek at the records as they are, for who asks whether any bytes are there."""
-        if flags:
-            return self._plain.recv(nbytes, flags)
-        received = bytearray(nbytes)
-        return bytes(received[: self.recvmsg_into([memoryview(received)])[0]])
+    def receive_some(self, buffers: list[memoryview]) -> list[memoryview]:
+        """Fills buffers in order; returns what is left to fill, which may be all: records are opened as a whole.
 
-    def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        return self.recvmsg_into([view])[0]
-
-    def recvmsg_into(self, buffers: Sequence[memoryview], ancillary_bytes: int = 0, flags: int = 0) -> tuple[int]:
-        """Fills buffers in order with what is left of the last record, else with the next one.
-
-        Returns the number of bytes as a tuple; 0 if the peer has closed the connection between two records. Raises
-        TransferError for a record that the peer has not sealed, or not for this place.
+        Raises EOFError if the peer has closed the connection, TransferError for a record that the peer has not sealed,
+        or not for this place.
         """
         if not self._unread:
-            length = self._receive_length()
+            length = self._receive_record()
             if not length:
-                return (0,)
+                return buffers
+            record = self._incoming[: _LENGTH.size + length + _TAG_BYTES]
+            self._num_received = 0
             if length <= len(buffers[0]):
-                self._receive_record(length, buffers[0][:length])
-                return (length,)
+                self._open_record(record, buffers[0][:length])
+                return without(buffers, length)
             if not self._opened:
-                self._opened = bytearray(RECORD_BYTES)
-            self._unread = memoryview(self._opened)[:length]
-            try:
-                self._receive_record(length, self._unread)
-            except BaseException:
-                self._unread = memoryview(b"")
-                raise
-        filled = 0
-        for buffer in buffers:
+                self._opened = memoryview(bytearray(RECORD_BYTES))
+            self._open_record(record, self._opened[:length])
+            self._unread = self._opened[:length]
+        for nth, buffer in enumerate(buffers):
             part = self._unread[: len(buffer)]
             buffer[: len(part)] = part
             self._unread = self._unread[len(part) :]
-            filled += len(part)
             if not self._unread:
-                break
-        return (filled,)
+                return [each for each in (buffer[len(part) :], *buffers[nth + 1 :]) if each]
+        return []
 
-    def _receive_length(self) -> int:
-        """The plaintext's length of the next record; 0 at the end."""
-        packed = memoryview(bytearray(_LENGTH.size))
-        received = self._plain.recv_into(packed, 0, socket.MSG_WAITALL)
-        if not received:
-            return 0
-        if received < len(packed):
-            self._fill(packed[received:], self._deadline(socket.SO_RCVTIMEO))
-        (length,) = _LENGTH.unpack(packed)
+    def _receive_record(self) -> int:
+        """Receives more of a record; its plaintext's length once all of it is there, else 0."""
+        if self._num_received < _LENGTH.size:
+            self._receive(_LENGTH.size)
+            if self._num_received < _LENGTH.size:
+                return 0
+        (length,) = _LENGTH.unpack(self._incoming[: _LENGTH.size])
         if not 1 <= length <= RECORD_BYTES:
-            raise TransferError(f"a record of {length} bytes: the peer does not share this connection's secret")
-        return int(length)
+            raise TransferError(f"a record of {length} bytes: {_STRANGER}")
+        end = _LENGTH.size + length + _TAG_BYTES
+        self._receive(end)
+        return int(length) if self._num_received == end else 0
 
-    def _receive_record(self, length: int, text: memoryview) -> None:
-        """Receives and opens a record whose length has been received."""
-        record = memoryview(self._incoming)[: length + _TAG_BYTES]
-        self._fill(record, self._deadline(socket.SO_RCVTIMEO))
+    def _receive(self, end: int) -> None:
+        received = self._plain.recv_into(self._incoming[self._num_received : end], 0, socket.MSG_WAITALL)
+        if not received:
+            raise EOFError("the peer has closed the connection")
+        self._num_received += received
+
+    def _open_record(self, record: memoryview, text: memoryview) -> None:
         nonce = _NONCE.pack(self._num_opened)
         self._num_opened += 1
         try:
-            self._open.decrypt_into(nonce, record, _LENGTH.pack(length), text)
+            self._open.decrypt_into(nonce, record[_LENGTH.size :], record[: _LENGTH.size], text)
         except InvalidTag:
-            raise TransferError(
-                "a record was changed on its way, or the peer does not share this connection's secret"
-            ) from None
+            raise TransferError(f"a record was changed on its way, or {_STRANGER}") from None
 
-    def _fill(self, view: memoryview, deadline: float | None) -> None:
-        while True:
-            received = self._plain.recv_into(view, 0, socket.MSG_WAITALL)
-            if not received:
-                raise EOFError("the peer has closed the connection in the middle of a record")
-            view = view[received:]
-            if not view:
-                return
-            self._wait(socket.SO_RCVTIMEO, deadline)
+    # As of the socket
 
-    # The rest
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
+        """Bytes as they are on the wire: to see whether any are there, or to discard them."""
+        return self._plain.recv(nbytes, flags)
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        self._plain.setsockopt(level, option, value)
 
     def shutdown(self, how: int) -> None:
         self._plain.shutdown(how)
@@ -218,5 +178,11 @@ class SealedSocket:
     def close(self) -> None:
         self._plain.close()
 
-    def fileno(self) -> int:
-        return self._plain.fileno()
+
+def without(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The buffers without their first `nbytes`."""
+    for nth, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            return [buffer[nbytes:], *buffers[nth + 1 :]]
+        nbytes -= len(buffer)
+    return []

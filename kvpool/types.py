@@ -328,11 +328,13 @@ class DataPortInfo:
     Args:
         host: empty: the host of the gRPC endpoint.
         nonce: differs with every boot.
+        sealed: whether its connections are; permits then come with their keys.
     """
 
     host: str
     port: int
     nonce: bytes
+    sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,14 +28,15 @@ def check_exposure(config: ServerConfig) -> None:
     if config.insecure_network:
         return
     has_tls = tls_files(config) is not None
-    if not has_tls and not is_local(config.listen):
+    for flag, address in (("--listen", config.listen), ("--data-listen", config.data_listen)):
+        if has_tls or not address or is_local(address):
+            continue
         raise ConfigError(
-            f"{_open('--listen', config.listen)}; make certificates with `kvpool certs init` and give --tls-cert, "
+            f"{_open(flag, address)}; make certificates with `kvpool certs init` and give --tls-cert, "
             f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
         )
     plain = {
         "--http-listen": config.http_listen,
-        "--data-listen": config.data_listen,
         "--kv-events": _tcp_address(config.kv_events),
         "--kv-events-replay": _tcp_address(config.kv_events_replay),
     }

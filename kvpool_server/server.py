@@ -143,7 +143,8 @@ class Server:
 
     def _make_permits(self) -> PermitTable:
         limits, num_workers = self._limits, self.config.data_workers or default_count()
-        permits = PermitTable(secrets.token_bytes(32), limits.max_leases + limits.max_tickets, num_workers, MAX_SEATS)
+        most, sealed = limits.max_leases + limits.max_tickets, self._credentials is not None
+        permits = PermitTable(secrets.token_bytes(32), most, num_workers, MAX_SEATS, sealed=sealed)
         self._open.callback(permits.close)
         return permits
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from kvpool.config import ClientConfig
+from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import KVPoolError, TransferError
 from kvpool.mooncake import Engine, address_towards
 from kvpool.segment import Segment
@@ -110,8 +110,14 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.data_port is None:
         raise TransferError("the server has no data port; see --data-listen")
     host, stall_s = _host(config), config.stall_timeout_ms / 1000
+    where = offer.data_port.host or host
+    if not (offer.data_port.sealed or config.insecure_network or is_loopback(where)):
+        raise TransferError(
+            f"the data port at {where} is not encrypted; start kvpool-server with TLS, or allow it with "
+            "insecure_network"
+        )
     peer = peer_of(offer.data_port, host, stall_s, stall_s)
-    peer.connect(max(stall_s, PROVE_S)).close()
+    peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
     transport = TcpTransport(peer, connections)
     return Choice(transport, f"tcp over {transport.route}")

@@ -24,7 +24,7 @@ MAX_CONNECTIONS = 32
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
     """The data port of a server that was reached at `host`, unless `info` names another host."""
-    return Peer(info.host or host, info.port, info.nonce, connect_timeout_s, stall_timeout_s)
+    return Peer(info.host or host, info.port, info.nonce, connect_timeout_s, stall_timeout_s, info.sealed)
 
 
 class TcpTransport:

@@ -153,14 +153,16 @@ class MooncakeEngine(_message.Message):
     def __init__(self, session: _Optional[str] = ..., protocol: _Optional[str] = ..., base_address: _Optional[int] = ..., nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ...) -> None: ...
 
 class DataPort(_message.Message):
-    __slots__ = ("host", "port", "nonce")
+    __slots__ = ("host", "port", "nonce", "sealed")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     nonce: bytes
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    sealed: bool
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., sealed: bool = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
     __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port")

@@ -9,6 +9,8 @@ on later: until then its word keeps the slots.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +21,8 @@ import numpy as np
 from kvpool.data_port import (
     HEADER_BYTES,
     MAGIC,
+    PERMIT_BYTES,
+    PROOF_BYTES,
     WRITTEN_PIECE_BYTES,
     Header,
     Kind,
@@ -26,15 +30,18 @@ from kvpool.data_port import (
     Reply,
     Signer,
     Status,
+    Stream,
     Terms,
     pieces,
     pieces_behind,
+    proof_of,
     receive_some,
     send,
     send_some,
     time_out,
 )
-from kvpool.errors import InvalidRequestError
+from kvpool.errors import InvalidRequestError, TransferError
+from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool_server.data_plane.admission import Admission, Seat
 from kvpool_server.data_plane.permits import TransferWord
 
@@ -54,7 +61,7 @@ REFUSAL_S = 1.0
 REFUSAL_BYTES = 64 << 20
 """Bytes of a refused client that are read and discarded, so that the client gets to read the refusal."""
 
-_MoveSome = Callable[[socket.socket, list[memoryview]], list[memoryview]]
+_MoveSome = Callable[[Stream, list[memoryview]], list[memoryview]]
 
 
 class _RefusedError(Exception):
@@ -84,6 +91,8 @@ class Connection:
         nonce: sent in the greeting.
         count: called after each payload with (is_write, bytes).
         clock_ns: CLOCK_MONOTONIC.
+        sealed: whether the connection is encrypted: the client shows a permit in clear, and proves by the first record
+            that it knows the permit's key.
     """
 
     def __init__(
@@ -96,8 +105,11 @@ class Connection:
         nonce: bytes,
         count: Callable[[bool, int], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        sealed: bool = False,
     ):
-        self._client = seat.client
+        self._client: Stream = seat.client
+        self._sealed = sealed
         self._seat = seat
         self._admission = admission
         self._word = word
@@ -116,14 +128,17 @@ class Connection:
             self._refuse(refusal.reply)
         except InvalidRequestError as error:
             self._refuse(Reply(Status.INVALID, 0, str(error)))
-        except (EOFError, OSError):
-            pass  # The client has disconnected, or its network fails.
+        except (EOFError, OSError, TransferError):
+            pass  # The client has disconnected, its network fails, or it does not know the secret of its permit.
 
     def _serve_requests(self) -> None:
         prove_by = time.monotonic() + PROVE_S
         self._client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._time_out(PROVE_S)
-        self._client.sendall(MAGIC + self._nonce)
+        if self._sealed:
+            self._client = self._seal(prove_by)
+        else:
+            self._client.sendall(MAGIC + self._nonce)
         permit: _Permit | None = None
         while True:
             now = self._seat.idle_since = time.monotonic()
@@ -135,6 +150,15 @@ class Connection:
                 raise InvalidRequestError("a transfer was requested before any permit; send a permit first")
             else:
                 self._move(permit, header)
+
+    def _seal(self, prove_by: float) -> SealedSocket:
+        """Greets the client, and derives the connection's keys from the permit that it names."""
+        server_random = secrets.token_bytes(RANDOM_BYTES)
+        self._client.sendall(MAGIC + self._nonce + server_random)
+        hello = self._receive(RANDOM_BYTES + PERMIT_BYTES, prove_by)
+        client_random, permit = hello[:RANDOM_BYTES], hello[RANDOM_BYTES:]
+        secret = self._signer.key_of(permit)
+        return SealedSocket(self._seat.client, secret, client_random, server_random, is_client=False)
 
     def _receive(self, nbytes: int, ends_at: float) -> bytes:
         """The next `nbytes`. Raises TimeoutError if they are not there at `ends_at`, EOFError, OSError."""
@@ -152,6 +176,11 @@ class Connection:
         """Receives a permit's offsets; raises unless this server signed the permit, for this arena, and it is live."""
         offsets = np.frombuffer(self._receive(8 * header.stop, ends_at), "<u8")
         terms = self._signer.terms(header, offsets)
+        if isinstance(self._client, SealedSocket):
+            # Permits are shown in clear when connections begin: who has seen one must not be able to use it.
+            proof = proof_of(self._signer.key_of(header.permit), self._client.channel_id)
+            if not hmac.compare_digest(proof, self._receive(PROOF_BYTES, ends_at)):
+                terms = None
         if terms is None:
             raise _RefusedError(Status.REFUSED, "the permit is not for these regions, or of another boot")
         if int(offsets.max()) + header.region_bytes > len(self._arena):

@@ -30,6 +30,7 @@ class PermitTable:
 
     Args:
         key: signs permits; the workers check them with it.
+        sealed: whether the workers' connections are, and permits come with their keys.
         num_entries: most holds that have permits at once.
         words_per_worker: one for each connection.
 
@@ -38,8 +39,9 @@ class PermitTable:
         entries: uint64 [num_entries].
     """
 
-    def __init__(self, key: bytes, num_entries: int, num_workers: int, words_per_worker: int):
+    def __init__(self, key: bytes, num_entries: int, num_workers: int, words_per_worker: int, *, sealed: bool = False):
         self.key = key
+        self.sealed = sealed
         self.num_workers = num_workers
         self.entries_fd, self.entries = _share("kvpool-permits", num_entries)
         self.words_fd, self._words = _share("kvpool-transfers", num_workers * words_per_worker)
@@ -56,7 +58,8 @@ class PermitTable:
         if entry is None:
             entry = self._entry_of[hold_id] = self._free.pop()
             self.entries[entry] = hold_id
-        return self._signer.permit(kind, hold_id, Terms(deadline_ns, entry), region_bytes, offsets)
+        permit = self._signer.permit(kind, hold_id, Terms(deadline_ns, entry), region_bytes, offsets)
+        return permit + self._signer.key_of(permit) if self.sealed else permit
 
     def end(self, hold_id: int) -> bool:
         """Ends all permits of a hold. False if a worker is moving bytes under one: `active` tells when it has left."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.data_port import MAGIC, NO_ROOM, Signer
+from kvpool.sealed_socket import RANDOM_BYTES
 from kvpool.segment import Segment
 from kvpool.types import SegmentInfo
 from kvpool_server.child_process import exit_with_server, receive_settings
@@ -45,6 +46,7 @@ class WorkerSettings:
         row: this worker's row in tally and words.
         key: signs permits.
         nonce: sent in greetings; names this boot of the server.
+        sealed: whether connections are.
     """
 
     path: str
@@ -57,6 +59,7 @@ class WorkerSettings:
     row: int
     key: bytes
     nonce: bytes
+    sealed: bool
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WorkerSettings:
@@ -74,6 +77,7 @@ class DataWorker:
         entries: uint64 [any], the table of live tickets and leases.
         words: uint64 [MAX_SEATS], written by this worker alone.
         admission: which connections are served; others are refused with `NO_ROOM`.
+        sealed: whether connections are.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class DataWorker:
         entries: memoryview,
         words: memoryview,
         admission: Admission | None = None,
+        *,
+        sealed: bool = False,
     ):
         self._listener = listener
         self._arena = arena
@@ -96,6 +102,7 @@ class DataWorker:
         self._entries = entries
         self._words = words
         self._admission = admission or Admission()
+        self._sealed = sealed
 
     def serve(self) -> None:
         """Returns when the listening socket is closed."""
@@ -117,13 +124,22 @@ class DataWorker:
             with client:
                 client.setblocking(False)
                 with contextlib.suppress(OSError):
-                    client.send(MAGIC + NO_ROOM)
+                    client.send(MAGIC + NO_ROOM + bytes(RANDOM_BYTES * self._sealed))
 
     def _serve_client(self, seat: Seat) -> None:
         word = TransferWord(self._entries, self._words[seat.number : seat.number + 1])
         with seat.client:
             try:
-                Connection(seat, self._admission, word, self._arena, self._signer, self._nonce, self._count).serve()
+                Connection(
+                    seat,
+                    self._admission,
+                    word,
+                    self._arena,
+                    self._signer,
+                    self._nonce,
+                    self._count,
+                    sealed=self._sealed,
+                ).serve()
             finally:
                 self._admission.leave(seat)
 
@@ -142,7 +158,14 @@ def main() -> None:
     entries = map_words(settings.entries_fd, writable=False)
     words = map_words(settings.words_fd, writable=True)[settings.row * MAX_SEATS : (settings.row + 1) * MAX_SEATS]
     worker = DataWorker(
-        listener, segment.bytes.data, settings.key, settings.nonce, tallies[settings.row], entries, words
+        listener,
+        segment.bytes.data,
+        settings.key,
+        settings.nonce,
+        tallies[settings.row],
+        entries,
+        words,
+        sealed=settings.sealed,
     )
     with contextlib.suppress(BrokenPipeError):  # The server has ended, and this process ends in a moment.
         os.write(sys.stdout.fileno(), b"ready\n")

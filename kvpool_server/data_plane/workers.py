@@ -71,7 +71,7 @@ class DataWorkers:
         os.ftruncate(self._tally_fd, count * TALLY_COLUMNS * 8)
         self._tallies = np.frombuffer(mmap.mmap(self._tally_fd, 0), np.uint64).reshape(count, TALLY_COLUMNS)
         self._is_stopping = False
-        self.info = DataPortInfo(told_host, self._listener.getsockname()[1], self._nonce)
+        self.info = DataPortInfo(told_host, self._listener.getsockname()[1], self._nonce, permits.sealed)
         self._workers = [_WorkerState(self._spawn(row), time.monotonic()) for row in range(count)]
 
     @property
@@ -87,7 +87,9 @@ class DataWorkers:
     def _spawn(self, row: int) -> ChildProcess:
         segment, permits = self._segment, self._permits
         fds = (self._listener.fileno(), self._tally_fd, permits.entries_fd, permits.words_fd)
-        settings = WorkerSettings(segment.path, segment.nbytes, segment.nonce, *fds, row, permits.key, self._nonce)
+        settings = WorkerSettings(
+            segment.path, segment.nbytes, segment.nonce, *fds, row, permits.key, self._nonce, permits.sealed
+        )
         return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:

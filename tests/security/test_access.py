@@ -317,7 +317,8 @@ def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> 
     [
         (["--listen", "0.0.0.0:0"], "--tls-client-ca (or --tokens), or give --insecure-network"),
         (["--http-listen", "0.0.0.0:0"], "--http-listen 0.0.0.0:0: other hosts can reach"),
-        (["--data-listen", "0.0.0.0:0"], "nor is anything encrypted"),
+        (["--data-listen", "0.0.0.0:0"], "--data-listen 0.0.0.0:0: other hosts can reach"),
+        (["--kv-events-replay", "tcp://0.0.0.0:0"], "nor is anything encrypted"),
         (["--kv-events", "tcp://0.0.0.0:0"], "--kv-events 0.0.0.0:0"),
         (["--mooncake", "tcp"], "asks nobody who he is"),
         (["--tls-cert", "x"], "TLS needs --tls-cert and --tls-key"),

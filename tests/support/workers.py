@@ -36,15 +36,23 @@ class Port:
         permits: `end` of it ends the permits of a ticket or lease.
     """
 
-    def __init__(self, nbytes: int, max_connections: int, max_unproven: int):
+    def __init__(self, nbytes: int, max_connections: int, max_unproven: int, sealed: bool):
         self.arena = np.zeros(nbytes, np.uint8)
         self.tally = np.zeros(TALLY_COLUMNS, np.uint64)
-        self.permits = PermitTable(KEY, NUM_ENTRIES, 1, MAX_SEATS)
+        self.permits = PermitTable(KEY, NUM_ENTRIES, 1, MAX_SEATS, sealed=sealed)
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE)
+        self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE, sealed)
         admission, words = Admission(max_connections, max_unproven), self.permits.words_of(0)
         worker = DataWorker(
-            self.listener, self.arena.data, KEY, NONCE, self.tally, self.permits.entries, words, admission
+            self.listener,
+            self.arena.data,
+            KEY,
+            NONCE,
+            self.tally,
+            self.permits.entries,
+            words,
+            admission,
+            sealed=sealed,
         )
         self.thread = threading.Thread(target=worker.serve, daemon=True)
         self.thread.start()
@@ -61,10 +69,14 @@ class Port:
 
 @contextmanager
 def data_port(
-    nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS, max_unproven: int = MAX_UNPROVEN
+    nbytes: int = 64 << 20,
+    max_connections: int = MAX_CONNECTIONS,
+    max_unproven: int = MAX_UNPROVEN,
+    *,
+    sealed: bool = False,
 ) -> Iterator[Port]:
     """A data port until the end of the block."""
-    port = Port(nbytes, max_connections, max_unproven)
+    port = Port(nbytes, max_connections, max_unproven, sealed)
     try:
         yield port
     finally:
