@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import socket
@@ -39,7 +40,7 @@ from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from tests.support.certificates import files_in, server_flags
 from tests.support.processes import ServerProcess
-from tests.support.values import namespace_spec, payload, run_of
+from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import NONCE, Port, data_port
 
 MIB = 1 << 20
@@ -222,8 +223,6 @@ def test_a_recorder_on_every_port_finds_no_byte_of_a_block(
     grpc_port = _Between(int(server.endpoint.rpartition(":")[2]))
     endpoint = f"127.0.0.1:{grpc_port.port}"
     blocks = [payload(f"secret {number}", 256 << 10) for number in range(4)]
-    from tests.support.values import group_spec
-
     spec = namespace_spec(group_spec(chunk_bytes=256 << 10), tenant="acme")
     run = run_of(*(f"secret {number}" for number in range(4)))
     data_ports: list[_Between] = []
@@ -234,10 +233,7 @@ def test_a_recorder_on_every_port_finds_no_byte_of_a_block(
         def through(peer: Peer, timeout_s: float) -> tuple[socket.socket, bytes]:
             between = _Between(peer.port)
             data_ports.append(between)
-            sealed = Peer(
-                peer.host, between.port, peer.nonce, peer.connect_timeout_s, peer.stall_timeout_s, peer.sealed
-            )
-            return connect(sealed, timeout_s)
+            return connect(dataclasses.replace(peer, port=between.port), timeout_s)
 
         patch.setattr(Peer, "connect", through)
         config = ClientConfig(endpoint, transport, timeout_ms=10_000, data_timeout_ms=10_000, tls=engine)

@@ -157,9 +157,8 @@ def test_nothing_is_written_once_a_permit_has_expired_on_the_way(plain_port: Por
     """A client that stops in the middle, as one that was stopped would: what it sends afterwards goes nowhere."""
     plain_port.arena[: 2 * MIB] = 0
     with _greeted(plain_port) as client:
-        client.sendall(
-            _shown(plain_port, Kind.WRITE, [0], 2 * MIB, ttl_s=0.3) + Header(Kind.MOVE, 0, 1, 2 * MIB).encode()
-        )
+        client.sendall(_shown(plain_port, Kind.WRITE, [0], 2 * MIB, ttl_s=0.3))
+        client.sendall(Header(Kind.MOVE, 0, 1, 2 * MIB).encode())
         client.sendall(bytes([1]) * MIB)
         time.sleep(0.5)
         client.sendall(bytes([1]) * MIB)
