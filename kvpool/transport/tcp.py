@@ -2,8 +2,8 @@
 
 `TcpWrite` and `TcpRead` are the transfers, `ConnectionPool` the connections that all transfers share.
 
-One-sided, although data workers take part: after a client hangs up, a worker may still write bytes that were already
-received. So the ticket of a failed write is never revoked: it expires, and its slots wait in quarantine.
+After a client hangs up, a worker may still write bytes that were already received. So the ticket of a failed write is
+revoked: the server frees its slots once the worker has left them, which is soon.
 """
 
 from __future__ import annotations

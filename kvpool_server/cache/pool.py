@@ -284,8 +284,9 @@ class Pool:
         try:
             statuses = self.entry_table.reserve(group, runs, ticket)
         except NoRoomError as error:
-            leases, tickets = [*self.leases.values(), *self._unfinished], self.tickets.values()
-            raise error.because(describe_holders(leases, tickets, self._quarantine, now, error.account)) from None
+            leases, tickets = self.leases.values(), self.tickets.values()
+            holders = describe_holders(leases, tickets, self._unfinished, self._quarantine, now, error.account)
+            raise error.because(holders) from None
         if ticket.entries:
             self.tickets.add(ticket)
         return ticket, statuses

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +21,7 @@ from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
-from tests.support.workers import Port, data_port, workers_of
+from tests.support.workers import Port, data_port
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB
@@ -289,15 +287,3 @@ def _is_full(pooled: PooledPort, use: Use) -> bool:
     before = pooled.port.tally.tolist()
     time.sleep(0.1)
     return use.holding_id in pooled.port.permits.active() and pooled.port.tally.tolist() == before
-
-
-def test_a_worker_that_dies_leaves_its_slots(pool: Tenants, client: DataClient) -> None:
-    use = pool.put_start()
-    use.show(client)
-    client.move(0, 1, BLOCK_BYTES, FORGED)
-    (worker,) = workers_of(pool.server)
-    os.kill(worker, signal.SIGKILL)
-    assert pool.intruder.rpc.put_revoke(use.holding_id)
-    wait_for(pool.can_fill, "the slots of the dead worker")
-    wait_for(lambda: set(workers_of(pool.server)) - {worker}, "the next worker")
-    pool.check()
