@@ -8,7 +8,7 @@ from kvpool import wire
 from kvpool.holdings import NamespaceInfo
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
-from kvpool.types import BlockRun, PoolStats, Quota
+from kvpool.types import BlockRun, PoolStats, Quota, WhoAmI
 from kvpool.v1 import pool_pb2 as pb
 
 
@@ -25,6 +25,10 @@ class Admin:
         """The server's version, and the seconds since its start."""
         reply = self._rpc.ping()
         return reply.version, reply.uptime_seconds
+
+    def whoami(self) -> WhoAmI:
+        """Who the server takes this client for."""
+        return wire.decode_whoami(self._rpc.call(self._rpc.stub.WhoAmI, pb.WhoAmIRequest()))
 
     def try_transport(self) -> Choice:
         """Attaches to the server as `Client.open_namespace` does, and raises as it. Close the choice's transport."""

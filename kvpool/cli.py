@@ -9,6 +9,8 @@ import string
 import sys
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,12 +28,14 @@ from kvpool.bandwidth import (
     usual_block,
 )
 from kvpool.bandwidth_report import row_of, text_of
+from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, NamespaceSpec, differences
 from kvpool.quotas import parse_quota, size_text
+from kvpool.tls import TlsFiles
 from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
 from kvpool.version import __version__
 
@@ -46,6 +50,9 @@ QUIET_S = 5.0
 
 CLEAR_TIMEOUT_MS = 20_000
 """`kvpool clear` waits for tiers, too."""
+
+_TRUST: ContextVar[dict[str, Any]] = ContextVar("options of all commands")
+"""Fields of `ClientConfig`, from the options that stand before the command."""
 
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -82,7 +89,7 @@ def ping(
         raise InvalidRequestError("--prefill and --tensor-parallel are about a namespace's hits; give --namespace")
     if namespace is not None and not bandwidth:
         raise InvalidRequestError("--namespace needs a measurement; give --bandwidth")
-    config = measurement_config(endpoint, transport) if bandwidth else _config(endpoint, transport)
+    config = _trusting(measurement_config(endpoint, transport)) if bandwidth else _config(endpoint, transport)
     with Client(config) as client:
         version, uptime_s = client.admin.ping()
         choice = client.admin.try_transport()
@@ -105,6 +112,21 @@ def ping(
                 typer.echo(text_of(measured, cost, prefill))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
+
+
+@app.command()
+def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+    """Show who the server takes you for, what you may call, and when your certificate or token ends."""
+    with _client(endpoint) as client:
+        found = client.admin.whoami()
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    typer.echo(printable(found.principal) or f"nobody in particular: {endpoint} asks no one who he is")
+    if found.ends_at:
+        left = duration_text(found.ends_at - time.time())
+        typer.echo(f"    until {time.strftime('%Y-%m-%d %H:%M', time.gmtime(found.ends_at))} UTC, for {left}")
+    typer.echo(f"    may call {', '.join(map(printable, found.methods))}")
 
 
 @app.command()
@@ -334,14 +356,39 @@ def _client(endpoint: str, transport: str = "auto") -> Client:
 
 
 def _config(endpoint: str, transport: str) -> ClientConfig:
-    return ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=5_000)
+    return _trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=5_000))
+
+
+def _trusting(config: ClientConfig) -> ClientConfig:
+    """A configuration with the options that stand before the command."""
+    return dataclasses.replace(config, **_TRUST.get())
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _common(
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            envvar="KVPOOL_TLS",
+            help=f"Directory with {CA_NAME}, {CERTIFICATE_NAME} and {KEY_NAME}, as `kvpool certs` makes them.",
+        ),
+    ] = None,
+    insecure_network: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-network",
+            envvar="KVPOOL_INSECURE_NETWORK",
+            help="Without --tls: talk to other hosts in plaintext, on a network where all are trusted.",
+        ),
+    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         typer.echo(f"kvpool {__version__}")
         raise typer.Exit
+    files = None if tls is None else TlsFiles(*(str(tls / name) for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME)))
+    _TRUST.set({"tls": files, "insecure_network": insecure_network})
 
 
 def main() -> None:
@@ -349,7 +396,11 @@ def main() -> None:
     for point in importlib.metadata.entry_points(group="kvpool.commands"):
         # Loaded on demand: the commands of other packages import more than most users need.
         if sys.argv[1:2] in ([], ["--help"], [point.name]):
-            app.add_typer(point.load(), name=point.name)
+            loaded = point.load()
+            if isinstance(loaded, typer.Typer):
+                app.add_typer(loaded, name=point.name)
+            else:
+                app.command(point.name)(loaded)
     try:
         app()
     except KVPoolError as error:

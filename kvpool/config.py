@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
+from kvpool.tls import TlsFiles
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mooncake", "stream")
 """What `ClientConfig.transport` accepts; `kvpool.transport.choice` says which transports each value tries."""
@@ -23,6 +25,14 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host is this one, whatever a name server says."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
     """How a client reaches its pool.
@@ -37,6 +47,9 @@ class ClientConfig:
         stream_connections: most connections over which `tcp` spreads a transfer; 0: as many as the cores pay for.
         local_clients: clients that share this host's cores, such as the ranks of one engine.
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
+        tls: the client's certificate, its key, and the authority of the server's; None: plaintext, only to this host.
+        token_file: a file with a bearer token, for servers that know clients by tokens; only with `tls`.
+        insecure_network: allow plaintext to other hosts, on a network where nobody reads or changes what you compute.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Must exceed the slowest load.
         ticket_ttl_ms: how long a put may take. Must exceed the slowest write of one put.
     """
@@ -50,6 +63,9 @@ class ClientConfig:
     local_clients: int = 1
     lease_ttl_ms: int = 10_000
     ticket_ttl_ms: int = 10_000
+    tls: TlsFiles | None = None
+    token_file: str = ""
+    insecure_network: bool = False
 
     def __post_init__(self) -> None:
         check_endpoint(self.endpoint)

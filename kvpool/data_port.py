@@ -1,7 +1,8 @@
 """The data port's wire format, and the permits that it requires. Shared by the client and the server's data workers.
 
 A data worker maps the arena and does not know the pool's state. A permit says which regions a client may access: a
-keyed hash over the ticket or lease, its deadline, and every region, made by the server when it granted them.
+keyed hash over the ticket or lease, its deadline, and every region, made by the server when it granted them. The permit
+ends with its ticket or lease, or at the deadline: it names an entry of a table in which the server says which are live.
 docs/protocol.md describes the protocol. This module does not import gRPC, so that a data worker starts fast.
 """
 
@@ -15,20 +16,24 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
+from kvpool.sealed_socket import SealedSocket, without
 
-MAGIC = b"kvpool2\n"
+MAGIC = b"kvpool3\n"
 NONCE_BYTES = 16
 NO_ROOM = bytes(NONCE_BYTES)
 """The greeting's nonce if the data port accepts no more connections."""
 
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAC_BYTES = 16
-PERMIT_BYTES = 8 + MAC_BYTES
+PERMIT_BYTES = 12 + MAC_BYTES
+PERMIT_KEY_BYTES = 32
+PROOF_BYTES = 16
 MAX_REGIONS = 65_536
 MAX_MESSAGE_BYTES = 1_024
 PIECE_BYTES = 8 << 20
@@ -40,13 +45,14 @@ WRITTEN_PIECE_BYTES = 1 << 20
 MAX_BUFFERS = 512
 """Most buffers of one system call; Linux accepts 1,024."""
 
-_HEADER = struct.Struct("<BxxxIIQQQ24s")
+_HEADER = struct.Struct("<BxxxIIQQQ28s")
 _REPLY = struct.Struct("<BxxxIQ")
-_SIGNED = struct.Struct("<BQqQI")
-_DEADLINE = struct.Struct("<q")
+_SIGNED = struct.Struct("<BQqIQI")
+_TERMS = struct.Struct("<qI")
 HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
 
 Offsets = npt.NDArray[np.uint64]
+Stream = socket.socket | SealedSocket
 
 
 class Kind(enum.IntEnum):
@@ -141,6 +147,18 @@ def pack_offsets(offsets: Sequence[int] | Offsets) -> Offsets:
     return np.asarray(offsets, "<u8")
 
 
+class Terms(NamedTuple):
+    """What a permit says of its ticket or lease.
+
+    Args:
+        deadline_ns: of the server's CLOCK_MONOTONIC.
+        entry: index in the server's table of live tickets and leases.
+    """
+
+    deadline_ns: int
+    entry: int
+
+
 class Signer:
     """Makes permits and checks them.
 
@@ -151,22 +169,30 @@ class Signer:
     def __init__(self, key: bytes):
         self._key = key
 
-    def permit(self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets) -> bytes:
-        """A permit for these regions until `deadline_ns` of the server's CLOCK_MONOTONIC."""
-        mac = self._mac(kind, holding_id, deadline_ns, region_bytes, offsets)
-        return _DEADLINE.pack(deadline_ns) + mac
+    def permit(self, kind: Kind, holding_id: int, terms: Terms, region_bytes: int, offsets: Offsets) -> bytes:
+        """A permit for these regions."""
+        return _TERMS.pack(*terms) + self._mac(kind, holding_id, terms, region_bytes, offsets)
 
-    def deadline_ns(self, header: Header, offsets: Offsets) -> int | None:
-        """The deadline of a header's permit; None if this signer did not make the permit for these regions."""
-        (deadline_ns,) = _DEADLINE.unpack_from(header.permit)
-        expected = self._mac(header.kind, header.holding_id, deadline_ns, header.region_bytes, offsets)
-        return int(deadline_ns) if hmac.compare_digest(expected, header.permit[_DEADLINE.size :]) else None
+    def key_of(self, permit: bytes) -> bytes:
+        """The secret that a client gets together with a permit, inside TLS: whoever knows it may use the permit."""
+        return hashlib.blake2b(permit, key=self._key, digest_size=PERMIT_KEY_BYTES, person=b"kvpool-seal").digest()
 
-    def _mac(self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets) -> bytes:
+    def terms(self, header: Header, offsets: Offsets) -> Terms | None:
+        """The terms of a header's permit; None if this signer did not make the permit for these regions."""
+        terms = Terms._make(_TERMS.unpack_from(header.permit))
+        expected = self._mac(header.kind, header.holding_id, terms, header.region_bytes, offsets)
+        return terms if hmac.compare_digest(expected, header.permit[_TERMS.size :]) else None
+
+    def _mac(self, kind: Kind, holding_id: int, terms: Terms, region_bytes: int, offsets: Offsets) -> bytes:
         hashed = hashlib.blake2b(key=self._key, digest_size=MAC_BYTES)
-        hashed.update(_SIGNED.pack(kind, holding_id, deadline_ns, region_bytes, len(offsets)))
+        hashed.update(_SIGNED.pack(kind, holding_id, *terms, region_bytes, len(offsets)))
         hashed.update(offsets.tobytes())
         return hashed.digest()
+
+
+def proof_of(permit_key: bytes, channel_id: bytes) -> bytes:
+    """Shows, on one sealed connection, that its sender knows a permit's key."""
+    return hashlib.blake2b(channel_id, key=permit_key, digest_size=PROOF_BYTES, person=b"kvpool-proof").digest()
 
 
 def pieces(views: Sequence[memoryview], piece_bytes: int = PIECE_BYTES) -> Iterator[list[memoryview]]:
@@ -194,52 +220,47 @@ def pieces_behind(head: bytes | bytearray, views: Sequence[memoryview]) -> Itera
     yield from cut
 
 
-def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+def receive_exactly(connection: Stream, nbytes: int) -> bytes:
     """The next `nbytes`. Raises EOFError if the peer has closed the connection, OSError if it has failed."""
     received = bytearray(nbytes)
     receive(connection, [memoryview(received)] if nbytes else [])
     return bytes(received)
 
 
-def receive(connection: socket.socket, buffers: list[memoryview]) -> None:
+def receive(connection: Stream, buffers: list[memoryview]) -> None:
     """Fills buffers in order; raises as `receive_exactly` does."""
     while buffers:
         buffers = receive_some(connection, buffers)
 
 
-def receive_some(connection: socket.socket, buffers: list[memoryview]) -> list[memoryview]:
+def receive_some(connection: Stream, buffers: list[memoryview]) -> list[memoryview]:
     """Fills buffers in order until the socket's timeout; returns what is left to fill."""
+    if isinstance(connection, SealedSocket):
+        return connection.receive_some(buffers)
     if len(buffers) == 1:
         received = connection.recv_into(buffers[0], 0, socket.MSG_WAITALL)
     else:
         received = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
     if not received:
         raise EOFError("the peer has closed the connection")
-    return _rest(buffers, received)
+    return without(buffers, received)
 
 
-def send(connection: socket.socket, buffers: list[memoryview]) -> None:
+def send(connection: Stream, buffers: list[memoryview]) -> None:
     """Sends all of the buffers. Raises OSError."""
     while buffers:
         buffers = send_some(connection, buffers)
 
 
-def send_some(connection: socket.socket, buffers: list[memoryview]) -> list[memoryview]:
+def send_some(connection: Stream, buffers: list[memoryview]) -> list[memoryview]:
     """Sends buffers in order until the socket's timeout; returns what is left to send."""
+    if isinstance(connection, SealedSocket):
+        return connection.send_some(buffers)
     sent = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)
-    return _rest(buffers, sent)
+    return without(buffers, sent)
 
 
-def _rest(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """The buffers without their first `nbytes`."""
-    for nth, buffer in enumerate(buffers):
-        if nbytes < len(buffer):
-            return [buffer[nbytes:], *buffers[nth + 1 :]]
-        nbytes -= len(buffer)
-    return []
-
-
-def time_out(connection: socket.socket, seconds: float) -> None:
+def time_out(connection: Stream, seconds: float) -> None:
     """Bounds each later wait of a blocking socket in the kernel, which saves a `poll` before each system call."""
     microseconds = max(1_000, int(seconds * 1e6))  # 0 would mean no timeout.
     limit = struct.pack("ll", *divmod(microseconds, 1_000_000))

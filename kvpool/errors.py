@@ -50,3 +50,7 @@ class ChecksumError(KVPoolError):
 
 class PermissionDeniedError(KVPoolError):
     """The caller may not do this (PERMISSION_DENIED)."""
+
+
+class UnauthenticatedError(KVPoolError):
+    """The caller has not proved who it is (UNAUTHENTICATED)."""

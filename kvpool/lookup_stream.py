@@ -1,6 +1,9 @@
 """Lookups over one long-lived gRPC call, which saves the set-up of a call for each.
 
 The first lookup opens a stream, which lives until the server or the client ends it; the next lookup then opens another.
+Lookups that a server leaves unanswered when it ends a stream without an error are sent once more, over the next one: a
+server ends streams from time to time, so that nobody's certificate is trusted for ever.
+
 The server answers in the order of the requests. Leases that end travel with the next lookup: a message of their own
 would cost the server as much as a lookup.
 """
@@ -59,6 +62,7 @@ class StreamedLookup(Future[pb.LookupResponse]):
     def __init__(self, timeout_s: float):
         super().__init__()
         self._ends_at = time.monotonic() + timeout_s
+        self.was_sent_again = False
 
     def done(self) -> bool:
         return super().done() or time.monotonic() >= self._ends_at
@@ -80,10 +84,17 @@ class StreamedLookup(Future[pb.LookupResponse]):
 
 
 class LookupStream:
-    """The lookups of one client, over the stub's `LookupStream`. Thread-safe."""
+    """The lookups of one client, over the stub's `LookupStream`. Thread-safe.
 
-    def __init__(self, method: Any):
+    Args:
+        version: of the channel below. When it changes, lookups go over a new stream, and the old one ends once it has
+            been answered.
+    """
+
+    def __init__(self, method: Any, version: Callable[[], int] | None = None):
         self._method = method
+        self._version_of = version or (lambda: 0)
+        self._version = self._version_of()
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
 
@@ -94,12 +105,24 @@ class LookupStream:
     def future(self, make: MakeRequest, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout)
+        self._send(make, lookup)
+        return lookup
+
+    def _send(self, make: MakeRequest, lookup: StreamedLookup) -> None:
         with self._lock:
+            self._renew()
             if self._stream is None or not self._stream.send(make, lookup):
-                self._stream = _Stream(self._method)
+                self._stream = _Stream(self._method, self._send_again)
                 if not self._stream.send(make, lookup):
                     lookup.set_exception(self._stream.error)  # The server cannot be reached.
-        return lookup
+
+    def _send_again(self, make: MakeRequest, lookup: StreamedLookup) -> None:
+        """Sends a lookup that a stream has left unanswered. Called by the stream's thread."""
+        lookup.was_sent_again = True
+        try:
+            self._send(make, lookup)
+        except ValueError:  # The channel is closed.
+            lookup.set_exception(StreamedError(grpc.StatusCode.CANCELLED, "the client is closed"))
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
@@ -107,9 +130,17 @@ class LookupStream:
         If the stream ends before, the leases expire.
         """
         with self._lock:
+            self._renew()
             if self._stream is None or not self._stream.release(lease_ids):
-                self._stream = _Stream(self._method)
+                self._stream = _Stream(self._method, self._send_again)
                 self._stream.release(lease_ids)
+
+    def _renew(self) -> None:
+        if (version := self._version_of()) != self._version:
+            self._version = version
+            if self._stream is not None:
+                self._stream.finish()
+            self._stream = None
 
     def close(self) -> None:
         """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
@@ -123,14 +154,18 @@ class _Stream:
     """One call. A caller only queues its request: gRPC's thread makes and sends the messages, which takes milliseconds
     for thousands of blocks, and a thread of the stream reads the replies.
 
+    Args:
+        send_again: sends a lookup that the server has not answered, over another stream.
+
     Attributes:
         has_ended: whether it sends no more requests.
         error: why the stream ended, once it has.
     """
 
-    def __init__(self, method: Any):
+    def __init__(self, method: Any, send_again: Callable[[MakeRequest, StreamedLookup], None]):
         self._lock = threading.Lock()
-        self._waiting: deque[StreamedLookup] = deque()
+        self._send_again = send_again
+        self._waiting: deque[tuple[MakeRequest, StreamedLookup]] = deque()
         self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
         self._released: list[int] = []
         self.has_ended = False
@@ -148,7 +183,7 @@ class _Stream:
                 too_many = f"{MAX_UNSENT} lookups wait to be sent: kvpool-server has stopped reading"
                 lookup.set_exception(StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
                 return True
-            self._waiting.append(lookup)
+            self._waiting.append((make, lookup))
             self._unsent.put(make)
             return True
 
@@ -163,10 +198,14 @@ class _Stream:
             self._unsent.put(_no_lookup)
         return True
 
+    def finish(self) -> None:
+        """Sends no more than what is queued; does not wait. The stream ends with the last answer."""
+        self._unsent.put(None)
+
     def close(self) -> None:
         is_own = threading.current_thread() is self._thread
         if self._released and not is_own:
-            self._unsent.put(None)  # The stream ends once the server has received what is queued.
+            self.finish()
             self._thread.join(FLUSH_S)
         self._call.cancel()
         if not is_own:
@@ -195,9 +234,11 @@ class _Stream:
             return _no_lookup
 
     def _read(self) -> None:
+        has_ended_well = False
         try:
             for reply in self._call:
                 self._end_next(reply)
+            has_ended_well = True
         except grpc.RpcError as error:
             self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
         except IndexError:  # A reply without a request: the peer is no kvpool-server.
@@ -207,12 +248,15 @@ class _Stream:
                 self.has_ended = True
             self._unsent.put(None)  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
-            for lookup in waiting:
-                lookup.set_exception(self.error)
+            for make, lookup in waiting:
+                if has_ended_well and not lookup.was_sent_again:
+                    self._send_again(make, lookup)
+                else:
+                    lookup.set_exception(self.error)
 
     def _end_next(self, reply: pb.LookupReply) -> None:
         with self._lock:
-            lookup = self._waiting.popleft()
+            _, lookup = self._waiting.popleft()
         if reply.HasField("found"):
             lookup.set_result(reply.found)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from kvpool import wire
+from kvpool.channel import RenewedChannel, open_channel
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     InvalidRequestError,
@@ -32,13 +33,6 @@ from kvpool.transport.base import Transport
 from kvpool.types import BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-
-_CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-]
 
 CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError, ValueError)
 """What gRPC raises for a call; a ValueError if the channel is closed."""
@@ -115,10 +109,11 @@ class PoolRpc:
 
     @classmethod
     def connect(cls, config: ClientConfig) -> PoolRpc:
-        """Makes the connection; the server is reached with the first call."""
-        channel = grpc.insecure_channel(config.endpoint, options=_CHANNEL_OPTIONS)
+        """Makes the connection; the server is reached with the first call. Raises ConfigError as `open_channel`."""
+        channel = open_channel(config)
         stub = PoolStub(channel)  # type: ignore[no-untyped-call]
-        return cls(config, stub, LookupStream(stub.LookupStream), channel)
+        version = (lambda: channel.version) if isinstance(channel, RenewedChannel) else None
+        return cls(config, stub, LookupStream(stub.LookupStream, version), channel)
 
     def close(self) -> None:
         """Ends the connection; calls in flight fail. Idempotent."""

@@ -328,11 +328,13 @@ class DataPortInfo:
     Args:
         host: empty: the host of the gRPC endpoint.
         nonce: differs with every boot.
+        sealed: whether its connections are; permits then come with their keys.
     """
 
     host: str
     port: int
     nonce: bytes
+    sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +360,21 @@ class OpenedNamespace:
     offer: Offer
     created: bool
     max_batch_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhoAmI:
+    """Who a server takes a caller for.
+
+    Args:
+        principal: a SPIFFE ID; empty: callers prove nothing, and all of them may everything.
+        methods: of the Pool service, that the caller may call.
+        ends_at: Unix time at which the proof ends, seconds; 0: never.
+    """
+
+    principal: str
+    methods: tuple[str, ...]
+    ends_at: int
 
 
 @dataclass(frozen=True, slots=True)

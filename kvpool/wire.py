@@ -40,6 +40,7 @@ from kvpool.types import (
     ShardRange,
     Slots,
     TierStats,
+    WhoAmI,
     check_hash,
 )
 from kvpool.v1 import pool_pb2 as pb
@@ -59,6 +60,7 @@ _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
     errors.TransferError: grpc.StatusCode.INTERNAL,
     errors.ChecksumError: grpc.StatusCode.DATA_LOSS,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
 }
 _ERROR_OF = {status: error for error, status in _STATUS_OF.items() if error is not errors.ConfigError}
 
@@ -314,6 +316,10 @@ def decode_chunk(message: pb.Chunk) -> Chunk:
     if message.parent_hash:
         check_hash(message.parent_hash, "parent_hash")
     return Chunk(decode_key(message.key), message.payload, message.checksum, message.parent_hash)
+
+
+def decode_whoami(message: pb.WhoAmIResponse) -> WhoAmI:
+    return WhoAmI(message.principal, tuple(message.methods), message.ends_at)
 
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:

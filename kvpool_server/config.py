@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
@@ -20,7 +28,7 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
-_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT"}
+_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS"}
 
 # The names and values of service links, behind the Service's own name; see `service_links`.
 _HOST = "_SERVICE_HOST"
@@ -55,6 +63,31 @@ class ServerConfig(BaseModel):
         ge=0,
         le=64,
         description="Worker processes of the data port. 0: one for every four cores, at least one and at most four.",
+    )
+    tls_cert: str = Field(
+        "",
+        description="The server's certificate, PEM. With --tls-key and --tls-client-ca, gRPC speaks TLS only.",
+    )
+    tls_key: str = Field("", description="The key of --tls-cert, PEM, which nobody else may read.")
+    tls_client_ca: str = Field(
+        "",
+        description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
+        "tenant's it is, and what it may; see docs/security.md.",
+    )
+    tokens: str = Field(
+        "",
+        description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
+        "need one, and no certificate.",
+    )
+    audit_log: str = Field(
+        "",
+        description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
+        "remove blocks, set quotas or open namespaces. Empty: none.",
+    )
+    insecure_network: bool = Field(
+        False,
+        description="Serve other hosts although they prove nothing and anyone between can read and change the pool: "
+        "for a network where all are trusted.",
     )
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. Give it what the host can spare."

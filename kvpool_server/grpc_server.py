@@ -10,26 +10,35 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, PermissionDeniedError, UnauthenticatedError
 from kvpool.wire import MAX_MESSAGE_BYTES
+from kvpool_server.access.audit import AuditLog, audited
+from kvpool_server.access.caller import CALLER, Context, Who, check_call
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
     """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
 
-    A bidirectional stream is left to its handler: it lasts as long as its client, so the handler answers, times and
-    fails each of its requests by itself. Other services on the port are left alone.
+    Where callers prove who they are, a call that the caller's role may not make ends before its handler begins.
+
+    A bidirectional stream is left to its handler from then on: it lasts as long as its client, so the handler answers,
+    times and fails each of its requests by itself. Other services on the port are left alone.
+
+    Args:
+        who: says who calls, by what callers prove; None: they prove nothing.
+        audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(self, service_name: str, metrics: RpcMetrics):
+    def __init__(self, service_name: str, metrics: RpcMetrics, who: Who | None, audit: AuditLog | None):
         self._prefix = f"/{service_name}/"
         self._metrics = metrics
+        self._who = who
+        self._audit = audit
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -51,15 +60,44 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(self._replies(name, handler.unary_stream), *serializers)
-        return handler
+        assert handler.stream_stream is not None
+        return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
+
+    def _admit(self, name: str, context: Context) -> None:
+        """Sets the caller of a method. Raises UnauthenticatedError and PermissionDeniedError."""
+        if self._who is not None:
+            caller = self._who(context)
+            CALLER.set(caller)
+            check_call(caller, name)
+
+    async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
+        """Ends a call with an error."""
+        status = wire.status_of(error)
+        if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
+            self._audit.write(name, status.name, caller=CALLER.get(), peer=context.peer(), why=str(error))
+        await context.abort(status, str(error))
+
+    def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(requests: Any, context: Context) -> Any:
+            try:
+                self._admit(name, context)
+            except KVPoolError as error:
+                await self._refuse(name, context, error)
+            return await behavior(requests, context)
+
+        return call
 
     def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> Any:
             try:
                 with self._metrics.timed(name):
-                    return await behavior(request, context)
+                    self._admit(name, context)
+                    reply = await behavior(request, context)
             except KVPoolError as error:
-                await context.abort(wire.status_of(error), str(error))
+                await self._refuse(name, context, error)
+            if self._audit is not None and (details := audited(name, request, reply)) is not None:
+                self._audit.write(name, "OK", caller=CALLER.get(), peer=context.peer(), **details)
+            return reply
 
         return call
 
@@ -70,11 +108,12 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             context.set_code(grpc.StatusCode.CANCELLED)
             try:
                 with self._metrics.timed(name, lambda: not context.cancelled()):
+                    self._admit(name, context)
                     async for reply in behavior(request, context):
                         yield reply
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
-                await context.abort(wire.status_of(error), str(error))
+                await self._refuse(name, context, error)
             except Exception:
                 context.set_code(grpc.StatusCode.UNKNOWN)
                 raise
@@ -83,12 +122,25 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
 
 class GrpcServer:
-    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen."""
+    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
-    def __init__(self, listen: str, service: PoolService, metrics: RpcMetrics):
+    Args:
+        credentials: of TLS; None: plaintext.
+        who, audit: as of `RpcInterceptor`.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        service: PoolService,
+        metrics: RpcMetrics,
+        credentials: grpc.ServerCredentials | None = None,
+        who: Who | None = None,
+        audit: AuditLog | None = None,
+    ):
         self._service = service
         self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(SERVICE_NAME, metrics)],
+            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who, audit)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -98,9 +150,14 @@ class GrpcServer:
         add_service(service, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        if who is None:  # Reflection is for those who look around, on a server that hides nothing.
+            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         try:
-            self.port = self._server.add_insecure_port(listen)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(listen)
+            else:
+                self.port = self._server.add_secure_port(listen, credentials)
         except RuntimeError:
             raise cannot_listen(listen, "gRPC", "--listen", why_not_listening(listen)) from None
 

@@ -19,17 +19,24 @@ from kvpool.quotas import parse_quota
 from kvpool.segment import Segment, could_hold, sweep
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.version import __version__
+from kvpool_server.access.audit import AuditLog
+from kvpool_server.access.caller import Certificates, Tokens, Who
+from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.transfers import NoTransfers
 from kvpool_server.config import ServerConfig
+from kvpool_server.data_plane.admission import MAX_SEATS
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
+from kvpool_server.exposure import check_exposure, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
@@ -68,6 +75,8 @@ class Server:
         self.boot_token = secrets.randbits(63) | 1
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
+        self._credentials: ServerCredentials | None = None
+        self._who: Who | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -95,6 +104,12 @@ class Server:
             raise ConfigError(
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
+        check_exposure(config)
+        files = tls_files(config)
+        if files is not None:
+            self._credentials = ServerCredentials(files)
+            self._who = Tokens(config.tokens) if config.tokens else Certificates()
+        self._permits = self._make_permits() if config.data_listen else None
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
@@ -105,8 +120,8 @@ class Server:
         self._prefault = Prefault(self._segment, self.pool.arena)
         self._open.push_async_callback(self._prefault.close)
         metrics = self._serve_http()
-        if config.data_listen:
-            self.data = self._start_workers()
+        if self._permits is not None:
+            self.data = self._start_workers(self._permits)
         await self._prefault.step()
         if config.kv_events:
             self._publish_events()
@@ -122,12 +137,23 @@ class Server:
         if self.data is not None:
             self._in_background(self.data.watch())
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(max_ttl_ms=self.config.max_ttl_ms, grace_ms=self.config.grace_ms)
+
+    def _make_permits(self) -> PermitTable:
+        limits, num_workers = self._limits, self.config.data_workers or default_count()
+        most, sealed = limits.max_leases + limits.max_tickets, self._credentials is not None
+        permits = PermitTable(secrets.token_bytes(32), most, num_workers, MAX_SEATS, sealed=sealed)
+        self._open.callback(permits.close)
+        return permits
+
     def _make_pool(self) -> Pool:
         config = self.config
         check_fits(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
-        limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms)
-        pool = Pool(arena, time.monotonic, lambda: secrets.randbits(63) | 1, limits, POLICIES[config.policy])
+        new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
+        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers())
         try:
             pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
@@ -169,12 +195,12 @@ class Server:
             self.http_port = http.port
         return metrics
 
-    def _start_workers(self) -> DataWorkers:
+    def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
         try:
-            workers = DataWorkers(host, port, told, config.data_workers or default_count(), self._segment.info())
+            workers = DataWorkers(host, port, told, self._segment.info(), permits)
         except OSError as error:
             raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._open.push_async_callback(asyncio.to_thread, workers.stop)
@@ -221,11 +247,22 @@ class Server:
         return Offer(PIECE_BYTES, segment, mooncake, data_port)
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
-        signer = self.data.signer if self.data is not None else None
         service = PoolService(
-            self._tiered, self._segment.bytes, self._offer(), self.boot_token, metrics, self._stats, signer
+            self._tiered,
+            self._segment.bytes,
+            self._offer(),
+            self.boot_token,
+            metrics,
+            self._stats,
+            self._permits,
+            self._who,
         )
-        self._grpc = GrpcServer(self.config.listen, service, metrics)
+        audit = None
+        if self.config.audit_log:
+            audit = AuditLog(self.config.audit_log)
+            self._open.push_async_callback(asyncio.to_thread, audit.close)
+        credentials = None if self._credentials is None else self._credentials.for_grpc()
+        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials, self._who, audit)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()

@@ -20,12 +20,16 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import types, wire
-from kvpool.data_port import Kind, Signer, pack_offsets
+from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, UnavailableError
-from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, Slots
+from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
+from kvpool_server.access.caller import CALLER, Who, check_all_tenants, check_tenant, is_visible, may_see_quota
+from kvpool_server.access.permissions import CALLS
+from kvpool_server.cache.namespaces import unknown_namespace
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -41,6 +45,7 @@ INLINE_CHUNKS_PER_TURN = 64
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 SERVICE_NAME: str = _SERVICE.full_name
+METHODS = frozenset(method.name for method in _SERVICE.methods)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -52,7 +57,8 @@ class PoolService(PoolServicer):
         memory: the arena, uint8 [arena_bytes].
         offer: the ways that bytes can travel to and from the arena.
         stats: takes a snapshot of the pool and its tiers.
-        signer: signs permits for the data port; None if the server has no data port.
+        permits: for the data port; None if the server has no data port.
+        who: how callers prove who they are; None: they prove nothing.
     """
 
     def __init__(
@@ -63,23 +69,29 @@ class PoolService(PoolServicer):
         boot_token: int,
         metrics: RpcMetrics,
         stats: Callable[[], PoolStats],
-        signer: Signer | None = None,
+        permits: PermitTable | None = None,
+        who: Who | None = None,
     ):
         self._tiered = pool
+        self._who = who
         self._pool = pool.pool
         self._memory = memory
         self._offer = offer
         self._boot_token = boot_token
         self._metrics = metrics
         self._stats = stats
-        self._signer = signer
+        self._permits = permits
         self._started = time.monotonic()
         self._idle_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
+        spec = wire.decode_spec(request.spec)
+        check_tenant(spec.tenant)
+        if request.expected_fingerprint not in (b"", spec.fingerprint()):
+            self._visible(request.expected_fingerprint)  # The error that follows says how the two differ.
         namespace, created = self._pool.open_namespace(
-            wire.decode_spec(request.spec), request.expected_fingerprint, wire.decode_opener(request.opener)
+            spec, request.expected_fingerprint, wire.decode_opener(request.opener)
         )
         if created:
             log.info(
@@ -90,6 +102,25 @@ class PoolService(PoolServicer):
             )
         opened = OpenedNamespace(namespace.fingerprint, self._offer, created, self._pool.limits.max_batch_blocks)
         return wire.encode_opened(opened, self._boot_token)
+
+    def _namespace(self, name: bytes) -> bytes:
+        """The fingerprint in a request.
+
+        Raises UnknownNamespaceError for a namespace of another tenant, as for one that is not open: nobody can tell
+        them apart.
+        """
+        return self._visible(wire.decode_namespace(name))
+
+    def _visible(self, fingerprint: bytes) -> bytes:
+        namespace = self._pool.namespace(fingerprint)
+        if not is_visible(namespace.spec.tenant if namespace is not None else None):
+            raise unknown_namespace(fingerprint)
+        return fingerprint
+
+    def _key(self, message: pb.PoolKey) -> PoolKey:
+        key = wire.decode_key(message)
+        self._visible(key.namespace)
+        return key
 
     def _runs(self, runs: Sequence[pb.BlockRun]) -> list[BlockRun]:
         return wire.decode_runs(runs, self._pool.limits.max_batch_blocks)
@@ -108,7 +139,7 @@ class PoolService(PoolServicer):
             self._pool.release(request.release)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
-        fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
         now_ns = time.monotonic_ns()
         found = self._tiered.lookup(
             fingerprint,
@@ -117,7 +148,7 @@ class PoolService(PoolServicer):
             lease_ttl_ms=request.lease_ttl_ms,
             locate=request.locate,
         )
-        if found.slots and self._signer is not None:
+        if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000)
         return wire.encode_lookup(found, runs, self._boot_token)
 
@@ -125,13 +156,13 @@ class PoolService(PoolServicer):
         self, found: types.Lookup, fingerprint: bytes, runs: Sequence[BlockRun], deadline_ns: int
     ) -> types.Lookup:
         """The same answer, with permits to read whole slots through the data port."""
-        assert self._signer is not None
+        assert self._permits is not None
         slots = []
         for run, each in zip(runs, found.slots, strict=True):
             if each.offsets:
                 region_bytes = self._pool.slot_bytes(fingerprint, run)
                 offsets = np.frombuffer(each.offsets, "<u8")
-                permit = self._signer.permit(Kind.READ, found.lease_id, deadline_ns, region_bytes, offsets)
+                permit = self._permits.permit(Kind.READ, found.lease_id, deadline_ns, region_bytes, offsets)
                 each = Slots(each.offsets, each.checksums, permit)
             slots.append(each)
         return dataclasses.replace(found, slots=tuple(slots))
@@ -172,7 +203,7 @@ class PoolService(PoolServicer):
             task.cancel()
 
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
-        namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns = time.monotonic_ns()
         grant = self._pool.put_start(namespace, runs, shards, request.ticket_ttl_ms)
@@ -187,9 +218,9 @@ class PoolService(PoolServicer):
         self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Sequence[int]
     ) -> bytes:
         """The right to move regions through the data port until their ticket or lease ends; empty without a port."""
-        if self._signer is None:
+        if self._permits is None:
             return b""
-        return self._signer.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
+        return self._permits.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
 
     async def Write(self, pieces: AsyncIterator[Piece], context: Any) -> pb.WriteResponse:
         nbytes = 0
@@ -208,7 +239,7 @@ class PoolService(PoolServicer):
         return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
-        namespace, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns = time.monotonic_ns()
         located = self._pool.get(request.lease_id, namespace, runs, shards)
@@ -246,6 +277,7 @@ class PoolService(PoolServicer):
         async for request in requests:
             self._check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
+                self._key(message.key)
                 chunk = wire.decode_chunk(message)
                 statuses.append(status := put_chunk(self._pool, self._memory, chunk))
                 if status is PutStatus.GRANTED:
@@ -257,7 +289,7 @@ class PoolService(PoolServicer):
     async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
         self._check_count(len(request.keys), "keys")
         for index, key in enumerate(request.keys):
-            chunk = await get_chunk(self._tiered, self._memory, wire.decode_key(key), self._verify)
+            chunk = await get_chunk(self._tiered, self._memory, self._key(key), self._verify)
             reply = pb.GetChunksResponse(boot_token=self._boot_token, index=index, found=chunk is not None)
             if chunk is not None:
                 self._metrics.add_bytes("read", len(chunk.payload))
@@ -265,7 +297,7 @@ class PoolService(PoolServicer):
             yield reply
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
-        checked, dropped = self._verify(wire.decode_namespace(request.namespace), self._runs(request.runs))
+        checked, dropped = self._verify(self._namespace(request.namespace), self._runs(request.runs))
         return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
 
     def _verify(self, fingerprint: bytes, runs: list[BlockRun]) -> tuple[int, int]:
@@ -277,12 +309,14 @@ class PoolService(PoolServicer):
         return checked, dropped
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
-        fingerprint, runs = wire.decode_namespace(request.namespace), self._runs(request.runs)
+        fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
         removed = await _removed(self._tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
-        fingerprint = wire.decode_namespace(request.namespace) if request.namespace else b""
+        if not request.namespace:
+            check_all_tenants("Clear of all namespaces")
+        fingerprint = self._namespace(request.namespace) if request.namespace else b""
         removed = await _removed(self._tiered.clear(fingerprint))
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self._boot_token, num_removed=removed)
@@ -291,17 +325,33 @@ class PoolService(PoolServicer):
         uptime = time.monotonic() - self._started
         return wire.encode_pong(__version__, uptime, self._offer, self._boot_token, self._pool.num_opened)
 
+    async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
+        caller = CALLER.get()
+        if caller is None or self._who is None:
+            return pb.WhoAmIResponse(boot_token=self._boot_token, methods=sorted(METHODS))
+        return pb.WhoAmIResponse(
+            boot_token=self._boot_token,
+            principal=str(caller),
+            methods=sorted(CALLS[caller.role]),
+            ends_at=int(self._who.ends_at(context).timestamp()),
+        )
+
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return wire.encode_stats(self._stats(), self._boot_token)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
-        infos = self._pool.namespaces(holdings=not request.without_holdings)
+        infos = [
+            info
+            for info in self._pool.namespaces(holdings=not request.without_holdings)
+            if is_visible(info.spec.tenant)
+        ]
         if not request.without_holdings:
             infos = [dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint)) for info in infos]
         return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=map(wire.encode_namespace_info, infos))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
-        return pb.ListQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
+        quotas = [quota for quota in self._pool.quotas() if may_see_quota(quota.subject)]
+        return pb.ListQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(quotas))
 
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
         self._pool.set_quotas(wire.decode_quotas(request.quotas))

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -83,8 +84,10 @@ def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Itera
     log_dir = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
 
-        def start(*flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment)
+        def start(
+            *flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}, **client: Any
+        ) -> ServerProcess:
+            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment, **client)
             stack.callback(server.stop)
             return server
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.errors import ConfigError
+from kvpool.tls import TlsFiles, read_identity
 
 MAX_TIMEOUT_MS = 300_000
 BOUNDS: Mapping[str, tuple[int, int]] = {
@@ -59,7 +60,12 @@ class ConnectorConfig:
             whose adapter's files are unchanged since before the engine started. "always": all, by the files' content at
             the adapter's first request; right only where adapters are never written again or reloaded in place.
             "never": none.
-        tenant, salt: engines share blocks only if both are equal.
+        tenant, salt: engines share blocks only if both are equal. With `tls` the tenant is the certificate's.
+        tls: {"ca": PATH, "cert": PATH, "key": PATH}: the authority of the server's certificate, the engine's own
+            certificate, and its key. The files are read again when they change.
+        token_file: a file with a bearer token, for servers that know engines by tokens; then `tls` needs only "ca", and
+            `tenant` has to be given.
+        insecure_network: allow plaintext to another host, on a network where all are trusted.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -79,6 +85,9 @@ class ConnectorConfig:
     share_adapters: str = "unchanged"
     tenant: str = ""
     salt: str = ""
+    tls: TlsFiles | None = None
+    token_file: str = ""
+    insecure_network: bool = False
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -88,7 +97,9 @@ class ConnectorConfig:
             ConfigError: an unknown key, a value of a wrong type, or one out of bounds.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key, value in extra.items():
+        given = dict(extra)
+        tls = _tls(given.pop("tls")) if "tls" in given else None
+        for key, value in given.items():
             if key not in fields:
                 close = difflib.get_close_matches(key, fields, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(fields)}"
@@ -98,7 +109,9 @@ class ConnectorConfig:
                 isinstance(value, bool) and wanted is not bool
             ):
                 raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not a {wanted.__name__}")
-        config = cls(**extra)
+        if tls is not None and not given.get("tenant") and (principal := read_identity(tls).principal) is not None:
+            given["tenant"] = principal.tenant
+        config = cls(**given, tls=tls)
         for name, (low, high) in BOUNDS.items():
             if not low <= (value := getattr(config, name)) <= high:
                 raise ConfigError(f"kv_connector_extra_config: {name} = {value} is not in {low} to {high}")
@@ -129,4 +142,19 @@ class ConnectorConfig:
             lease_ttl_ms=2 * self.load_timeout_ms,
             ticket_ttl_ms=self.store_timeout_ms,
             local_clients=local_clients,
+            tls=self.tls,
+            token_file=self.token_file,
+            insecure_network=self.insecure_network,
         )
+
+
+def _tls(value: object) -> TlsFiles:
+    names = [field.name for field in dataclasses.fields(TlsFiles)]
+    if (
+        not isinstance(value, Mapping)
+        or "ca" not in value
+        or not set(value) <= set(names)
+        or not all(isinstance(path, str) for path in value.values())
+    ):
+        raise ConfigError(f"kv_connector_extra_config: tls = {value!r} does not have the paths ca, cert and key")
+    return TlsFiles(**value)

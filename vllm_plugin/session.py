@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from vllm.logger import init_logger
 
@@ -159,6 +160,22 @@ class Session:
         else:
             self.report(None, "ping")
             self._explain(namespace, num_opened)
+            self._leave_fallback(namespace)
+
+    def _leave_fallback(self, namespace: Namespace) -> None:
+        """Moves the namespace to a faster transport, if it fell back to gRPC and a faster one works by now."""
+        transport = self.client.attachment.retry()
+        if transport is None:
+            return
+        faster = replace(namespace, transport=transport)
+        with self._lock:
+            if self.namespace is not namespace:
+                return  # Lost or moved meanwhile: the next probe opens it over the faster transport.
+            self._recorder.add(f"connected_{transport.name}")
+            self.namespace = faster
+            tell = self._tell
+        tell(faster)
+        self._log_transport(faster)
 
     def _probe(self) -> None:
         with self._lock:
@@ -186,6 +203,10 @@ class Session:
             tell = self._tell
         tell(namespace)
         self._said = ""
+        self._log_transport(namespace)
+        self._explain(namespace, num_opened)
+
+    def _log_transport(self, namespace: Namespace) -> None:
         choice = self.client.attachment.choice
         say = logger.warning if choice is not None and choice.is_fallback else logger.info
         say(
@@ -196,7 +217,6 @@ class Session:
             namespace.transport.name if choice is None else choice.route,
             sum(group.slot_bytes for group in namespace.spec.groups),
         )
-        self._explain(namespace, num_opened)
 
     def _explain(self, namespace: Namespace, num_opened: int) -> None:
         """Logs why another engine's blocks of the same model cannot be read, where the pool has such a namespace.

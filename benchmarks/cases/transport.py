@@ -147,7 +147,10 @@ def iperf_rows(rows: list[Row], samples: list[float]) -> list[Row]:
 def main() -> None:
     """Measures and reports."""
     source, sink = pair(BATCH_BYTES)
-    with kvpool_server("512MiB", "--mooncake", "tcp") as endpoint, mooncake_store(512 * MIB) as store:
+    with (
+        kvpool_server("512MiB", "--mooncake", "tcp", "--insecure-network") as endpoint,
+        mooncake_store(512 * MIB) as store,
+    ):
         for buffer in (source, sink):
             store.register(buffer)
         rows = shm_rows(endpoint, store, source.reshape(-1, SHM_BLOCK_BYTES), sink.reshape(-1, SHM_BLOCK_BYTES))

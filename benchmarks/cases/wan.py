@@ -60,7 +60,7 @@ BARE_SHARE = 0.9
 def server_command(address: str, memory: str) -> list[str]:
     """A kvpool-server that can be reached at `address` only."""
     command = [sys.executable, "-m", "kvpool_server", "--listen", f"{address}:{CONTROL_PORT}"]
-    command += ["--http-listen", "", "--memory", memory]
+    command += ["--insecure-network", "--http-listen", "", "--memory", memory]
     if "data_listen" in ServerConfig.model_fields:  # Where bytes have a port of their own.
         command += ["--data-listen", f"{address}:{DATA_PORT}"]
     return command
@@ -77,7 +77,7 @@ def wait_for_server(endpoint: str) -> None:
     """Returns once it answers."""
 
     def answers() -> bool:
-        with Client(ClientConfig(endpoint)) as client:
+        with Client(ClientConfig(endpoint, insecure_network=True)) as client:
             try:
                 stats = client.admin.stats()
             except KVPoolError:

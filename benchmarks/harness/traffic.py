@@ -38,7 +38,9 @@ class Traffic:
         num_blocks, block_bytes = source.shape
         group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, block_bytes // num_shards)
         spec = NamespaceSpec(f"benchmark-{transport}-{num_shards}", (group,))
-        self._client = Client(ClientConfig(endpoint, transport=transport, stall_timeout_ms=5_000, **settings))
+        self._client = Client(
+            ClientConfig(endpoint, transport=transport, stall_timeout_ms=5_000, insecure_network=True, **settings)
+        )
         self._namespace = self._client.open_namespace(spec)
         self._run = BlockRun(0, [number.to_bytes(16, "big") + idx.to_bytes(16, "big") for idx in range(num_blocks)])
         self._source, self._sink = source, sink

@@ -184,7 +184,7 @@ class Transport(Protocol):
     """As in `ClientConfig.transport`."""
 
     one_sided: bool
-    """Whether bytes of a failed or abandoned write may still arrive: its ticket then has to expire."""
+    """Whether bytes of a failed or abandoned write may arrive after its ticket was revoked: it then has to expire."""
 
     @property
     def memory(self) -> Bytes | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import grpc
 
-from kvpool.config import ClientConfig
+from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import KVPoolError, TransferError
 from kvpool.mooncake import Engine, address_towards
 from kvpool.segment import Segment
@@ -26,7 +27,10 @@ from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.types import Offer
 
 PROVE_S = 3.0
-"""Least time for a data port to send its greeting: a client that gives up uses gRPC until the server's next boot."""
+"""Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
+
+RETRY_S = (10.0, 320.0)
+"""Time until a client that fell back to gRPC tries the faster transports again: at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,14 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.data_port is None:
         raise TransferError("the server has no data port; see --data-listen")
     host, stall_s = _host(config), config.stall_timeout_ms / 1000
+    where = offer.data_port.host or host
+    if not (offer.data_port.sealed or config.insecure_network or is_loopback(where)):
+        raise TransferError(
+            f"the data port at {where} is not encrypted; start kvpool-server with TLS, or allow it with "
+            "insecure_network"
+        )
     peer = peer_of(offer.data_port, host, stall_s, stall_s)
-    peer.connect(max(stall_s, PROVE_S)).close()
+    peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
     transport = TcpTransport(peer, connections)
     return Choice(transport, f"tcp over {transport.route}")
@@ -139,16 +149,20 @@ class Attachment:
 
     Args:
         choose: attaches to what a server offers.
+        clock: monotonic seconds.
 
     Attributes:
         choice: the transport in use, and why; None while detached.
     """
 
-    def __init__(self, choose: Callable[[Offer], Choice]):
+    def __init__(self, choose: Callable[[Offer], Choice], clock: Callable[[], float] = time.monotonic):
         self._choose = choose
+        self._clock = clock
         self._lock = threading.Lock()
         self.choice: Choice | None = None
+        self._offer: Offer | None = None
         self._boot_token = 0
+        self._retry_after_s, self._retry_at = RETRY_S[0], 0.0
 
     def attach(self, offer: Offer, boot_token: int) -> Transport:
         """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
@@ -156,8 +170,31 @@ class Attachment:
             if self.choice is None or self._boot_token != boot_token:
                 self._close()
                 self.choice = self._choose(offer)
-                self._boot_token = boot_token
-            return self.choice.transport
+                self._offer, self._boot_token = offer, boot_token
+                self._retry_after_s, self._retry_at = RETRY_S[0], self._clock() + RETRY_S[0]
+            return self._retry() or self.choice.transport
+
+    def retry(self) -> Transport | None:
+        """The faster transport that replaces a fallback from now on; None if there is no fallback, or nothing faster.
+
+        Call it often: it tries after the first of `RETRY_S`, and waits twice as long after each failure.
+        """
+        with self._lock:
+            return self._retry()
+
+    def _retry(self) -> Transport | None:
+        if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
+            return None
+        assert self._offer is not None
+        found = self._choose(self._offer)
+        if found.is_fallback:
+            found.transport.close()
+            self._retry_after_s = min(2 * self._retry_after_s, RETRY_S[1])
+            self._retry_at = self._clock() + self._retry_after_s
+            return None
+        # The fallback is not closed: transfers may be under way over the client's channel, which stays open.
+        self.choice = found
+        return found.transport
 
     def detach(self) -> None:
         """Closes the transport, and with it unmaps the server's memory. Idempotent."""

@@ -2,8 +2,8 @@
 
 `TcpWrite` and `TcpRead` are the transfers, `ConnectionPool` the connections that all transfers share.
 
-One-sided, although data workers take part: after a client hangs up, a worker may still write bytes that were already
-received. So the ticket of a failed write is never revoked: it expires, and its slots wait in quarantine.
+After a client hangs up, a worker may still write bytes that were already received. So the ticket of a failed write is
+revoked: the server frees its slots once the worker has left them, which is soon.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_CONNECTIONS = 32
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
     """The data port of a server that was reached at `host`, unless `info` names another host."""
-    return Peer(info.host or host, info.port, info.nonce, connect_timeout_s, stall_timeout_s)
+    return Peer(info.host or host, info.port, info.nonce, connect_timeout_s, stall_timeout_s, info.sealed)
 
 
 class TcpTransport:
@@ -38,7 +38,7 @@ class TcpTransport:
     """
 
     name = "tcp"
-    one_sided = True
+    one_sided = False
 
     def __init__(self, peer: Peer, num_connections: int):
         self.peer = peer

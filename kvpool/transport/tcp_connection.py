@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
@@ -20,13 +21,17 @@ from kvpool.data_port import (
     GREETING_BYTES,
     MAGIC,
     NO_ROOM,
+    PERMIT_BYTES,
+    PERMIT_KEY_BYTES,
     REPLY_BYTES,
     Header,
     Kind,
     Offsets,
     Reply,
     Status,
+    Stream,
     pieces_behind,
+    proof_of,
     receive_some,
     send_some,
     time_out,
@@ -39,6 +44,7 @@ from kvpool.errors import (
     TransferError,
     UnavailableError,
 )
+from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.base import Bytes, Transfer
 
 IDLE_S = 60.0
@@ -60,6 +66,7 @@ class Peer:
         nonce: of its greeting.
         connect_timeout_s: for a connection and its greeting.
         stall_timeout_s: a read that receives nothing for so long fails.
+        sealed: whether its connections are.
     """
 
     host: str
@@ -67,12 +74,13 @@ class Peer:
     nonce: bytes
     connect_timeout_s: float
     stall_timeout_s: float
+    sealed: bool = False
 
     def __str__(self) -> str:
         return f"the data port {self.host}:{self.port}"
 
-    def connect(self, timeout_s: float) -> socket.socket:
-        """A connection whose greeting has been checked.
+    def connect(self, timeout_s: float) -> tuple[socket.socket, bytes]:
+        """A connection whose greeting has been checked, and the worker's random number if connections are sealed.
 
         Raises UnavailableError if the data port cannot be reached, TransferError if it belongs to another server.
         """
@@ -81,7 +89,7 @@ class Peer:
         try:
             connection = socket.create_connection((self.host, self.port), timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            left = [memoryview(greeting := bytearray(GREETING_BYTES))]
+            left = [memoryview(received := bytearray(GREETING_BYTES + RANDOM_BYTES * self.sealed))]
             while left:
                 if (remaining_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
@@ -94,8 +102,9 @@ class Peer:
             raise UnavailableError(
                 f"cannot reach {self} ({_reason(error)}); open the port to this host, or move it with --data-listen"
             ) from None
+        greeting, server_random = bytes(received[:GREETING_BYTES]), bytes(received[GREETING_BYTES:])
         if greeting == MAGIC + self.nonce:
-            return connection
+            return connection, server_random
         connection.close()
         if greeting == MAGIC + NO_ROOM:
             raise UnavailableError(
@@ -124,8 +133,12 @@ class Part:
     def nbytes(self) -> int:
         return (self.stop - self.first) * self.transfer.region_bytes
 
-    def headers(self, with_permit: bool) -> bytes:
-        """What precedes the part: the permit, unless the connection has shown it already, and which regions move."""
+    def headers(self, with_permit: bool, channel_id: bytes = b"") -> bytes:
+        """What precedes the part: the permit, unless the connection has shown it already, and which regions move.
+
+        Args:
+            channel_id: of a sealed connection, to which the permit's key has to be proved.
+        """
         transfer = self.transfer
         first, stop = transfer.first_permitted + self.first, transfer.first_permitted + self.stop
         move = Header(Kind.MOVE, first, stop, transfer.region_bytes, transfer.skip_bytes).encode()
@@ -133,8 +146,10 @@ class Part:
             return move
         kind, count = Kind.WRITE if self.is_write else Kind.READ, len(self.offsets)
         whole_bytes = transfer.permitted_bytes or transfer.region_bytes
-        shown = Header(kind, 0, count, whole_bytes, holding_id=transfer.holding_id, permit=transfer.permit)
-        return shown.encode() + self.offsets.tobytes() + move
+        permit, key = transfer.permit[:PERMIT_BYTES], transfer.permit[PERMIT_BYTES:]
+        shown = Header(kind, 0, count, whole_bytes, holding_id=transfer.holding_id, permit=permit)
+        proof = proof_of(key, channel_id) if channel_id else b""
+        return shown.encode() + self.offsets.tobytes() + proof + move
 
 
 class Connection:
@@ -143,7 +158,8 @@ class Connection:
     def __init__(self, peer: Peer):
         self._peer = peer
         self._changing = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._socket: Stream | None = None
+        self._server_random = b""
         self._hung_up = False
         self._shown: Transfer | None = None
         self._used_at = 0.0
@@ -159,7 +175,7 @@ class Connection:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             self._raise_late()
-        fresh = self._peer.connect(min(self._peer.connect_timeout_s, remaining_s))
+        fresh, self._server_random = self._peer.connect(min(self._peer.connect_timeout_s, remaining_s))
         with self._changing:
             if not self._hung_up:
                 self._socket, self._wait_s, self._used_at = fresh, 0.0, time.monotonic()
@@ -210,13 +226,13 @@ class Connection:
             self._check_reply(connection, part, reply, [], [memoryview(reply)])
             self._end_first()
 
-    def _send(self, connection: socket.socket, part: Part, buffers: list[memoryview]) -> None:
+    def _send(self, connection: Stream, part: Part, buffers: list[memoryview]) -> None:
         """Sends all of the buffers before the part's deadline."""
         while buffers:
             self._bound_wait(connection, part)
             buffers = send_some(connection, buffers)
 
-    def _receive(self, connection: socket.socket, part: Part, buffers: list[memoryview]) -> None:
+    def _receive(self, connection: Stream, part: Part, buffers: list[memoryview]) -> None:
         """Fills buffers in order before the part's deadline."""
         while buffers:
             self._bound_wait(connection, part)
@@ -227,12 +243,14 @@ class Connection:
         self._used_at = time.monotonic()
 
     @contextlib.contextmanager
-    def _closed_on_error(self, part: Part) -> Iterator[socket.socket]:
+    def _closed_on_error(self, part: Part) -> Iterator[Stream]:
         """The open socket. Closes it on an error: what it would receive next belongs to the failed part."""
         try:
             if self._socket is None:
                 raise EOFError("the transport was closed")
             self._bound_wait(self._socket, part)
+            if self._peer.sealed and isinstance(self._socket, socket.socket):
+                self._socket = self._seal(self._socket, part.transfer.permit)
             yield self._socket
         except BaseException as error:
             self.close()
@@ -244,7 +262,16 @@ class Connection:
                 raise TransferError(f"a transfer to or from {self._peer} failed: {error!r}") from error
             raise
 
-    def _bound_wait(self, connection: socket.socket, part: Part) -> None:
+    def _seal(self, plain: socket.socket, permit: bytes) -> SealedSocket:
+        """Names a permit in clear, and derives the connection's keys from the permit's own, which stays secret."""
+        if len(permit) != PERMIT_BYTES + PERMIT_KEY_BYTES:
+            raise TransferError(f"{self._peer} is sealed, and the server gave a permit of {len(permit)} bytes: no key")
+        client_random = os.urandom(RANDOM_BYTES)
+        plain.sendall(client_random + permit[:PERMIT_BYTES])
+        secret = permit[PERMIT_BYTES:]
+        return SealedSocket(plain, secret, client_random, self._server_random, is_client=True)
+
+    def _bound_wait(self, connection: Stream, part: Part) -> None:
         """Bounds the socket's next wait by the part's deadline. Raises PoolTimeoutError if the deadline has passed."""
         remaining_s = part.deadline - time.monotonic()
         if remaining_s <= 0:
@@ -262,11 +289,12 @@ class Connection:
 
     def _headers(self, part: Part) -> bytes:
         with_permit, self._shown = self._shown is not part.transfer, part.transfer
-        return part.headers(with_permit)
+        channel_id = self._socket.channel_id if isinstance(self._socket, SealedSocket) else b""
+        return part.headers(with_permit, channel_id)
 
     def _check_reply(
         self,
-        connection: socket.socket,
+        connection: Stream,
         part: Part,
         reply: bytearray,
         behind: list[memoryview],
@@ -372,7 +400,7 @@ class ConnectionPool:
         return self._closed or bool(self._idle) or len(self._used) < self._max_connections
 
 
-def _has_ended(connection: socket.socket) -> bool:
+def _has_ended(connection: Stream) -> bool:
     """Whether the peer has closed an idle connection, or sent unrequested bytes."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -383,7 +411,7 @@ def _has_ended(connection: socket.socket) -> bool:
     return True
 
 
-def _shut_down(connection: socket.socket) -> None:
+def _shut_down(connection: Stream) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:

@@ -153,14 +153,16 @@ class MooncakeEngine(_message.Message):
     def __init__(self, session: _Optional[str] = ..., protocol: _Optional[str] = ..., base_address: _Optional[int] = ..., nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ...) -> None: ...
 
 class DataPort(_message.Message):
-    __slots__ = ("host", "port", "nonce")
+    __slots__ = ("host", "port", "nonce", "sealed")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
     nonce: bytes
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    sealed: bool
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., sealed: bool = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
     __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port")
@@ -499,6 +501,22 @@ class PingResponse(_message.Message):
     data_port: DataPort
     namespaces_opened: int
     def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ...) -> None: ...
+
+class WhoAmIRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WhoAmIResponse(_message.Message):
+    __slots__ = ("boot_token", "principal", "methods", "ends_at")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    principal: str
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    ends_at: int
+    def __init__(self, boot_token: _Optional[int] = ..., principal: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., ends_at: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

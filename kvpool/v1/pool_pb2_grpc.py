@@ -114,6 +114,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.PingRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.PingResponse.FromString,
                 _registered_method=True)
+        self.WhoAmI = channel.unary_unary(
+                '/kvpool.v1.Pool/WhoAmI',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.WhoAmIRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.WhoAmIResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvpool.v1.Pool/Stats',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.StatsRequest.SerializeToString,
@@ -252,6 +257,13 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WhoAmI(self, request, context):
+        """Who the server takes the caller for, and what it may.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """A snapshot of what the pool holds and has done.
         """
@@ -362,6 +374,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Ping,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.PingRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.PingResponse.SerializeToString,
+            ),
+            'WhoAmI': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhoAmI,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.WhoAmIRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.WhoAmIResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -816,6 +833,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Ping',
             kvpool_dot_v1_dot_pool__pb2.PingRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.PingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhoAmI(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/WhoAmI',
+            kvpool_dot_v1_dot_pool__pb2.WhoAmIRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.WhoAmIResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ The pool decides which lease or ticket covers an entry, and says so by `Entry.le
 Not thread-safe: the pool's event loop owns it.
 
 A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
+Entries stay leased while a transfer of an ended lease or ticket is under way (`transfers.py`).
 """
 
 from __future__ import annotations
@@ -152,12 +153,15 @@ class EntryTable:
 
         The slot stays in quarantine until the grace is over; the next put of the block gets another slot at once.
         """
-        grace_ends = ticket.deadline + self._grace_s
+        self.abandon(entry, ticket, ticket.deadline + self._grace_s)
+
+    def abandon(self, entry: Entry, ticket: Ticket, not_before: float) -> None:
+        """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time."""
         entry.pending &= ~ticket.shards.mask
         if entry.live:
-            self.drop(entry, grace_ends)
+            self.drop(entry, not_before)
         else:
-            self._quarantine.add(entry, grace_ends)
+            self._quarantine.add(entry, not_before)
 
     def restore(self, group: Group, record: Record, parent: Entry | None, stamp: int) -> Entry:
         """Inserts a complete entry in its slot, which is allocated; `make_candidate` once its children are inserted."""

@@ -1,8 +1,8 @@
 """Describes what keeps slots from eviction, for the error of a put that finds no room.
 
-Each slot counts once: under a client's lease first, then under a transfer to or from a tier, under a put, and under
-quarantine. At most `MAX_COUNTED` entries are counted, because puts may be refused at a high rate; the text says "at
-least" where there are more.
+Each slot counts once: under a client's lease first, then under a transfer to or from a tier, under a put, under a
+transfer that outlived its lease or ticket, and under quarantine. At most `MAX_COUNTED` entries are counted, because
+puts may be refused at a high rate; the text says "at least" where there are more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ MAX_COUNTED = 1 << 14
 def describe_holders(
     leases: Sequence[Lease],
     tickets: Sequence[Ticket],
+    unfinished: Iterable[Hold],
     quarantined: Iterable[Entry],
     now: float,
     account: Account | None = None,
@@ -29,13 +30,14 @@ def describe_holders(
 
     Args:
         leases, tickets: the live ones; those of transfers to and from tiers have no deadline.
+        unfinished: ended ones under which data workers move bytes.
         quarantined: dropped entries whose slots are not free.
         account: count only the entries that count towards this quota.
     """
     counted: set[int] = set()
     parts: list[str] = []
     held: list[Entry] = []
-    for reason, entries in _by_reason(leases, tickets, quarantined, now):
+    for reason, entries in _by_reason(leases, tickets, unfinished, quarantined, now):
         blocks = nbytes = 0
         for entry in entries:
             if len(counted) >= MAX_COUNTED:
@@ -55,7 +57,11 @@ def describe_holders(
 
 
 def _by_reason(
-    leases: Sequence[Lease], tickets: Sequence[Ticket], quarantined: Iterable[Entry], now: float
+    leases: Sequence[Lease],
+    tickets: Sequence[Ticket],
+    unfinished: Iterable[Hold],
+    quarantined: Iterable[Entry],
+    now: float,
 ) -> Iterator[tuple[str, Iterator[Entry]]]:
     """Each reason in words, and the entries that it keeps."""
     lookups = [lease for lease in leases if lease.deadline < math.inf]
@@ -64,6 +70,7 @@ def _by_reason(
     yield "are being written to a tier", _entries(lease for lease in leases if lease.deadline == math.inf)
     yield "are being read from a tier", _entries(ticket for ticket in tickets if ticket.deadline == math.inf)
     yield f"are being written by {len(puts)} puts{_at_most(puts, now)}", _entries(puts)
+    yield "are being moved by data workers for clients that have given them up", _entries(unfinished)
     yield "are in quarantine until late writers and readers of removed blocks have ended", iter(quarantined)
 
 

@@ -115,7 +115,7 @@ class Namespaces:
     def get(self, fingerprint: bytes) -> PoolNamespace:
         namespace = self._open.get(fingerprint)
         if namespace is None:
-            raise UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
+            raise unknown_namespace(fingerprint)
         namespace.last_use = next(self._uses)
         return namespace
 
@@ -144,6 +144,11 @@ class Namespaces:
             return f"the spec's fingerprint is {spec.fingerprint().hex()}, not {expected_fingerprint.hex()}"
         fields = "; ".join(map(str, differences(spec, expected.spec)))
         return f"the spec is not that of namespace {expected_fingerprint.hex()[:12]}: {fields}"
+
+
+def unknown_namespace(fingerprint: bytes) -> UnknownNamespaceError:
+    """The error for a namespace that is not open, or that the caller must not know of."""
+    return UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
 
 
 def _group(namespace: PoolNamespace, group_idx: int) -> Group:

@@ -7,7 +7,8 @@ Clock, ids and arena come from outside, so that a simulation can drive it. Not t
 Invariants (`check_integrity`):
 - free + reserved + resident + quarantined slots = capacity.
 - An entry is readable only when every shard has been covered by a put_end.
-- A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
+- A slot is freed only when no lease covers its entry, no ticket, nor the grace after one, lets anybody write to it, and
+  no transfer of a lease or ticket that has ended is under way.
 - A call that raises has changed nothing, except that holds may have expired and its namespace counts as used.
 """
 
@@ -42,10 +43,11 @@ from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
-from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
+from kvpool_server.cache.leases import Found, Hold, HoldTable, Lease, Ticket
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quotas import Quotas
+from kvpool_server.cache.transfers import NoTransfers, Transfers, UnfinishedHolds
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -58,6 +60,7 @@ class Pool:
         clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
+        transfers: those of the data port; none by default.
 
     Attributes:
         placement: where entries lie, and which are evicted.
@@ -71,6 +74,7 @@ class Pool:
         new_id: Callable[[], int],
         limits: Limits | None = None,
         policy: Callable[[], Policy] = POLICIES[DEFAULT_POLICY],
+        transfers: Transfers | None = None,
     ):
         self.arena = arena
         self.limits = limits or Limits()
@@ -83,6 +87,7 @@ class Pool:
         )
         self.leases: HoldTable[Lease] = HoldTable("lease", "look up again")
         self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
+        self._unfinished = UnfinishedHolds(transfers or NoTransfers())
         self._clock = clock
         self._namespaces = Namespaces(self.limits, arena.extent_bytes)
         self._quotas = Quotas(self.limits.max_quotas)
@@ -280,13 +285,14 @@ class Pool:
             statuses = self.entry_table.reserve(group, runs, ticket)
         except NoRoomError as error:
             leases, tickets = self.leases.values(), self.tickets.values()
-            raise error.because(describe_holders(leases, tickets, self._quarantine, now, error.account)) from None
+            holders = describe_holders(leases, tickets, self._unfinished, self._quarantine, now, error.account)
+            raise error.because(holders) from None
         if ticket.entries:
             self.tickets.add(ticket)
         return ticket, statuses
 
     def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
-        """Commits the blocks that a ticket covers.
+        """Commits the blocks that a ticket covers; none of them if bytes are still being written under the ticket.
 
         Args:
             checksums: xxh3-64 of each chunk: entries x shards, entry-major.
@@ -304,6 +310,9 @@ class Pool:
                 f"x {count} shards"
             )
         self.tickets.pop(ticket_id)
+        if not self._end_ticket(ticket):
+            self._abandon(ticket)
+            return PutReceipt(0, 0)
         committed = completed = 0
         for idx, entry in enumerate(ticket.entries):
             committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
@@ -318,6 +327,9 @@ class Pool:
         if ticket is None:
             return False
         self.counters["revoked_tickets"] += 1
+        if not self._end_ticket(ticket):
+            self._abandon(ticket)
+            return True
         for entry in ticket.entries:
             self.entry_table.revoke(entry, ticket)
         return True
@@ -425,8 +437,11 @@ class Pool:
         while (lease := self.leases.pop_expired(now)) is not None:
             self.counters["expired_leases"] += 1
             self._end_lease(lease)
+        for hold in self._unfinished.pop_finished():
+            self._unpin(hold)
         while (ticket := self.tickets.pop_expired(now)) is not None:
             self.counters["expired_tickets"] += 1
+            self._end_ticket(ticket)
             for entry in ticket.entries:
                 self.entry_table.expire(entry, ticket)
         self.entry_table.free_expired(now)
@@ -451,13 +466,31 @@ class Pool:
         entry_table = self.entry_table
         quarantined = self._quarantine.by_offset()
         check_slots(self.arena, entries, quarantined)
-        check_holds(entries, list(quarantined.values()), self.leases.values(), self.tickets.values())
+        leases = [*self.leases.values(), *self._unfinished]
+        check_holds(entries, list(quarantined.values()), leases, self.tickets.values())
         check_prefixes(entries)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
 
     def _end_lease(self, lease: Lease) -> None:
-        for entry in lease.entries:
+        if self._unfinished.end(lease):
+            self._unpin(lease)
+
+    def _end_ticket(self, ticket: Ticket) -> bool:
+        """Ends a ticket's permits. False if bytes are being written under one: its entries stay pinned meanwhile."""
+        if self._unfinished.end(ticket):
+            return True
+        for entry in ticket.entries:
+            entry.leases += 1
+        return False
+
+    def _abandon(self, ticket: Ticket) -> None:
+        """Drops the entries of an unfinished ticket: else another writer could get their shards while bytes arrive."""
+        for entry in ticket.entries:
+            self.entry_table.abandon(entry, ticket, 0.0)
+
+    def _unpin(self, hold: Hold) -> None:
+        for entry in hold.entries:
             entry.leases -= 1
             if not entry.live:
                 self.entry_table.free_if_unheld(entry)

@@ -1,16 +1,19 @@
 """One connection of a data port: the client sends permits, and bytes move straight into the arena or out of it.
 
-Late writers: a connection writes nothing after its permit's deadline. Each wait for bytes ends at the deadline, and the
-clock is checked between two pieces. A process that is stopped in the middle of a piece can still write late, as a
-client with shared memory can; the server's quarantine covers both.
+Each MOVE is announced in the connection's word before its first byte, and the word is cleared after its last byte
+(`permits.py`). Between two pieces, and at least every `LOOK_EVERY_S` while the client is slow, the connection looks
+whether the permit is still in force, and hangs up if it is not. A worker that is stopped in the middle of a piece goes
+on later: until then its word keeps the slots.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +21,8 @@ import numpy as np
 from kvpool.data_port import (
     HEADER_BYTES,
     MAGIC,
+    PERMIT_BYTES,
+    PROOF_BYTES,
     WRITTEN_PIECE_BYTES,
     Header,
     Kind,
@@ -25,25 +30,38 @@ from kvpool.data_port import (
     Reply,
     Signer,
     Status,
+    Stream,
+    Terms,
     pieces,
     pieces_behind,
-    receive_exactly,
+    proof_of,
     receive_some,
     send,
     send_some,
     time_out,
 )
-from kvpool.errors import InvalidRequestError
+from kvpool.errors import InvalidRequestError, TransferError
+from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
+from kvpool_server.data_plane.admission import Admission, Seat
+from kvpool_server.data_plane.permits import TransferWord
+
+PROVE_S = 5.0
+"""A client that has shown no permit in force after this time is disconnected."""
 
 IDLE_S = 120.0
 """Idle clients are disconnected after this time; kvpool's own client disconnects sooner."""
 
 STALL_S = 30.0
-"""Longest wait for any byte of a transfer."""
+"""Longest wait for any byte of a transfer, and for all of a permit."""
+
+LOOK_EVERY_S = 0.25
+"""Longest time in a system call that moves bytes: so soon a connection leaves the regions of a permit that ended."""
 
 REFUSAL_S = 1.0
 REFUSAL_BYTES = 64 << 20
 """Bytes of a refused client that are read and discarded, so that the client gets to read the refusal."""
+
+_MoveSome = Callable[[Stream, list[memoryview]], list[memoryview]]
 
 
 class _RefusedError(Exception):
@@ -57,7 +75,8 @@ class _Permit:
     """A permit whose signature and regions have been checked."""
 
     kind: Kind
-    deadline_ns: int
+    holding_id: int
+    terms: Terms
     region_bytes: int
     offsets: Offsets
 
@@ -66,66 +85,113 @@ class Connection:
     """Serves one client until it disconnects. One thread.
 
     Args:
+        seat: of the client, in `admission`.
+        word: announces transfers to the server.
         arena: all of the arena, writable.
         nonce: sent in the greeting.
         count: called after each payload with (is_write, bytes).
         clock_ns: CLOCK_MONOTONIC.
+        sealed: whether the connection is encrypted: the client shows a permit in clear, and proves by the first record
+            that it knows the permit's key.
     """
 
     def __init__(
         self,
-        client: socket.socket,
+        seat: Seat,
+        admission: Admission,
+        word: TransferWord,
         arena: memoryview,
         signer: Signer,
         nonce: bytes,
         count: Callable[[bool, int], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        sealed: bool = False,
     ):
-        self._client = client
+        self._client: Stream = seat.client
+        self._sealed = sealed
+        self._seat = seat
+        self._admission = admission
+        self._word = word
         self._arena = arena
         self._signer = signer
         self._nonce = nonce
         self._count = count
         self._clock_ns = clock_ns
+        self._timeout_s = 0.0
 
     def serve(self) -> None:
-        """Returns when the client has disconnected, was refused, or was idle for IDLE_S."""
+        """Returns when the client has disconnected, was refused, was idle for IDLE_S, or proved nothing in PROVE_S."""
         try:
             self._serve_requests()
         except _RefusedError as refusal:
             self._refuse(refusal.reply)
         except InvalidRequestError as error:
             self._refuse(Reply(Status.INVALID, 0, str(error)))
-        except (EOFError, OSError):
-            pass  # The client has disconnected, or its network fails.
+        except (EOFError, OSError, TransferError):
+            pass  # The client has disconnected, its network fails, or it does not know the secret of its permit.
 
     def _serve_requests(self) -> None:
-        client = self._client
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        time_out(client, IDLE_S)
-        client.sendall(MAGIC + self._nonce)
+        prove_by = time.monotonic() + PROVE_S
+        self._client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._time_out(PROVE_S)
+        if self._sealed:
+            self._client = self._seal(prove_by)
+        else:
+            self._client.sendall(MAGIC + self._nonce)
         permit: _Permit | None = None
         while True:
-            header = Header.decode(receive_exactly(client, HEADER_BYTES))
+            now = self._seat.idle_since = time.monotonic()
+            header = Header.decode(self._receive(HEADER_BYTES, now + IDLE_S if permit else prove_by))
+            self._seat.idle_since = None
             if header.kind is not Kind.MOVE:
-                permit = self._check(header)
-                continue
-            if permit is None:
+                permit = self._check(header, now + IDLE_S + STALL_S if permit else prove_by)
+            elif permit is None:
                 raise InvalidRequestError("a transfer was requested before any permit; send a permit first")
-            self._move(permit, header)
-            time_out(client, IDLE_S)
+            else:
+                self._move(permit, header)
 
-    def _check(self, header: Header) -> _Permit:
-        """Receives a permit's offsets; raises unless this server signed the permit, for this arena."""
-        offsets = np.frombuffer(receive_exactly(self._client, 8 * header.stop), "<u8")
-        deadline_ns = self._signer.deadline_ns(header, offsets)
-        if deadline_ns is None:
+    def _seal(self, prove_by: float) -> SealedSocket:
+        """Greets the client, and derives the connection's keys from the permit that it names."""
+        server_random = secrets.token_bytes(RANDOM_BYTES)
+        self._client.sendall(MAGIC + self._nonce + server_random)
+        hello = self._receive(RANDOM_BYTES + PERMIT_BYTES, prove_by)
+        client_random, permit = hello[:RANDOM_BYTES], hello[RANDOM_BYTES:]
+        secret = self._signer.key_of(permit)
+        return SealedSocket(self._seat.client, secret, client_random, server_random, is_client=False)
+
+    def _receive(self, nbytes: int, ends_at: float) -> bytes:
+        """The next `nbytes`. Raises TimeoutError if they are not there at `ends_at`, EOFError, OSError."""
+        received = bytearray(nbytes)
+        left = [memoryview(received)]
+        while left:
+            remaining_s = ends_at - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError
+            self._time_out(remaining_s)
+            left = receive_some(self._client, left)
+        return bytes(received)
+
+    def _check(self, header: Header, ends_at: float) -> _Permit:
+        """Receives a permit's offsets; raises unless this server signed the permit, for this arena, and it is live."""
+        offsets = np.frombuffer(self._receive(8 * header.stop, ends_at), "<u8")
+        terms = self._signer.terms(header, offsets)
+        if isinstance(self._client, SealedSocket):
+            # Permits are shown in clear when connections begin: who has seen one must not be able to use it.
+            proof = proof_of(self._signer.key_of(header.permit), self._client.channel_id)
+            if not hmac.compare_digest(proof, self._receive(PROOF_BYTES, ends_at)):
+                terms = None
+        if terms is None:
             raise _RefusedError(Status.REFUSED, "the permit is not for these regions, or of another boot")
         if int(offsets.max()) + header.region_bytes > len(self._arena):
             raise InvalidRequestError(
                 f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
             )
-        return _Permit(header.kind, deadline_ns, header.region_bytes, offsets)
+        permit = _Permit(header.kind, header.holding_id, terms, header.region_bytes, offsets)
+        self._remaining_s(permit)
+        if not self._admission.prove(self._seat):
+            raise _RefusedError(Status.BUSY, "all connections of this data worker are moving bytes; try again later")
+        return permit
 
     def _move(self, permit: _Permit, header: Header) -> None:
         if header.stop > len(permit.offsets):
@@ -137,28 +203,35 @@ class Connection:
         views = self._views(permit, header)
         nbytes = (header.stop - header.first) * header.region_bytes
         is_write = permit.kind is Kind.WRITE
-        self._bound_wait(permit)
-        if is_write:
-            for piece in pieces(views, WRITTEN_PIECE_BYTES):
-                while piece:
-                    self._bound_wait(permit)
-                    piece = self._receive(permit, piece)
         reply = Reply(Status.OK, nbytes).encode()
-        if is_write:
+        self._word.begin(permit.holding_id)
+        try:
+            self._remaining_s(permit)
+            if is_write:
+                self._move_all(permit, receive_some, pieces(views, WRITTEN_PIECE_BYTES))
+            else:
+                self._move_all(permit, send_some, pieces_behind(reply, views))
+        finally:
+            self._word.end()
+        if is_write:  # Not before the word is cleared: what the client does next may end the ticket.
             self._client.sendall(reply)
-        else:
-            for piece in pieces_behind(reply, views):
-                while piece:
-                    self._bound_wait(permit, is_begun=True)
-                    piece = send_some(self._client, piece)
         self._count(is_write, nbytes)
 
-    def _receive(self, permit: _Permit, piece: list[memoryview]) -> list[memoryview]:
-        try:
-            return receive_some(self._client, piece)
-        except BlockingIOError:
-            self._bound_wait(permit)  # Raises "expired" if the deadline ended the wait.
-            raise
+    def _move_all(self, permit: _Permit, move_some: _MoveSome, cut: Iterable[list[memoryview]]) -> None:
+        """Moves pieces while the permit is in force, and the client is not silent for STALL_S."""
+        is_begun = False
+        moved_at = time.monotonic()
+        for piece in cut:
+            while piece:
+                self._time_out(min(self._remaining_s(permit, is_begun), LOOK_EVERY_S))
+                try:
+                    piece = move_some(self._client, piece)
+                except BlockingIOError:
+                    if time.monotonic() - moved_at > STALL_S:
+                        raise
+                else:
+                    moved_at = time.monotonic()
+                    is_begun = permit.kind is Kind.READ
 
     def _views(self, permit: _Permit, header: Header) -> list[memoryview]:
         """The bytes to move; those that adjoin are one view."""
@@ -171,14 +244,25 @@ class Connection:
                 runs.append((start, start + header.region_bytes))
         return [self._arena[start:stop] for start, stop in runs]
 
-    def _bound_wait(self, permit: _Permit, is_begun: bool = False) -> None:
-        """Makes the next wait end at the permit's deadline. Raises if the deadline has passed."""
-        remaining_s = (permit.deadline_ns - self._clock_ns()) / 1e9
-        if remaining_s <= 0:
-            if is_begun:
-                raise EOFError("the permit expired in the middle of a payload, where no status fits")
-            raise _RefusedError(Status.EXPIRED, "the ticket or lease of this permit has expired")
-        time_out(self._client, min(remaining_s, STALL_S))
+    def _remaining_s(self, permit: _Permit, is_begun: bool = False) -> float:
+        """Time until the permit's deadline. Raises if that has passed, or if the ticket or lease has ended.
+
+        Args:
+            is_begun: of a read: whether the client has got bytes of the payload.
+        """
+        remaining_s = (permit.terms.deadline_ns - self._clock_ns()) / 1e9
+        if remaining_s > 0 and self._word.is_live(permit.holding_id, permit.terms):
+            return remaining_s
+        ended = "was ended" if remaining_s > 0 else "has expired"
+        if is_begun:
+            raise EOFError(f"the ticket or lease {ended} in the middle of a payload, where no status fits")
+        raise _RefusedError(Status.EXPIRED, f"the ticket or lease of this permit {ended}")
+
+    def _time_out(self, seconds: float) -> None:
+        """Bounds the next waits. Two system calls, which most waits need not make."""
+        if not seconds <= self._timeout_s <= seconds * 1.02:
+            time_out(self._client, seconds)
+            self._timeout_s = seconds
 
     def _refuse(self, reply: Reply) -> None:
         """Sends a refusal and reads on for a moment: the kernel discards a reply if unread bytes remain at close."""

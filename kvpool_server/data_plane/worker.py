@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from kvpool.data_port import MAGIC, NO_ROOM, Signer
+from kvpool.sealed_socket import RANDOM_BYTES
 from kvpool.segment import Segment
 from kvpool.types import SegmentInfo
 from kvpool_server.child_process import exit_with_server, receive_settings
+from kvpool_server.data_plane.admission import MAX_SEATS, Admission, Seat
 from kvpool_server.data_plane.connection import Connection
+from kvpool_server.data_plane.permits import TransferWord, map_words
 
-MAX_CONNECTIONS = 256
 ACCEPT_AGAIN_S = 0.1
 TALLY_COLUMNS = 2
 """Payload bytes read, and written."""
@@ -39,9 +41,12 @@ class WorkerSettings:
         path, nbytes, segment_nonce: of the arena's segment.
         listen_fd: descriptor of the listening socket.
         tally_fd: descriptor of the memory where payload bytes are counted: uint64 [workers, TALLY_COLUMNS].
-        row: this worker's row in that memory.
+        entries_fd: descriptor of the table of live tickets and leases, see `permits.py`.
+        words_fd: descriptor of the words that announce transfers: uint64 [workers, MAX_SEATS].
+        row: this worker's row in tally and words.
         key: signs permits.
         nonce: sent in greetings; names this boot of the server.
+        sealed: whether connections are.
     """
 
     path: str
@@ -49,9 +54,12 @@ class WorkerSettings:
     segment_nonce: bytes
     listen_fd: int
     tally_fd: int
+    entries_fd: int
+    words_fd: int
     row: int
     key: bytes
     nonce: bytes
+    sealed: bool
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WorkerSettings:
@@ -66,7 +74,10 @@ class DataWorker:
     Args:
         arena: all of the arena, writable.
         tally: uint64 [TALLY_COLUMNS], written by this worker alone.
-        max_connections: served at once; a client beyond that is refused with `NO_ROOM`.
+        entries: uint64 [any], the table of live tickets and leases.
+        words: uint64 [MAX_SEATS], written by this worker alone.
+        admission: which connections are served; others are refused with `NO_ROOM`.
+        sealed: whether connections are.
     """
 
     def __init__(
@@ -76,7 +87,11 @@ class DataWorker:
         key: bytes,
         nonce: bytes,
         tally: np.ndarray[tuple[int], np.dtype[np.uint64]],
-        max_connections: int = MAX_CONNECTIONS,
+        entries: memoryview,
+        words: memoryview,
+        admission: Admission | None = None,
+        *,
+        sealed: bool = False,
     ):
         self._listener = listener
         self._arena = arena
@@ -84,35 +99,49 @@ class DataWorker:
         self._nonce = nonce
         self._tally = tally
         self._counting = threading.Lock()
-        self._free_connections = threading.BoundedSemaphore(max_connections)
+        self._entries = entries
+        self._words = words
+        self._admission = admission or Admission()
+        self._sealed = sealed
 
     def serve(self) -> None:
         """Returns when the listening socket is closed."""
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, address = self._listener.accept()
             except OSError:
                 if self._listener.fileno() < 0:
                     return
                 time.sleep(ACCEPT_AGAIN_S)  # Too many open files, or the client has disconnected already.
                 continue
-            if self._free_connections.acquire(blocking=False):
+            seat = self._admission.admit(client, address[0])
+            if seat is not None:
                 try:
-                    threading.Thread(target=self._serve_client, args=(client,), name="kvpool-data", daemon=True).start()
+                    threading.Thread(target=self._serve_client, args=(seat,), name="kvpool-data", daemon=True).start()
                     continue
                 except RuntimeError:  # No memory for another thread: the connections that exist go on.
-                    self._free_connections.release()
+                    self._admission.leave(seat)
             with client:
                 client.setblocking(False)
                 with contextlib.suppress(OSError):
-                    client.send(MAGIC + NO_ROOM)
+                    client.send(MAGIC + NO_ROOM + bytes(RANDOM_BYTES * self._sealed))
 
-    def _serve_client(self, client: socket.socket) -> None:
-        try:
-            with client:
-                Connection(client, self._arena, self._signer, self._nonce, self._count).serve()
-        finally:
-            self._free_connections.release()
+    def _serve_client(self, seat: Seat) -> None:
+        word = TransferWord(self._entries, self._words[seat.number : seat.number + 1])
+        with seat.client:
+            try:
+                Connection(
+                    seat,
+                    self._admission,
+                    word,
+                    self._arena,
+                    self._signer,
+                    self._nonce,
+                    self._count,
+                    sealed=self._sealed,
+                ).serve()
+            finally:
+                self._admission.leave(seat)
 
     def _count(self, is_write: bool, nbytes: int) -> None:
         with self._counting:
@@ -126,7 +155,18 @@ def main() -> None:
     segment = Segment.attach(SegmentInfo(settings.path, settings.nbytes, settings.segment_nonce, settings.nbytes))
     tallies = np.frombuffer(mmap.mmap(settings.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
     listener = socket.socket(fileno=settings.listen_fd)
-    worker = DataWorker(listener, segment.bytes.data, settings.key, settings.nonce, tallies[settings.row])
+    entries = map_words(settings.entries_fd, writable=False)
+    words = map_words(settings.words_fd, writable=True)[settings.row * MAX_SEATS : (settings.row + 1) * MAX_SEATS]
+    worker = DataWorker(
+        listener,
+        segment.bytes.data,
+        settings.key,
+        settings.nonce,
+        tallies[settings.row],
+        entries,
+        words,
+        sealed=settings.sealed,
+    )
     with contextlib.suppress(BrokenPipeError):  # The server has ended, and this process ends in a moment.
         os.write(sys.stdout.fileno(), b"ready\n")
     segment.map_ahead()

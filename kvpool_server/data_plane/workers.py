@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import structlog
 
-from kvpool.data_port import NONCE_BYTES, Signer
+from kvpool.data_port import NONCE_BYTES
 from kvpool.types import DataPortInfo, SegmentInfo
 from kvpool_server.child_process import ChildProcess
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
 
 log = structlog.get_logger()
@@ -54,23 +55,23 @@ class DataWorkers:
     Args:
         host, port: where to listen; port 0 takes a free one.
         told_host: the host that clients are told to connect to; empty: the host of the server's endpoint.
+        permits: which permits the workers accept. It says how many workers there are.
 
     Attributes:
-        signer: makes the permits that the workers accept.
         info: what clients are told.
     """
 
-    def __init__(self, host: str, port: int, told_host: str, count: int, segment: SegmentInfo):
+    def __init__(self, host: str, port: int, told_host: str, segment: SegmentInfo, permits: PermitTable):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._segment = segment
-        self._key, self._nonce = secrets.token_bytes(32), secrets.token_bytes(NONCE_BYTES)
+        self._permits, count = permits, permits.num_workers
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._tally_fd = os.memfd_create("kvpool-data-tally")
         os.ftruncate(self._tally_fd, count * TALLY_COLUMNS * 8)
         self._tallies = np.frombuffer(mmap.mmap(self._tally_fd, 0), np.uint64).reshape(count, TALLY_COLUMNS)
         self._is_stopping = False
-        self.signer = Signer(self._key)
-        self.info = DataPortInfo(told_host, self._listener.getsockname()[1], self._nonce)
+        self.info = DataPortInfo(told_host, self._listener.getsockname()[1], self._nonce, permits.sealed)
         self._workers = [_WorkerState(self._spawn(row), time.monotonic()) for row in range(count)]
 
     @property
@@ -84,9 +85,11 @@ class DataWorkers:
         return {"read": read, "write": written}
 
     def _spawn(self, row: int) -> ChildProcess:
-        fds = (self._listener.fileno(), self._tally_fd)
-        segment = self._segment
-        settings = WorkerSettings(segment.path, segment.nbytes, segment.nonce, *fds, row, self._key, self._nonce)
+        segment, permits = self._segment, self._permits
+        fds = (self._listener.fileno(), self._tally_fd, permits.entries_fd, permits.words_fd)
+        settings = WorkerSettings(
+            segment.path, segment.nbytes, segment.nonce, *fds, row, permits.key, self._nonce, permits.sealed
+        )
         return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:
@@ -110,6 +113,7 @@ class DataWorkers:
     def _replace(self, row: int, worker: _WorkerState, status: int) -> None:
         now = time.monotonic()
         if not worker.replace_at:
+            self._permits.worker_ended(row)
             worker.deaths = 1 if now - worker.started_at > HEALTHY_S else worker.deaths + 1
             delay_s = min(REPLACE_S[0] * 2 ** (worker.deaths - 1), REPLACE_S[1])
             worker.replace_at = now + delay_s

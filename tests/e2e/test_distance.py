@@ -26,7 +26,7 @@ PROMPTS = [prompt(length, f"far {length}") for length in (33, 500, 2_000)]
 def _pool(end: End) -> Iterator[str]:
     """A server at one end; its endpoint."""
     endpoint = f"{end.address}:50051"
-    listen = ["--listen", endpoint, "--data-listen", f"{end.address}:50053", "--http-listen", ""]
+    listen = ["--listen", endpoint, "--data-listen", f"{end.address}:50053", "--http-listen", "", "--insecure-network"]
     command = end.command(sys.executable, "-m", "kvpool_server", *listen, "--memory", "256MiB")
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -44,7 +44,7 @@ def test_an_engine_far_away_loads_what_was_stored_bit_for_bit(model: Path, tmp_p
     if reason := why_not():
         pytest.skip(reason)
     with link(DELAY_MS, loss=0.0) as (here, there), _pool(here) as endpoint:
-        transfer = kvpool_transfer_config(endpoint, transport="tcp", **PATIENT)
+        transfer = kvpool_transfer_config(endpoint, transport="tcp", insecure_network=True, **PATIENT)
         specs = [EngineSpec(model, transfer, FLOAT32, in_process=True, inside=end.command()) for end in (here, there)]
         with running(tmp_path, *specs) as (near, far):
             for engine in (near, far):

@@ -22,6 +22,7 @@ from kvpool.data_port import (
     Reply,
     Signer,
     Status,
+    Terms,
     pack_offsets,
     pieces,
     receive,
@@ -32,21 +33,20 @@ from kvpool.errors import InvalidRequestError
 U64 = st.integers(0, (1 << 64) - 1)
 SIZES = st.integers(1, (1 << 64) - 1)
 OFFSETS = st.lists(U64, min_size=1, max_size=20)
+TERMS = st.builds(Terms, st.integers(0, 1 << 62), st.integers(0, (1 << 32) - 1))
 SIGNER = Signer(b"k" * 32)
 
 
-def _granted(kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: list[int]) -> Header:
-    permit = SIGNER.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
+def _granted(kind: Kind, holding_id: int, terms: Terms, region_bytes: int, offsets: list[int]) -> Header:
+    permit = SIGNER.permit(kind, holding_id, terms, region_bytes, pack_offsets(offsets))
     return Header(kind, 0, len(offsets), region_bytes, holding_id=holding_id, permit=permit)
 
 
-@given(kind=st.sampled_from([Kind.WRITE, Kind.READ]), id=U64, deadline=st.integers(0, 1 << 62), size=SIZES, at=OFFSETS)
-def test_a_permit_is_good_for_what_it_was_made_for(
-    kind: Kind, id: int, deadline: int, size: int, at: list[int]
-) -> None:
-    header = _granted(kind, id, deadline, size, at)
+@given(kind=st.sampled_from([Kind.WRITE, Kind.READ]), id=U64, terms=TERMS, size=SIZES, at=OFFSETS)
+def test_a_permit_is_good_for_what_it_was_made_for(kind: Kind, id: int, terms: Terms, size: int, at: list[int]) -> None:
+    header = _granted(kind, id, terms, size, at)
     assert len(header.permit) == PERMIT_BYTES
-    assert SIGNER.deadline_ns(Header.decode(header.encode()), pack_offsets(at)) == deadline
+    assert SIGNER.terms(Header.decode(header.encode()), pack_offsets(at)) == terms
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,24 @@ def test_a_permit_is_good_for_what_it_was_made_for(
     ],
 )
 def test_a_permit_is_good_for_nothing_else(change: dict[str, object], offsets: list[int]) -> None:
-    header = _granted(Kind.WRITE, 7, 1_000, 64, [0, 64])
+    header = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0, 64])
     fields = {name: getattr(header, name) for name in ("kind", "first", "holding_id", "region_bytes", "permit")}
     changed = Header(stop=len(offsets), **{**fields, **change})
-    assert SIGNER.deadline_ns(changed, pack_offsets(offsets)) is None
+    assert SIGNER.terms(changed, pack_offsets(offsets)) is None
 
 
 @given(nth=st.integers(0, PERMIT_BYTES - 1), bit=st.integers(0, 7))
 def test_no_bit_of_a_permit_can_be_changed(nth: int, bit: int) -> None:
-    """Its deadline is among them."""
-    header = _granted(Kind.WRITE, 7, 1_000, 64, [0])
+    """Its deadline and its entry are among them."""
+    header = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0])
     forged = bytearray(header.permit)
     forged[nth] ^= 1 << bit
-    assert (
-        SIGNER.deadline_ns(Header(Kind.WRITE, 0, 1, 64, holding_id=7, permit=bytes(forged)), pack_offsets([0])) is None
-    )
+    assert SIGNER.terms(Header(Kind.WRITE, 0, 1, 64, holding_id=7, permit=bytes(forged)), pack_offsets([0])) is None
 
 
 def test_another_boots_key_makes_other_permits() -> None:
-    header = _granted(Kind.WRITE, 7, 1_000, 64, [0])
-    assert Signer(b"l" * 32).deadline_ns(header, pack_offsets([0])) is None
+    header = _granted(Kind.WRITE, 7, Terms(1_000, 3), 64, [0])
+    assert Signer(b"l" * 32).terms(header, pack_offsets([0])) is None
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))

@@ -17,7 +17,7 @@ from kvpool.v1.pool_pb2_grpc import PoolServicer, PoolStub, add_PoolServicer_to_
 from tests.support.processes import wait_for
 
 TIMEOUT_S = 10.0
-END, FAIL, SAY_MORE, WAIT, REFUSE = 1, 2, 3, 4, 5
+END, FAIL, SAY_MORE, WAIT, REFUSE, END_ONCE = 1, 2, 3, 4, 5, 6
 """What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
 
 
@@ -45,7 +45,7 @@ class Whim(PoolServicer):
             self.messages.append((wish, list(request.release)))
             if not wish:
                 continue  # It only releases.
-            if wish == END:
+            if wish == END or (wish == END_ONCE and self.num_streams == 1):
                 return
             if wish == FAIL:
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more")
@@ -137,7 +137,15 @@ def test_a_stream_that_ends_fails_what_waits_and_the_next_lookup_opens_another(
     assert served.ask(100) == 100
     assert served.code_of(wish) is code
     assert served.ask(101) == 101
+    assert served.whim.num_streams == (3 if wish == END else 2)
+
+
+def test_what_a_server_leaves_unanswered_is_asked_once_more(served: Served) -> None:
+    pending = [served.lookups.future(asking(wish), TIMEOUT_S) for wish in (100, END_ONCE, 101)]
+    assert [each.result().lease_ttl_ms for each in pending] == [100, END_ONCE, 101]
     assert served.whim.num_streams == 2
+    assert served.code_of(END) is grpc.StatusCode.UNAVAILABLE
+    assert served.whim.num_streams == 3, "the server left it unanswered twice"
 
 
 def test_a_lookup_ends_at_its_deadline_and_a_late_answer_is_nobody_elses(served: Served) -> None:
@@ -192,7 +200,7 @@ def test_leases_are_released_over_a_new_stream_where_the_last_has_ended(served: 
     assert served.code_of(END) is grpc.StatusCode.UNAVAILABLE
     served.lookups.release([1])
     wait_for(lambda: served.whim.messages[-1] == (0, [1]), "the release")
-    assert served.whim.num_streams == 2
+    assert served.whim.num_streams == 3
 
 
 def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:

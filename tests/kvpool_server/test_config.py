@@ -33,6 +33,12 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("http_listen", "", ""),
         ("data_listen", "0.0.0.0:8", "0.0.0.0:8"),
         ("data_workers", 3, 3),
+        ("tls_cert", "tls.crt", "tls.crt"),
+        ("tls_key", "tls.key", "tls.key"),
+        ("tls_client_ca", "ca.crt", "ca.crt"),
+        ("tokens", "tokens", "tokens"),
+        ("audit_log", "audit.json", "audit.json"),
+        ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
         ("shm_dir", "/tmp", "/tmp"),
@@ -55,7 +61,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
     ],
 )
 def test_every_setting_can_come_from_each_source(name: str, value: Any, expected: Any, toml: Path) -> None:
-    toml.write_text(f"{name} = {value!r}\n")
+    toml.write_text(f"{name} = {str(value).lower() if value is True else repr(value)}\n")
     assert getattr(load({name: value}, None, {}), name) == expected
     variable = ";".join(value) if isinstance(value, list) else str(value)
     assert getattr(load({}, None, {f"KVPOOL_{name.upper()}": variable}), name) == expected

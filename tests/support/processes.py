@@ -15,6 +15,7 @@ from typing import TypeVar
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import PoolTimeoutError, UnavailableError
+from kvpool.tls import TlsFiles
 from testbed.ports import free_endpoint
 
 START_DEADLINE_S = 60.0
@@ -56,13 +57,24 @@ def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> s
 class ServerProcess:
     """One server. It listens on free ports unless `flags` say otherwise; another can be started at its endpoint.
 
+    Args:
+        tls, token_file: of the client that asks whether the server is there.
+
     Attributes:
         endpoint: HOST:PORT of gRPC.
         http_url: of /metrics and /healthz.
         started_s: seconds from the start of the process until Ping was answered.
     """
 
-    def __init__(self, log_dir: Path, shm_dir: str, *flags: str, environment: Mapping[str, str] = {}):
+    def __init__(
+        self,
+        log_dir: Path,
+        shm_dir: str,
+        *flags: str,
+        environment: Mapping[str, str] = {},
+        tls: TlsFiles | None = None,
+        token_file: str = "",
+    ):
         defaults = {
             "--listen": free_endpoint(),
             "--http-listen": "127.0.0.1:0",
@@ -81,7 +93,7 @@ class ServerProcess:
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)
             self.endpoint, self.http_url = welcome.groups()
-            with Client(ClientConfig(endpoint=self.endpoint)) as client:
+            with Client(ClientConfig(endpoint=self.endpoint, tls=tls, token_file=token_file)) as client:
                 wait_for(lambda: _answers(client), "an answer to Ping", START_DEADLINE_S)
         except BaseException:
             self.kill()

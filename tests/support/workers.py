@@ -14,14 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.data_port import Kind, Signer, pack_offsets
+from kvpool.data_port import Kind, pack_offsets
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.types import DataPortInfo
-from kvpool_server.data_plane.worker import MAX_CONNECTIONS, TALLY_COLUMNS, DataWorker
+from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
+from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.data_plane.worker import TALLY_COLUMNS, DataWorker
 from tests.support.processes import ServerProcess
 
 KEY, NONCE = b"k" * 32, b"n" * 16
+NUM_ENTRIES = 10_000
 
 
 class Port:
@@ -30,15 +33,27 @@ class Port:
     Attributes:
         arena: uint8 [nbytes].
         tally: payload bytes read, and written.
+        permits: `end` of it ends the permits of a ticket or lease.
     """
 
-    def __init__(self, nbytes: int, max_connections: int):
+    def __init__(self, nbytes: int, max_connections: int, max_unproven: int, sealed: bool):
         self.arena = np.zeros(nbytes, np.uint8)
         self.tally = np.zeros(TALLY_COLUMNS, np.uint64)
-        self.signer = Signer(KEY)
+        self.permits = PermitTable(KEY, NUM_ENTRIES, 1, MAX_SEATS, sealed=sealed)
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE)
-        worker = DataWorker(self.listener, self.arena.data, KEY, NONCE, self.tally, max_connections)
+        self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE, sealed)
+        admission, words = Admission(max_connections, max_unproven), self.permits.words_of(0)
+        worker = DataWorker(
+            self.listener,
+            self.arena.data,
+            KEY,
+            NONCE,
+            self.tally,
+            self.permits.entries,
+            words,
+            admission,
+            sealed=sealed,
+        )
         self.thread = threading.Thread(target=worker.serve, daemon=True)
         self.thread.start()
 
@@ -49,13 +64,19 @@ class Port:
         self, kind: Kind, holding_id: int, offsets: Sequence[int], region_bytes: int, ttl_s: float = 60.0
     ) -> bytes:
         deadline_ns = time.monotonic_ns() + int(ttl_s * 1e9)
-        return self.signer.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
+        return self.permits.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
 
 
 @contextmanager
-def data_port(nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS) -> Iterator[Port]:
+def data_port(
+    nbytes: int = 64 << 20,
+    max_connections: int = MAX_CONNECTIONS,
+    max_unproven: int = MAX_UNPROVEN,
+    *,
+    sealed: bool = False,
+) -> Iterator[Port]:
     """A data port until the end of the block."""
-    port = Port(nbytes, max_connections)
+    port = Port(nbytes, max_connections, max_unproven, sealed)
     try:
         yield port
     finally:
@@ -63,6 +84,7 @@ def data_port(nbytes: int = 64 << 20, max_connections: int = MAX_CONNECTIONS) ->
         port.listener.close()
         port.thread.join(5)
         assert not port.thread.is_alive()
+        port.permits.close()
 
 
 class Permitted:

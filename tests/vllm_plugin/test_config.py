@@ -1,9 +1,13 @@
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool.certificates import Authority
 from kvpool.errors import ConfigError
+from kvpool.principal import Principal, Role
+from tests.support.certificates import files_in
 from vllm_plugin.config import ConnectorConfig
 
 
@@ -19,10 +23,29 @@ def test_every_key_reaches_the_configuration() -> None:
         "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "on_reset": "keep", "share_adapters": "never",
         "weights_epoch_file": "/run/epoch",
-        "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s",
+        "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s", "insecure_network": True, "token_file": "f",
     }  # fmt: skip
     config = ConnectorConfig.parse(given)
-    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == given
+    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == {**given, "tls": None}
+
+
+def test_tls_names_the_files_and_the_tenant(tmp_path: Path) -> None:
+    files = files_in(Authority.create(tmp_path).issue_principal(Principal("acme", Role.ENGINE_WRITE)))
+    config = ConnectorConfig.parse({"tls": dataclasses.asdict(files)})
+    assert config.tls == config.client_config().tls == files
+    assert config.tenant == "acme"
+    assert ConnectorConfig.parse({"tls": dataclasses.asdict(files), "tenant": "umbra"}).tenant == "umbra"
+
+
+@pytest.mark.parametrize("tls", [{}, "dir", {"ca": "a", "crt": "b"}, {"ca": "a", "cert": "b", "key": 1}])
+def test_tls_that_is_no_paths_is_refused(tls: object) -> None:
+    with pytest.raises(ConfigError, match=r"tls = .* does not have the paths ca, cert and key"):
+        ConnectorConfig.parse({"tls": tls})
+
+
+def test_tls_files_that_are_not_there_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read /nowhere/ca\.crt"):
+        ConnectorConfig.parse({"tls": {"ca": "/nowhere/ca.crt", "cert": "b", "key": "c"}})
 
 
 @pytest.mark.parametrize(

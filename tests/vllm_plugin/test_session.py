@@ -34,11 +34,14 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from kvpool.rpc import Namespace, PoolRpc
+from kvpool.transport import choice
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.values import namespace_spec, run_of
+from tests.support.values import namespace_spec, payload, run_of
+from tests.support.workers import workers_stopped
+from vllm_plugin import session as session_module
 from vllm_plugin.breaker import FAILURES_TO_OPEN, State
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session
@@ -106,6 +109,32 @@ def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
     says_so = f"kvpool at {endpoint}, "
     (said,) = wait_for(lambda: [each for each in caplog.records if says_so in each.getMessage()], "the log")
     assert said.levelname == level and says in said.getMessage()
+
+
+def test_a_session_leaves_grpc_once_the_data_port_answers(
+    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.02)
+    monkeypatch.setattr(choice, "RETRY_S", (0.05, 0.05))
+    monkeypatch.setattr(choice, "PROVE_S", 0.05)
+    server, recorder = pool_server(), Recorder()
+    told: list[str] = []
+    with workers_stopped(server):
+        session = open_session(server.endpoint, transport="stream", stall_timeout_ms=1_000, recorder=recorder)
+        wait_until_open(session)
+        session.when_open(lambda namespace: told.append(namespace.transport.name))
+        slow = session.namespace
+        assert slow is not None and slow.transport.name == "grpc"
+    wait_for(lambda: told == ["grpc", "tcp"], "the data port to be used")
+    fast = session.namespace
+    assert fast is not None and (fast.transport.name, fast.boot_token) == ("tcp", slow.boot_token)
+    for namespace in (slow, fast):  # Callers may still be at work with the slow one.
+        run = run_of(namespace.transport.name)
+        session.client.put_blocks(namespace, run, [payload(1, 256)])
+        lease_id = session.client.lookup(namespace, [run]).lease_id
+        assert session.client.get_blocks(namespace, lease_id, run)[0] is not None
+    taken = recorder.take()
+    assert taken is not None and taken.data["connected_grpc"] == taken.data["connected_tcp"] == 1
 
 
 def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:

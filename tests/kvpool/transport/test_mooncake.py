@@ -37,13 +37,12 @@ from tests.support.values import group_spec, namespace_spec, payload, run_of
 pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
 
 MIB = 1 << 20
+FLAGS = ("--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp", "--insecure-network")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(
-        tmp_path_factory.mktemp("mooncake"), shm_dir, "--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp"
-    )
+    server = ServerProcess(tmp_path_factory.mktemp("mooncake"), shm_dir, *FLAGS)
     yield server
     server.stop()
 
@@ -51,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[S
 @pytest.fixture
 def start_server(pool_server: StartServer) -> StartServer:
     def start(*flags: str, **options: str) -> ServerProcess:
-        return pool_server("--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp", *flags, **options)
+        return pool_server(*FLAGS, *flags, **options)
 
     return start
 

@@ -1,4 +1,4 @@
-"""Workers of the data port that die while nothing new can be started."""
+"""Workers of the data port that die."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
+from kvpool.data_port import Kind, pack_offsets
 from kvpool.segment import Segment
 from kvpool_server.child_process import ChildProcess
 from kvpool_server.data_plane import workers as module
+from kvpool_server.data_plane.admission import MAX_SEATS
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers
+from tests.support.data_client import DataClient
 from tests.support.processes import wait_for
 
 
@@ -24,10 +29,18 @@ def segment() -> Iterator[Segment]:
     made.close()
 
 
-def test_a_worker_that_cannot_be_replaced_is_replaced_later(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def permits() -> Iterator[PermitTable]:
+    with closing(PermitTable(b"k" * 32, 10, 1, MAX_SEATS)) as permits:
+        yield permits
+
+
+def test_a_worker_that_cannot_be_replaced_is_replaced_later(
+    segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "REPLACE_S", (0.01, 0.05))
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", 1, segment.info())
+    workers = DataWorkers("127.0.0.1", 0, "", segment.info(), permits)
     refused = []
 
     def refuse_twice(*arguments: Any, **options: Any) -> ChildProcess:
@@ -49,5 +62,29 @@ def test_a_worker_that_cannot_be_replaced_is_replaced_later(segment: Segment, mo
     try:
         asyncio.run(watch())
         assert len(refused) == 2
+    finally:
+        workers.stop()
+
+
+def test_a_worker_that_dies_leaves_the_slots_that_it_was_moving(
+    segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
+    workers = DataWorkers("127.0.0.1", 0, "", segment.info(), permits)
+    permit = permits.permit(Kind.WRITE, 7, 1 << 62, 1 << 20, pack_offsets([0]))
+
+    async def watch() -> None:
+        task = asyncio.create_task(workers.watch())
+        await asyncio.to_thread(wait_for, lambda: 7 not in permits.active(), "the dead worker's word to be cleared")
+        task.cancel()
+
+    try:
+        with DataClient(workers.info.port, workers.info.nonce) as client:
+            client.show(Kind.WRITE, 7, [0], 1 << 20, permit)
+            client.move(0, 1, 1 << 20, b"the first bytes")
+            wait_for(lambda: 7 in permits.active(), "the worker to begin")
+            os.kill(workers.pids[0], signal.SIGKILL)
+            assert not permits.end(7)
+            asyncio.run(watch())
     finally:
         workers.stop()

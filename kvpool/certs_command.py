@@ -1,0 +1,106 @@
+"""`kvpool certs`: certificates for those who have no authority of their own."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.certificates import LEAF_DAYS, Authority, CertificateFacts, read_certificates
+from kvpool.errors import InvalidRequestError
+from kvpool.holdings import duration_text, printable
+from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
+
+DEFAULT_TENANT = "default"
+
+app = typer.Typer(no_args_is_help=True, help="Make and read certificates of servers, engines and operators.")
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the authority and its certificates.")]
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option("--host", help="DNS name or address by which clients reach the server. Repeat for several."),
+]
+Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Make this tenant's certificates. Repeatable.")]
+Domain = Annotated[str, typer.Option(help="Trust domain in the principals' SPIFFE IDs.")]
+Days = Annotated[int, typer.Option(min=1, max=3_650, help="Days for which the certificates are valid.")]
+
+
+@app.command()
+def init(
+    directory: Directory,
+    host: Hosts = None,
+    tenant: Tenants = None,
+    domain: Domain = DEFAULT_DOMAIN,
+    days: Days = LEAF_DAYS,
+) -> None:
+    """Make an authority, a server's certificate, and one certificate for each tenant and role."""
+    if not host:
+        raise InvalidRequestError("no --host; give the DNS names or addresses by which engines reach the server")
+    principals = [*_of_no_tenant(domain), *_of_tenants(tenant or [DEFAULT_TENANT], domain)]
+    made = _issue(Authority.create(directory), host, principals, days)
+    _print_made(made)
+    typer.echo(f"keep {directory}/ca/ca.key away from servers and engines: whoever has it can be anyone")
+
+
+@app.command()
+def issue(
+    directory: Directory,
+    host: Hosts = None,
+    tenant: Tenants = None,
+    operator: Annotated[bool, typer.Option("--operator", help="Make those of the operator and of metrics.")] = False,
+    domain: Domain = DEFAULT_DOMAIN,
+    days: Days = LEAF_DAYS,
+) -> None:
+    """Make further certificates with the directory's authority, or new ones before the old ones end."""
+    principals = [*(_of_no_tenant(domain) if operator else []), *_of_tenants(tenant or [], domain)]
+    if not host and not principals:
+        raise InvalidRequestError("nothing to make; give --host for a server, --tenant or --operator")
+    _print_made(_issue(Authority.load(directory), host or [], principals, days))
+
+
+@app.command()
+def show(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="PEM files, or directories of them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show certificates: for what and whom they are, and when they end."""
+    found = [facts for path in paths for facts in read_certificates(path)]
+    if as_json:
+        typer.echo(json.dumps([_row(facts) for facts in found], indent=2))
+        return
+    for facts in found:
+        typer.echo("\n    ".join(map(printable, _lines(facts))))
+    if not found:
+        typer.echo(f"no certificates in {', '.join(map(str, paths))}")
+
+
+def _lines(facts: CertificateFacts) -> list[str]:
+    left_s = (facts.ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+    when = f"in {duration_text(left_s)}" if left_s > 0 else f"{duration_text(-left_s)} ago"
+    ends = f"{'ends' if left_s > 0 else 'ENDED'} {facts.ends_at:%Y-%m-%d %H:%M} UTC, {when}"
+    return [f"{facts.use}: {', '.join(facts.names)}", ends, *facts.paths]
+
+
+def _row(facts: CertificateFacts) -> dict[str, object]:
+    return {"files": facts.paths, "use": facts.use, "names": facts.names, "ends_at": facts.ends_at.isoformat()}
+
+
+def _of_no_tenant(domain: str) -> list[Principal]:
+    return [Principal(ALL_TENANTS, role, domain) for role in GLOBAL_ROLES]
+
+
+def _of_tenants(tenants: list[str], domain: str) -> list[Principal]:
+    return [Principal(tenant, role, domain) for tenant in tenants for role in TENANT_ROLES]
+
+
+def _issue(authority: Authority, hosts: list[str], principals: list[Principal], days: int) -> list[Path]:
+    made = [authority.issue_server(hosts, days)] if hosts else []
+    return made + [authority.issue_principal(principal, days) for principal in principals]
+
+
+def _print_made(directories: list[Path]) -> None:
+    for directory in directories:
+        typer.echo(f"made {directory}/{{ca.crt,tls.crt,tls.key}}")

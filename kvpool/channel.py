@@ -1,0 +1,167 @@
+"""The gRPC channel to a server: plaintext where nobody else listens, TLS elsewhere, renewed with its certificate."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvpool.config import ClientConfig, is_loopback
+from kvpool.errors import ConfigError
+from kvpool.tls import WatchedIdentity
+from kvpool.tokens import read_token
+from kvpool.watched_files import WatchedFiles
+from kvpool.wire import MAX_MESSAGE_BYTES
+
+RETIRE_S = 600.0
+"""How long calls of a renewed channel may go on: the longest deadline of a call."""
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+def open_channel(config: ClientConfig) -> grpc.Channel:
+    """The channel that the settings ask for; the server is reached with the first call.
+
+    Raises ConfigError for files that cannot be used, and for plaintext to another host that nobody has allowed.
+    """
+    if config.tls is not None:
+        identity = WatchedIdentity(config.tls)
+        token = None
+        if config.token_file:
+            token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
+        return RenewedChannel(identity, lambda: _secure(config.endpoint, identity), token)
+    if config.token_file:
+        raise ConfigError(
+            f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
+            "with the authority of the server's certificate (ca)"
+        )
+    if not (config.insecure_network or is_loopback(config.endpoint.rpartition(":")[0])):
+        raise ConfigError(
+            f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
+            "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network"
+        )
+    return grpc.insecure_channel(config.endpoint, options=_OPTIONS)
+
+
+def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:
+    files = identity.value
+    credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+    return grpc.secure_channel(endpoint, credentials, options=_OPTIONS)
+
+
+class RenewedChannel(grpc.Channel):
+    """A channel whose place a new one takes when its certificate is replaced, because gRPC's cannot read files again.
+
+    New calls go over the new channel. Those that run go on over the old one, which is closed `RETIRE_S` later.
+
+    Args:
+        identity: the certificate's files.
+        make: makes a channel with the identity in force.
+        token: sent with each call; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        identity: WatchedIdentity,
+        make: Callable[[], grpc.Channel],
+        token: WatchedFiles[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._identity = identity
+        self._make = make
+        self._token = token
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._retired: list[tuple[float, grpc.Channel]] = []
+        self._version = identity.version
+        self._current = make()
+
+    @property
+    def version(self) -> int:
+        """How often the channel was renewed; looks whether it is time to."""
+        self.current()
+        return self._version
+
+    def current(self) -> grpc.Channel:
+        """The channel for new calls."""
+        if self._identity.look() == self._version:
+            return self._current
+        with self._lock:
+            if self._identity.version != self._version and not self._is_closed:
+                now = self._clock()
+                for _, channel in (each for each in self._retired if each[0] <= now):
+                    channel.close()
+                self._retired = [each for each in self._retired if each[0] > now]
+                self._retired.append((now + RETIRE_S, self._current))
+                self._current, self._version = self._make(), self._identity.version
+            return self._current
+
+    def metadata(self) -> dict[str, Any]:
+        """What every call is made with."""
+        if self._token is None:
+            return {}
+        self._token.look()
+        return {"metadata": (("authorization", f"Bearer {self._token.value}"),)}
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.stream_unary(*args, **options))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.stream_stream(*args, **options))
+
+    def subscribe(self, *args: Any, **options: Any) -> None:
+        self.current().subscribe(*args, **options)
+
+    def unsubscribe(self, *args: Any) -> None:
+        self.current().unsubscribe(*args)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for _, channel in self._retired:
+                channel.close()
+            self._retired = []
+            self._current.close()
+
+    def __enter__(self) -> RenewedChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Method:
+    """A method of the current channel, with the ways to call it that clients use."""
+
+    def __init__(self, channel: RenewedChannel, bind: Callable[[grpc.Channel], Any]):
+        self._channel = channel
+        self._bind = bind
+        self._bound: tuple[grpc.Channel, Any] | None = None
+
+    def _method(self) -> Any:
+        channel, bound = self._channel.current(), self._bound
+        if bound is None or bound[0] is not channel:
+            self._bound = bound = channel, self._bind(channel)
+        return bound[1]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._method()(*args, **options, **self._channel.metadata())
+
+    def future(self, *args: Any, **options: Any) -> Any:
+        return self._method().future(*args, **options, **self._channel.metadata())

@@ -1,0 +1,119 @@
+"""The files of a process' TLS identity: read, checked, and read again when they change, so that nothing restarts.
+
+An authority, a certificate (with its chain) and the certificate's key, all PEM.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from kvpool.certificates import read_pem
+from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.principal import Principal
+from kvpool.watched_files import WatchedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files.
+
+    Args:
+        ca: the authorities that sign the other side's certificate.
+        cert: this side's certificate, and those between it and the authority; empty: none, for clients with a token.
+        key: the certificate's private key, which nobody else may read.
+    """
+
+    ca: str
+    cert: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsIdentity:
+    """What `TlsFiles` held when they were read.
+
+    Args:
+        ca, cert, key: PEM; None: no such file was named.
+        ends_at: the last second in which the certificate is valid, UTC.
+        principal: whom the certificate names, if it is a principal's.
+    """
+
+    ca: bytes | None
+    cert: bytes | None = None
+    key: bytes | None = None
+    ends_at: dt.datetime | None = None
+    principal: Principal | None = None
+
+
+def read_identity(files: TlsFiles) -> TlsIdentity:
+    """Reads and checks the files. Raises ConfigError, which names the file and the fault."""
+    ca = read_pem(Path(files.ca)) if files.ca else None
+    if ca is not None:
+        _load_certificates(ca, files.ca)
+    if bool(files.cert) != bool(files.key):
+        raise ConfigError(f"TLS files have cert {files.cert!r} and key {files.key!r}; give both, or none with a token")
+    if not files.cert:
+        return TlsIdentity(ca)
+    cert = read_pem(Path(files.cert))
+    certificate = _load_certificates(cert, files.cert)[0]
+    _require_private(files.key)
+    key = read_pem(Path(files.key))
+    try:
+        private = serialization.load_pem_private_key(key, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{files.key} holds no key that can be read: {error}; give an unencrypted PEM key") from None
+    if private.public_key() != certificate.public_key():
+        raise ConfigError(f"{files.key} is not the key of {files.cert}; give the pair that was made together")
+    return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, _principal(certificate))
+
+
+class WatchedIdentity(WatchedFiles[TlsIdentity]):
+    """The identity of files that may be replaced at any time. Raises ConfigError for files that cannot be used."""
+
+    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic):
+        self.files = files
+        super().__init__(
+            [path for path in (files.ca, files.cert, files.key) if path], lambda: read_identity(files), clock
+        )
+
+
+def _require_private(path: str) -> None:
+    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o037 or (mode & 0o040 and found.st_uid):
+        raise ConfigError(
+            f"others can read the private key {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
+            "(Kubernetes: defaultMode: 0440 in the secret's volume)"
+        )
+
+
+def _load_certificates(text: bytes, path: str) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no certificate that can be read: {error}; give a PEM file") from None
+
+
+def _principal(certificate: x509.Certificate) -> Principal | None:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    try:
+        return Principal.parse(uris[0]) if len(uris) == 1 else None
+    except InvalidRequestError:
+        return None

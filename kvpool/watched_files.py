@@ -1,0 +1,75 @@
+"""Files that are read again when they change, so that nothing restarts for a new certificate or token."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvpool.errors import ConfigError
+
+LOOK_EVERY_S = 10.0
+
+log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class WatchedFiles(Generic[Value]):
+    """What some files say, which may be replaced at any time. Thread-safe.
+
+    While what they hold cannot be used (half of a pair is replaced, say), the last good value stays in force, and one
+    warning says why.
+
+    Args:
+        read: reads the files. Raises ConfigError if they cannot be used; so does the constructor.
+
+    Attributes:
+        value: what is in force.
+        version: how often it has changed.
+    """
+
+    def __init__(self, paths: Sequence[str], read: Callable[[], Value], clock: Callable[[], float] = time.monotonic):
+        self._paths = paths
+        self._read = read
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen = self._stamps()
+        self.value = read()
+        self.version = 0
+        self._look_at = clock() + LOOK_EVERY_S
+
+    def look(self) -> int:
+        """Reads the files again if they have changed, every `LOOK_EVERY_S` at most; returns the version."""
+        if self._clock() < self._look_at:
+            return self.version
+        with self._lock:
+            self._look_at = self._clock() + LOOK_EVERY_S
+            if (seen := self._stamps()) == self._seen:
+                return self.version
+            self._seen = seen
+            try:
+                value = self._read()
+            except ConfigError as error:
+                log.warning("new files cannot be used, and what they held before stays in force: %s", error)
+                return self.version
+            if value != self.value:
+                self.value = value
+                self.version += 1
+                log.info("read again: %s", ", ".join(self._paths))
+            return self.version
+
+    def _stamps(self) -> tuple[tuple[int, ...] | None, ...]:
+        return tuple(map(_stamp, self._paths))
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    """What changes when a file is replaced or written; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

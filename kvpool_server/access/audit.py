@@ -1,0 +1,92 @@
+"""The audit log: one JSON object a line, of who was refused, who changed what, and who opened a namespace.
+
+Lines are queued and written by a thread, so that a slow disk holds nobody up. More lines than `LINES_A_SECOND`, or than
+the queue holds, are dropped and counted: a stranger must not fill the disk. logrotate may move the file at any time.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import logging.handlers
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.errors import ConfigError
+from kvpool.principal import Principal
+
+LINES_A_SECOND = 100
+MAX_QUEUED = 1_000
+
+
+class AuditLog:
+    """Appends to a file. Raises ConfigError if it cannot be opened. `close` writes what is queued.
+
+    Attributes:
+        num_dropped: lines that were too many.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic):
+        try:
+            handler = logging.handlers.WatchedFileHandler(path, encoding="ascii")
+        except OSError as error:
+            raise ConfigError(f"cannot write the audit log {path}: {error.strerror}; see --audit-log") from None
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._queue: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        self._listener = logging.handlers.QueueListener(self._queue, handler)
+        self._handler = handler
+        self._clock = clock
+        self._second, self._lines = 0, 0
+        self.num_dropped = 0
+        self._listener.start()
+
+    def write(self, call: str, outcome: str, *, caller: Principal | None, peer: str, **details: str | int) -> None:
+        """Adds a line.
+
+        Args:
+            outcome: the call's gRPC status.
+            caller: None where callers prove nothing, or have failed to.
+            peer: the address that the call came from.
+            details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
+        """
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._lines = second, 0
+        self._lines += 1
+        if self._lines > LINES_A_SECOND or self._queue.qsize() >= MAX_QUEUED:
+            self.num_dropped += 1
+            return
+        line = {
+            "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+            "caller": None if caller is None else str(caller),
+            "peer": peer,
+            "call": call,
+            "outcome": outcome,
+            **details,
+        }
+        if self.num_dropped:
+            line["dropped_before"] = self.num_dropped
+        self._queue.put(logging.LogRecord("kvpool.audit", logging.INFO, "", 0, json.dumps(line), None, None))
+
+    def close(self) -> None:
+        """Blocks until what is queued is written."""
+        self._listener.stop()
+        self._handler.close()
+
+
+def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:
+    """What the audit log says of a call that went well; None: nothing.
+
+    Args:
+        request, reply: the call's messages.
+    """
+    if call == "OpenNamespace" and reply.created:
+        return {"namespace": reply.fingerprint.hex(), "model": request.spec.model, "tenant": request.spec.tenant}
+    if call in ("Remove", "Clear"):
+        return {"namespace": request.namespace.hex() or "all", "count": reply.num_removed}
+    if call == "SetQuotas":
+        return {"quotas": ", ".join(f"{quota.subject}={quota.limit_bytes}" for quota in request.quotas)}
+    return None

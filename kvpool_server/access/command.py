@@ -1,0 +1,72 @@
+"""`kvpool audit`: follows a server's audit log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.errors import ConfigError
+from kvpool.holdings import printable
+
+POLL_S = 0.2
+_FIRST = ("time", "outcome", "call", "caller", "peer")
+
+
+def follow(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The server's --audit-log.")],
+    seconds: Annotated[float, typer.Option(help="Stop after so many seconds; 0: never.")] = 0.0,
+    refused: Annotated[bool, typer.Option("--refused", help="Only calls that were refused.")] = False,
+) -> None:
+    """Print the audit log, and go on as it grows, also after it was rotated."""
+    ends_at = time.monotonic() + seconds if seconds else float("inf")
+    for line in _lines(path, ends_at):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # A line that a crash has cut off.
+        if isinstance(entry, dict) and not (refused and entry.get("outcome") == "OK"):
+            typer.echo(_text(entry))
+
+
+def _text(entry: dict[str, Any]) -> str:
+    named = [str(entry.get(name) or "-") for name in _FIRST]
+    rest = [f"{name}={value}" for name, value in entry.items() if name not in _FIRST]
+    return printable("  ".join([*named, *rest]))
+
+
+def _lines(path: Path, ends_at: float) -> Iterator[str]:
+    """The lines of a file, and of the files that take its place. Raises ConfigError if it cannot be read."""
+    try:
+        file = path.open(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the server's --audit-log") from None
+    rest = ""
+    while True:
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            while True:
+                if piece := file.readline():
+                    rest += piece
+                    if rest.endswith("\n"):
+                        yield rest
+                        rest = ""
+                elif time.monotonic() > ends_at:
+                    return
+                elif _inode(path) not in (inode, None):
+                    break  # Another file has taken its place.
+                else:
+                    time.sleep(POLL_S)
+        file, rest = path.open(encoding="ascii", errors="replace"), ""
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None

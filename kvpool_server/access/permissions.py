@@ -1,0 +1,27 @@
+"""The table of what each role may call; what is not in it is denied to all."""
+
+from __future__ import annotations
+
+from kvpool.principal import Role
+
+_READ = {
+    "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify",
+}  # fmt: skip
+_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
+_TENANT = {"ListNamespaces", "Stats", "Remove", "Clear", "ListQuotas"}
+_POOL = {"SetQuotas"}
+_ANYBODY = {"Ping", "WhoAmI"}
+
+CALLS: dict[Role, frozenset[str]] = {
+    Role.ENGINE_READ: frozenset(_ANYBODY | _READ),
+    Role.ENGINE_WRITE: frozenset(_ANYBODY | _READ | _WRITE),
+    Role.TENANT_OPERATOR: frozenset(_ANYBODY | _TENANT),
+    Role.OPERATOR: frozenset(_ANYBODY | _READ | _WRITE | _TENANT | _POOL),
+    Role.METRICS: frozenset(_ANYBODY | {"Stats"}),
+}
+"""By role: the methods of the Pool service."""
+
+
+def may_call(role: Role, method: str) -> bool:
+    """Whether a role may call a method of the Pool service."""
+    return method in CALLS[role]

@@ -1,0 +1,125 @@
+"""Which connections a data worker serves, so that idle ones keep no room from those that move bytes.
+
+A connection is unproven until it has shown a permit in force. There is room for `MAX_UNPROVEN` of them, apart from that
+for others: a new one replaces the oldest of the address that has most. A proven connection replaces, where there is no
+room, one that is idle; else it is refused. So whoever has no permit can only displace whoever has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+MAX_CONNECTIONS = 256
+"""Proven connections of one worker."""
+
+MAX_UNPROVEN = 64
+MAX_LEAVING = 64
+"""Connections that were hung up on, and whose threads have not ended yet."""
+
+MAX_SEATS = MAX_CONNECTIONS + MAX_UNPROVEN + MAX_LEAVING
+
+SPARED_S = 1.0
+"""A connection that moved bytes in the last second is not replaced."""
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """One connection.
+
+    Args:
+        address: of the peer, without its port.
+        number: 0 to `MAX_SEATS` - 1, unique among the connections that exist.
+
+    Attributes:
+        idle_since: when it last began to wait for a request, by `time.monotonic`; None while it handles one.
+    """
+
+    client: socket.socket
+    address: str
+    number: int
+    idle_since: float | None
+
+
+class Admission:
+    """The connections of one worker. Thread-safe.
+
+    Args:
+        max_proven, max_unproven: at once.
+        clock: `time.monotonic`, but in tests.
+    """
+
+    def __init__(
+        self,
+        max_proven: int = MAX_CONNECTIONS,
+        max_unproven: int = MAX_UNPROVEN,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock = clock
+        self._max_proven = max_proven
+        self._max_unproven = max_unproven
+        self._lock = threading.Lock()
+        # Guarded by the lock. In the order in which they came in.
+        self._unproven: dict[Seat, None] = {}
+        self._proven: dict[Seat, None] = {}
+        self._free = list(range(max_proven + max_unproven + MAX_LEAVING))
+
+    def admit(self, client: socket.socket, address: str) -> Seat | None:
+        """A seat for a new connection; None if there is no room."""
+        with self._lock:
+            if not self._free or not self._has_room():
+                return None
+            if len(self._unproven) >= self._max_unproven:
+                self._hang_up_on(_of_most(self._unproven, self._unproven))
+            seat = Seat(client, address, self._free.pop(), self._clock())
+            self._unproven[seat] = None
+            return seat
+
+    def prove(self, seat: Seat) -> bool:
+        """The connection has shown a permit in force. False if there is no room for it."""
+        with self._lock:
+            if seat in self._proven:
+                return True
+            if seat not in self._unproven or not self._has_room():
+                return False
+            if len(self._proven) >= self._max_proven:
+                self._hang_up_on(_of_most(self._proven, self._replaceable()))
+            del self._unproven[seat]
+            self._proven[seat] = None
+            return True
+
+    def leave(self, seat: Seat) -> None:
+        """The connection's thread ends. Call it before the socket is closed: its number may be another's afterwards."""
+        with self._lock:
+            self._unproven.pop(seat, None)
+            self._proven.pop(seat, None)
+            self._free.append(seat.number)
+
+    def _has_room(self) -> bool:
+        """Whether one more connection could be proven."""
+        return len(self._proven) < self._max_proven or bool(self._replaceable())
+
+    def _replaceable(self) -> list[Seat]:
+        """Proven connections that are idle, the longest first."""
+        now = self._clock()
+        idle = [(since, seat) for seat in self._proven if (since := seat.idle_since) is not None]
+        idle.sort(key=lambda pair: pair[0])
+        return [seat for since, seat in idle if now - since >= SPARED_S]
+
+    def _hang_up_on(self, seat: Seat) -> None:
+        """Wakes the connection's thread, which ends. Its seat is free once it has."""
+        self._unproven.pop(seat, None)
+        self._proven.pop(seat, None)
+        with contextlib.suppress(OSError):  # The peer has disconnected, or the thread has closed the socket.
+            seat.client.shutdown(socket.SHUT_RDWR)
+
+
+def _of_most(seats: Iterable[Seat], candidates: Iterable[Seat]) -> Seat:
+    """The first of the candidates whose address has most of the seats."""
+    counts = Counter(seat.address for seat in seats)
+    return max(candidates, key=lambda seat: counts[seat.address])

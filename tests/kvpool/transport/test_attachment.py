@@ -1,0 +1,88 @@
+"""A client that fell back to gRPC returns to a faster transport by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvpool.transport.base import Transport
+from kvpool.transport.choice import RETRY_S, Attachment, Choice
+from kvpool.types import Offer
+from tests.support.clock import FakeClock
+from tests.support.memory_transport import MemoryTransport
+
+OFFER = Offer(1 << 20)
+BOOT = 7
+
+
+@dataclass
+class Server:
+    """Offers a data port that works, or does not."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    port_works: bool = False
+    asked_at: list[float] = field(default_factory=list)
+
+    def attachment(self) -> Attachment:
+        return Attachment(self._choose, self.clock)
+
+    def _choose(self, offer: Offer) -> Choice:
+        assert offer is OFFER
+        self.asked_at.append(self.clock())
+        transport = MemoryTransport(np.zeros(1, np.uint8))
+        return Choice(transport, "tcp" if self.port_works else "grpc", is_fallback=not self.port_works)
+
+
+def _route(attachment: Attachment) -> str:
+    assert attachment.choice is not None
+    return attachment.choice.route
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def test_a_fallback_is_left_once_something_faster_works(server: Server) -> None:
+    attachment = server.attachment()
+    slow = attachment.attach(OFFER, BOOT)
+    server.port_works = True
+    assert attachment.retry() is None and _route(attachment) == "grpc"
+    server.clock.advance(RETRY_S[0])
+    fast = attachment.retry()
+    assert fast is not None and fast is not slow and _route(attachment) == "tcp"
+    server.clock.advance(RETRY_S[1])
+    assert attachment.retry() is None and attachment.attach(OFFER, BOOT) is fast
+
+
+def test_opening_another_namespace_leaves_a_fallback_too(server: Server) -> None:
+    attachment = server.attachment()
+    slow = attachment.attach(OFFER, BOOT)
+    server.port_works = True
+    server.clock.advance(RETRY_S[0])
+    fast: Transport = attachment.attach(OFFER, BOOT)
+    assert fast is not slow and attachment.attach(OFFER, BOOT) is fast
+
+
+def test_a_port_that_stays_away_is_tried_less_and_less_often(server: Server) -> None:
+    attachment = server.attachment()
+    slow = attachment.attach(OFFER, BOOT)
+    for _ in range(2_000):
+        server.clock.advance(1.0)
+        assert attachment.retry() is None
+    gaps = [later - before for before, later in zip(server.asked_at, server.asked_at[1:], strict=False)]
+    assert gaps[:7] == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 320.0]
+    assert attachment.attach(OFFER, BOOT) is slow
+    server.port_works = True
+    assert attachment.attach(OFFER, BOOT + 1) is not slow, "another boot is asked at once"
+
+
+def test_a_transport_that_is_no_fallback_is_kept(server: Server) -> None:
+    server.port_works = True
+    attachment = server.attachment()
+    assert attachment.retry() is None
+    attachment.attach(OFFER, BOOT)
+    server.clock.advance(RETRY_S[1])
+    assert attachment.retry() is None and len(server.asked_at) == 1

@@ -1,0 +1,122 @@
+"""Which connections a data worker serves, and whom a new one replaces."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvpool_server.data_plane.admission import MAX_LEAVING, SPARED_S, Admission, Seat
+from tests.support.clock import FakeClock
+
+MAX_PROVEN, MAX_UNPROVEN = 3, 4
+
+
+class Door:
+    """An admission with sockets of its own."""
+
+    def __init__(self, sockets: ExitStack):
+        self.clock = FakeClock()
+        self.admission = Admission(MAX_PROVEN, MAX_UNPROVEN, self.clock)
+        self._sockets = sockets
+        self._peers: dict[Seat, socket.socket] = {}
+
+    def enter(self, address: str) -> Seat | None:
+        ours, theirs = socket.socketpair()
+        self._sockets.enter_context(ours)
+        self._sockets.enter_context(theirs)
+        seat = self.admission.admit(ours, address)
+        if seat is not None:
+            self._peers[seat] = theirs
+        return seat
+
+    def admitted(self, address: str) -> Seat:
+        seat = self.enter(address)
+        assert seat is not None
+        return seat
+
+    def proven(self, address: str, *, is_idle: bool = True) -> Seat:
+        seat = self.admitted(address)
+        assert self.admission.prove(seat)
+        seat.idle_since = self.clock() if is_idle else None
+        return seat
+
+    def is_hung_up_on(self, seat: Seat) -> bool:
+        try:
+            return self._peers[seat].recv(1, socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with ExitStack() as sockets:
+        yield Door(sockets)
+
+
+def test_the_oldest_silent_connection_makes_room_for_a_new_one(door: Door) -> None:
+    silent = [door.admitted("a") for _ in range(MAX_UNPROVEN + 2)]
+    assert [door.is_hung_up_on(seat) for seat in silent] == [True, True, False, False, False, False]
+
+
+def test_silent_connections_displace_none_that_has_proven_itself(door: Door) -> None:
+    proven = door.proven("a")
+    door.clock.advance(1_000)
+    for _ in range(10 * MAX_UNPROVEN):
+        door.admission.leave(door.admitted("a"))
+    for _ in range(2 * MAX_UNPROVEN):
+        door.admitted("a")
+    assert not door.is_hung_up_on(proven)
+
+
+def test_a_host_that_floods_displaces_only_its_own_connections(door: Door) -> None:
+    slow = door.admitted("far away")
+    flood = [door.admitted("flood") for _ in range(5 * MAX_UNPROVEN)]
+    assert not door.is_hung_up_on(slow) and door.is_hung_up_on(flood[0])
+    assert door.admission.prove(slow)
+
+
+def test_hung_up_connections_cannot_pile_up(door: Door) -> None:
+    """Their threads may take a moment to end: so many at most, and then nobody is admitted."""
+    seats = [door.enter("a") for _ in range(MAX_PROVEN + MAX_UNPROVEN + MAX_LEAVING + 1)]
+    assert seats[-1] is None and None not in seats[:-1]
+    assert seats[0] is not None
+    door.admission.leave(seats[0])
+    assert door.admitted("a").number == seats[0].number
+
+
+def test_of_those_that_are_idle_the_longest_makes_room(door: Door) -> None:
+    first, second, busy = door.proven("a"), door.proven("a"), door.proven("a", is_idle=False)
+    door.clock.advance(SPARED_S / 2)
+    second.idle_since = door.clock()
+    door.clock.advance(SPARED_S)
+    door.proven("b")
+    assert [door.is_hung_up_on(seat) for seat in (first, second, busy)] == [True, False, False]
+
+
+def test_the_host_with_most_connections_gives_up_one(door: Door) -> None:
+    only = door.proven("b")
+    door.clock.advance(1)
+    many = [door.proven("a"), door.proven("a")]
+    door.clock.advance(SPARED_S)
+    door.proven("c")
+    assert not door.is_hung_up_on(only) and door.is_hung_up_on(many[0])
+
+
+def test_nobody_is_admitted_while_all_move_bytes(door: Door) -> None:
+    seats = [door.proven("a", is_idle=False) for _ in range(MAX_PROVEN - 1)]
+    waiting = door.admitted("a")
+    seats.append(door.proven("a", is_idle=False))
+    assert door.enter("b") is None and not door.admission.prove(waiting)
+    assert not any(map(door.is_hung_up_on, seats))
+    door.admission.leave(seats[0])
+    assert door.admission.prove(waiting) and door.admission.prove(waiting)
+
+
+def test_who_was_hung_up_on_cannot_prove_anything_any_more(door: Door) -> None:
+    first = door.admitted("a")
+    for _ in range(MAX_UNPROVEN):
+        door.admitted("a")
+    assert door.is_hung_up_on(first) and not door.admission.prove(first)

@@ -1,0 +1,1 @@
+"""What an intruder tries, and is refused."""

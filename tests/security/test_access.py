@@ -1,0 +1,362 @@
+"""Who may call what: every RPC, by every role, about the caller's own and another tenant's namespace."""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool import wire
+from kvpool.certificates import Authority
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import (
+    ConfigError,
+    IncompatibleNamespaceError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.tls import TlsFiles
+from kvpool.types import Quota, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.watched_files import LOOK_EVERY_S
+from kvpool_server.access.permissions import CALLS
+from tests.support.certificates import files_in, forge, server_flags
+from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.values import block_hash, namespace_spec, payload, run_of
+
+METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["Pool"].methods)
+ABOUT_A_NAMESPACE = (
+    "Lookup", "LookupStream", "PutStart", "Get", "PutChunks", "GetChunks", "Verify", "Remove", "Clear",
+)  # fmt: skip
+TIMEOUT_S = 10.0
+DAY = dt.timedelta(days=1)
+
+
+class Deployment:
+    """A TLS server, the certificates of two tenants, and a namespace with a block of each."""
+
+    def __init__(self, pki: Path, start: Callable[..., ServerProcess]):
+        self.pki = pki
+        self.authority = Authority.create(pki)
+        operator = self.files(Role.OPERATOR)
+        flags = server_flags(self.authority.issue_server([]))
+        self.server = start("--memory", "16MiB", *flags, tls=operator)
+        self.fingerprints = {tenant: self._store(tenant) for tenant in ("acme", "umbra")}
+
+    def files(self, role: Role, tenant: str = "acme") -> TlsFiles:
+        principal = Principal(tenant if role.has_tenant else ALL_TENANTS, role)
+        return files_in(self.authority.issue_principal(principal))
+
+    def config(self, files: TlsFiles | None, **fields: Any) -> ClientConfig:
+        defaults = {"timeout_ms": 10_000, "stall_timeout_ms": 5_000}
+        return ClientConfig(self.server.endpoint, tls=files, **{**defaults, **fields})
+
+    def client(self, role: Role, tenant: str = "acme", **fields: Any) -> Client:
+        return Client(self.config(self.files(role, tenant), **fields))
+
+    def _store(self, tenant: str) -> bytes:
+        with self.client(Role.ENGINE_WRITE, tenant) as client:
+            namespace = client.open_namespace(namespace_spec(tenant=tenant))
+            client.put_blocks(namespace, run_of("block"), [payload(tenant, 256)])
+            return namespace.fingerprint
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[Deployment]:
+    started: list[ServerProcess] = []
+
+    def start(*flags: str, tls: TlsFiles) -> ServerProcess:
+        started.append(ServerProcess(tmp_path_factory.mktemp("server"), shm_dir, *flags, tls=tls))
+        return started[-1]
+
+    try:
+        yield Deployment(tmp_path_factory.mktemp("certificates") / "pki", start)
+    finally:
+        for server in started:
+            server.stop()
+
+
+def _call(client: Client, method: str, namespace: bytes) -> grpc.StatusCode:
+    """Calls a method with a request that is right; returns the status."""
+    runs = wire.encode_runs([run_of("block")])
+    shards = wire.encode_shards(ShardRange(0, 1))
+    key = pb.PoolKey(namespace=namespace, block_hash=block_hash("block"))
+    requests: dict[str, Any] = {
+        "OpenNamespace": pb.OpenNamespaceRequest(spec=wire.encode_spec(namespace_spec(tenant="acme"))),
+        "Lookup": pb.LookupRequest(namespace=namespace, runs=runs),
+        "LookupStream": pb.LookupRequest(namespace=namespace, runs=runs),
+        "PutStart": pb.PutStartRequest(namespace=namespace, runs=runs, shards=shards),
+        "PutEnd": pb.PutEndRequest(ticket_id=7),
+        "PutRevoke": pb.PutRevokeRequest(ticket_id=7),
+        "Get": pb.GetRequest(lease_id=7, namespace=namespace, runs=runs, shards=shards),
+        "Release": pb.ReleaseRequest(lease_ids=[7]),
+        "Write": pb.WriteRequest(),
+        "Read": pb.ReadRequest(lease_id=7, offsets=[0], region_bytes=1),
+        "PutChunks": pb.PutChunksRequest(chunks=[pb.Chunk(key=key)]),
+        "GetChunks": pb.GetChunksRequest(keys=[key]),
+        "Verify": pb.VerifyRequest(namespace=namespace, runs=runs),
+        "Remove": pb.RemoveRequest(namespace=namespace, runs=wire.encode_runs([run_of("nothing")])),
+        "Clear": pb.ClearRequest(namespace=namespace),
+        "Ping": pb.PingRequest(),
+        "WhoAmI": pb.WhoAmIRequest(),
+        "Stats": pb.StatsRequest(),
+        "ListNamespaces": pb.ListNamespacesRequest(),
+        "ListQuotas": pb.ListQuotasRequest(),
+        "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 30)]),
+    }
+    call, request = getattr(client.rpc.stub, method), requests[method]
+    descriptor = pb.DESCRIPTOR.services_by_name["Pool"].methods_by_name[method]
+    try:
+        reply = call(iter([request]) if descriptor.client_streaming else request, timeout=TIMEOUT_S)
+        if method == "LookupStream":
+            (found,) = reply
+            return next(code for code in grpc.StatusCode if code.value[0] == found.error.code)
+        if descriptor.server_streaming:
+            list(reply)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_the_table_has_every_rpc_and_no_other() -> None:
+    assert set().union(*CALLS.values()) == set(METHODS)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_each_role_may_call_what_the_table_says(deployment: Deployment, role: Role) -> None:
+    refused = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+    with deployment.client(role) as client:
+        may = {method for method in METHODS if _call(client, method, deployment.fingerprints["acme"]) not in refused}
+    assert may == CALLS[role]
+    deployment.fingerprints["acme"] = deployment._store("acme")  # The operators have cleared it.
+
+
+@pytest.mark.parametrize("method", ABOUT_A_NAMESPACE)
+def test_another_tenants_namespace_is_as_one_that_is_not(deployment: Deployment, method: str) -> None:
+    roles = [role for role in Role if role.has_tenant and method in CALLS[role]]
+    for role in roles:
+        with deployment.client(role, "acme") as client:
+            foreign = _call(client, method, deployment.fingerprints["umbra"])
+            assert foreign == _call(client, method, block_hash("never opened")) == grpc.StatusCode.NOT_FOUND
+    with deployment.client(Role.ENGINE_READ, "umbra") as client:
+        namespace = client.open_namespace(namespace_spec(tenant="umbra"))
+        assert namespace.fingerprint != deployment.fingerprints["umbra"]
+        found = client.rpc.stub.Lookup(
+            pb.LookupRequest(namespace=deployment.fingerprints["umbra"], runs=wire.encode_runs([run_of("block")]))
+        )
+        assert found.hits[0].num_leading == 1  # Nothing was removed.
+
+
+def test_a_tenant_opens_its_own_namespaces_only(deployment: Deployment) -> None:
+    with deployment.client(Role.ENGINE_WRITE, "acme") as client:
+        for tenant in ("umbra", ""):
+            with pytest.raises(PermissionDeniedError, match="give tenant 'acme'"):
+                client.open_namespace(namespace_spec(tenant=tenant))
+        spec = namespace_spec(tenant="acme")
+        with pytest.raises(UnknownNamespaceError):
+            client.open_namespace(spec, deployment.fingerprints["umbra"])
+        with pytest.raises(IncompatibleNamespaceError):
+            client.open_namespace(spec, deployment.fingerprints["acme"])
+
+
+def test_a_tenant_lists_its_own_namespaces_and_quotas_only(deployment: Deployment) -> None:
+    with deployment.client(Role.OPERATOR) as operator:
+        operator.admin.set_quotas([Quota("tenant:umbra", 1 << 30), Quota("tenant:acme", 1 << 30)])
+        assert {info.spec.tenant for info in operator.admin.namespaces()} >= {"acme", "umbra"}
+        assert len(operator.admin.quotas()) == 2
+    with deployment.client(Role.TENANT_OPERATOR) as client:
+        assert {info.spec.tenant for info in client.admin.namespaces()} == {"acme"}
+        assert [quota.subject for quota in client.admin.quotas()] == ["tenant:acme"]
+        with pytest.raises(PermissionDeniedError, match="Clear of all namespaces"):
+            client.admin.clear()
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        [],
+        ["spiffe://kvpool.local/kvpool/acme/engine-write", "spiffe://kvpool.local/kvpool/umbra/engine-write"],
+        ["https://kvpool.local/kvpool/acme/engine-write"],
+        ["spiffe://kvpool.local/kvpool/acme/root"],
+        ["spiffe://kvpool.local/kvpool/_/engine-write"],
+        ["spiffe://kvpool.local/kvpool/../operator"],
+    ],
+)
+def test_a_certificate_that_names_no_principal(deployment: Deployment, tmp_path: Path, uris: list[str]) -> None:
+    files = forge(deployment.pki, tmp_path / "forged", uris, starts_in=-DAY, ends_in=DAY)
+    with Client(deployment.config(files)) as client:
+        with pytest.raises(UnauthenticatedError, match="certificate names"):
+            client.admin.ping()
+        with pytest.raises(UnauthenticatedError, match="certificate names"):
+            client.rpc.call(client.rpc._lookups, lambda: pb.LookupRequest())
+
+
+@pytest.mark.parametrize("fault", ["plaintext", "another authority", "a server's", "ended", "not yet valid"])
+def test_who_proves_nothing_is_not_heard(deployment: Deployment, tmp_path: Path, fault: str) -> None:
+    uris = ["spiffe://kvpool.local/kvpool/acme/engine-write"]
+    files: TlsFiles | None = None
+    if fault == "another authority":
+        foreign = Authority.create(tmp_path / "foreign").issue_principal(Principal("acme", Role.ENGINE_WRITE))
+        ours = files_in(foreign)
+        files = TlsFiles(deployment.files(Role.OPERATOR).ca, ours.cert, ours.key)
+    elif fault == "a server's":
+        files = files_in(deployment.authority.directory / "server")
+    elif fault == "ended":
+        files = forge(deployment.pki, tmp_path / "forged", uris, starts_in=-2 * DAY, ends_in=-DAY)
+    elif fault == "not yet valid":
+        files = forge(deployment.pki, tmp_path / "forged", uris, starts_in=DAY, ends_in=2 * DAY)
+    with Client(deployment.config(files, timeout_ms=2_000)) as client, pytest.raises(UnavailableError):
+        client.admin.ping()
+
+
+def test_a_client_does_not_talk_to_who_is_no_server(deployment: Deployment, tmp_path: Path) -> None:
+    files = deployment.files(Role.ENGINE_WRITE)
+    foreign = Authority.create(tmp_path / "foreign").directory / "ca" / "ca.crt"
+    config = deployment.config(TlsFiles(str(foreign), files.cert, files.key), timeout_ms=2_000)
+    with Client(config) as client, pytest.raises(UnavailableError):
+        client.admin.ping()
+
+
+class _Recorder(socketserver.ThreadingTCPServer):
+    """A proxy that keeps every byte that passes."""
+
+    daemon_threads = True
+
+    def __init__(self, target: str):
+        host, _, port = target.rpartition(":")
+        seen = self.seen = bytearray()
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with socket.create_connection((host, int(port)), TIMEOUT_S) as onward:
+                    back = threading.Thread(target=self._pass, args=(onward, self.request))
+                    back.start()
+                    self._pass(self.request, onward)
+                    back.join(TIMEOUT_S)
+
+            def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+                try:
+                    while piece := source.recv(1 << 16):
+                        seen.extend(piece)
+                        sink.sendall(piece)
+                    sink.shutdown(socket.SHUT_WR)
+                except OSError:
+                    pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+def test_a_recorder_on_the_wire_finds_no_byte_of_a_block(deployment: Deployment) -> None:
+    block = payload("secret", 256)
+    with _Recorder(deployment.server.endpoint) as recorder:
+        files = deployment.files(Role.ENGINE_WRITE)
+        config = ClientConfig(f"127.0.0.1:{recorder.server_address[1]}", "grpc", timeout_ms=10_000, tls=files)
+        with Client(config) as client:
+            namespace = client.open_namespace(namespace_spec(tenant="acme", model="secret/model"))
+            client.put_blocks(namespace, run_of("secret"), [block])
+            found = client.lookup(namespace, [run_of("secret")])
+            (loaded,) = client.get_blocks(namespace, found.lease_id, run_of("secret"))
+        assert bytes(loaded) == block.tobytes()
+        recorder.shutdown()
+        seen = bytes(recorder.seen)
+    assert len(seen) > 2 * len(block)
+    for secret in (block.tobytes()[:16], block_hash("secret")[:16], b"secret/model", b"acme"):
+        assert secret not in seen
+
+
+def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> None:
+    """The server's and the client's files change: no call fails, and the new certificates are used."""
+    before = deployment.files(Role.ENGINE_WRITE)
+    with Client(deployment.config(before)) as client:
+        namespace = client.open_namespace(namespace_spec(tenant="acme"))
+
+        def call() -> int:
+            client.admin.ping()
+            return client.lookup(namespace, [run_of("nothing")]).hits[0].num_leading
+
+        assert call() == 0
+        authority = Authority.load(deployment.pki)
+        authority.issue_server(["renewed.example"])
+        authority.issue_principal(Principal("acme", Role.ENGINE_WRITE))
+        channel = client.rpc.channel
+        was = channel.version
+        ends_at = time.monotonic() + LOOK_EVERY_S + 20
+        while channel.version == was:
+            assert time.monotonic() < ends_at
+            call()
+        assert call() == 0
+    host, _, port = deployment.server.endpoint.rpartition(":")
+
+    def names() -> tuple[str, ...]:
+        context = ssl.create_default_context(cafile=before.ca)
+        context.load_cert_chain(before.cert, before.key)
+        plain = socket.create_connection((host, int(port)), TIMEOUT_S)
+        with context.wrap_socket(plain, server_hostname="localhost") as secure:
+            found = secure.getpeercert() or {}
+        return tuple(str(value) for _, value in found["subjectAltName"])
+
+    wait_for(lambda: "renewed.example" in names(), "the server's new certificate")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--listen", "0.0.0.0:0"], "--tls-client-ca (or --tokens), or give --insecure-network"),
+        (["--http-listen", "0.0.0.0:0"], "--http-listen 0.0.0.0:0: other hosts can reach"),
+        (["--data-listen", "0.0.0.0:0"], "--data-listen 0.0.0.0:0: other hosts can reach"),
+        (["--kv-events-replay", "tcp://0.0.0.0:0"], "nor is anything encrypted"),
+        (["--kv-events", "tcp://0.0.0.0:0"], "--kv-events 0.0.0.0:0"),
+        (["--mooncake", "tcp"], "asks nobody who he is"),
+        (["--tls-cert", "x"], "TLS needs --tls-cert and --tls-key"),
+        (["--tls-cert", "x", "--tls-key", "x"], "give either --tls-client-ca, for certificates, or --tokens"),
+        (["--tokens", "x"], "TLS needs --tls-cert and --tls-key"),
+        (["--tls-cert", "x", "--tls-key", "x", "--tls-client-ca", "x"], "cannot read x"),
+    ],
+)
+def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:
+    common = [flag for flag in ("--listen", "--http-listen") if flag not in flags for flag in (flag, "127.0.0.1:0")]
+    done = run_command(*server_command(*common, "--memory", "1MiB", *flags))
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    files = Authority.create(tmp_path / "pki").issue_server([])
+    (files / "tls.key").chmod(0o644)
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(files)))
+    assert done.returncode == 2
+    assert "others can read the private key" in done.stderr
+
+
+def test_whoami_says_role_methods_and_end(deployment: Deployment) -> None:
+    with deployment.client(Role.ENGINE_READ) as client:
+        found = client.admin.whoami()
+    assert found.principal == "spiffe://kvpool.local/kvpool/acme/engine-read"
+    assert set(found.methods) == CALLS[Role.ENGINE_READ]
+    assert 364 <= (found.ends_at - time.time()) / 86_400 <= 365
+
+
+def test_whoami_where_nobody_is_asked(shared_server: ServerProcess) -> None:
+    with Client(ClientConfig(shared_server.endpoint, timeout_ms=10_000)) as client:
+        found = client.admin.whoami()
+    assert (found.principal, set(found.methods), found.ends_at) == ("", set(METHODS), 0)
+
+
+def test_a_client_sends_nothing_in_clear_to_another_host() -> None:
+    with pytest.raises(ConfigError, match="insecure_network"):
+        Client(ClientConfig("pool.example:50051"))
+    Client(ClientConfig("pool.example:50051", insecure_network=True)).close()

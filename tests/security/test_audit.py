@@ -1,0 +1,110 @@
+"""The audit log: who was refused, who changed what; what others chose is escaped, and floods are bounded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvpool.certificates import Authority
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.types import Quota
+from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, AuditLog
+from kvpool_server.access.command import follow
+from tests.security.test_access import DAY
+from tests.support.certificates import files_in, forge, server_flags
+from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.values import namespace_spec, payload, run_of
+
+app = typer.Typer()
+app.command()(follow)
+
+
+def _entries(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+    engine = files_in(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE)))
+    nobody = forge(authority.directory, tmp_path / "forged", [], starts_in=-DAY, ends_in=DAY)
+    log = tmp_path / "audit.json"
+    flags = server_flags(authority.issue_server([]))
+    server = pool_server("--audit-log", str(log), *flags, tls=operator)
+    model = "a\nmodel \x1b[31m{}"
+    with Client(ClientConfig(server.endpoint, tls=engine, timeout_ms=10_000)) as client:
+        namespace = client.open_namespace(namespace_spec(tenant="acme", model=model))
+        client.open_namespace(namespace.spec)
+        client.put_blocks(namespace, run_of("block"), [payload("block", 256)])
+        with pytest.raises(PermissionDeniedError):
+            client.admin.clear()
+    stranger = ClientConfig(server.endpoint, tls=nobody, timeout_ms=10_000)
+    with Client(stranger) as client, pytest.raises(UnauthenticatedError):
+        client.admin.ping()
+    with Client(ClientConfig(server.endpoint, tls=operator, timeout_ms=10_000)) as client:
+        client.admin.set_quotas([Quota("tenant:acme", 1 << 30)])
+        client.admin.clear()
+    wait_for(lambda: len(_entries(log)) == 5, "five lines")
+    opened, denied, unknown, quotas, cleared = _entries(log)
+    who = "spiffe://kvpool.local/kvpool/acme/engine-write"
+    assert (opened["caller"], opened["call"], opened["outcome"], opened["model"]) == (who, "OpenNamespace", "OK", model)
+    assert opened["namespace"] == namespace.fingerprint.hex()
+    assert (denied["caller"], denied["call"], denied["outcome"]) == (who, "Clear", "PERMISSION_DENIED")
+    assert (unknown["caller"], unknown["call"], unknown["outcome"]) == (None, "Ping", "UNAUTHENTICATED")
+    assert quotas["quotas"] == f"tenant:acme={1 << 30}"
+    assert (cleared["namespace"], cleared["count"]) == ("all", 1)
+    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in _entries(log))
+    assert "\x1b" not in log.read_text()
+    shown = CliRunner().invoke(app, [str(log), "--seconds", "0.01"], catch_exceptions=False)
+    lines = shown.output.splitlines()
+    assert len(lines) == 5
+    assert "OpenNamespace" in lines[0] and all(line.isprintable() for line in lines)
+    only = CliRunner().invoke(app, [str(log), "--seconds", "0.01", "--refused"], catch_exceptions=False)
+    assert [line.split()[2] for line in only.output.splitlines()] == ["Clear", "Ping"]
+
+
+def test_a_flood_is_counted_and_not_written(tmp_path: Path) -> None:
+    now = [0.0]
+    log = AuditLog(str(tmp_path / "audit.json"), lambda: now[0])
+    for _ in range(10 * MAX_QUEUED):
+        log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
+    dropped = log.num_dropped
+    assert dropped == 10 * MAX_QUEUED - LINES_A_SECOND
+    now[0] = 1.0
+    log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
+    log.close()
+    entries = _entries(tmp_path / "audit.json")
+    assert len(entries) == LINES_A_SECOND + 1
+    assert entries[-1]["dropped_before"] == dropped
+
+
+def test_a_rotated_log_goes_on_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    log = AuditLog(str(path))
+    log.write("Ping", "OK", caller=None, peer="-")
+    wait_for(lambda: len(_entries(path)) == 1, "the first line")
+    path.rename(tmp_path / "audit.json.1")
+    log.write("Stats", "OK", caller=None, peer="-")
+    log.close()
+    assert [entry["call"] for entry in _entries(path)] == ["Stats"]
+
+
+def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    where = str(tmp_path / "nowhere" / "audit.json")
+    with pytest.raises(ConfigError, match="see --audit-log"):
+        AuditLog(where)
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--audit-log", where))
+    assert done.returncode == 2 and "see --audit-log" in done.stderr
+
+
+def test_a_log_that_is_not_there(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [str(tmp_path / "audit.json")])
+    assert isinstance(done.exception, ConfigError)

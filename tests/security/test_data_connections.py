@@ -1,0 +1,186 @@
+"""Connections to the data port that want nothing but its room."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import numpy as np
+import pytest
+
+from kvpool.client import Client
+from kvpool.data_port import Header, Kind, Status, pack_offsets
+from kvpool_server.data_plane import connection
+from kvpool_server.data_plane.admission import MAX_UNPROVEN
+from tests.conftest import Connect, StartServer
+from tests.support.data_client import DataClient
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.workers import Port, data_port
+
+MIB = 1 << 20
+NUM_SILENT = 300
+PROVE_S = 0.3
+
+
+@pytest.fixture
+def server(pool_server: StartServer) -> ServerProcess:
+    return pool_server("--memory", "64MiB", "--data-workers", "1")
+
+
+def _put_and_get(client: Client, name: object) -> None:
+    """Over TCP; raises if that fails."""
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
+    assert namespace.transport.name == "tcp"
+    client.put_blocks(namespace, run_of(name), [payload(name, MIB)])
+    found = client.lookup(namespace, [run_of(name)])
+    (block,) = client.get_blocks(namespace, found.lease_id, run_of(name))
+    assert block is not None and np.array_equal(block, payload(name, MIB))
+    client.release([found.lease_id])
+
+
+def _address(client: Client) -> tuple[str, int]:
+    opened, _ = client.rpc.open_namespace(namespace_spec())
+    assert opened.offer.data_port is not None
+    return "127.0.0.1", opened.offer.data_port.port
+
+
+@contextmanager
+def _silent(address: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(count)]
+
+
+def test_silent_connections_keep_nobody_from_the_data_port(server: ServerProcess, connect: Connect) -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft > NUM_SILENT + 100, "this test needs more file descriptors"
+    before = connect(server, transport="stream")
+    _put_and_get(before, "before")
+    with _silent(_address(before), NUM_SILENT):
+        _put_and_get(before, "during")
+        _put_and_get(connect(server, transport="stream"), "a new client during the flood")
+    _put_and_get(connect(server, transport="stream"), "after")
+
+
+def test_a_client_that_moves_bytes_goes_on_during_a_flood(server: ServerProcess, connect: Connect) -> None:
+    client = connect(server, transport="tcp")
+    _put_and_get(client, "before")
+    address, is_over, made = _address(client), threading.Event(), []
+
+    def flood() -> None:
+        while not is_over.is_set():
+            with suppress(OSError), _silent(address, 10) as sockets:
+                made.extend(sockets)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        ends_at = time.monotonic() + 2.0
+        count = 0
+        while time.monotonic() < ends_at or len(made) < NUM_SILENT:
+            _put_and_get(client, f"during {(count := count + 1)}")
+    finally:
+        is_over.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    monkeypatch.setattr(connection, "PROVE_S", PROVE_S)
+    with data_port(MIB) as port:
+        yield port
+
+
+def _client(port: Port) -> DataClient:
+    return DataClient(port.info.port, port.info.nonce)
+
+
+def _show(client: DataClient, port: Port, holding_id: int) -> None:
+    client.show(Kind.READ, holding_id, [0], 64, port.permit(Kind.READ, holding_id, [0], 64))
+
+
+def _trickle(client: DataClient, sent: bytes) -> None:
+    """Sends bytes one by one, slowly, until the worker hangs up."""
+    for nth in range(len(sent)):
+        client.socket.sendall(sent[nth : nth + 1])
+        time.sleep(PROVE_S / 20)
+    raise AssertionError("the worker listened to the last byte")
+
+
+def test_a_client_without_a_permit_is_hung_up_on(port: Port) -> None:
+    with _client(port) as client:
+        assert client.socket.recv(1) == b""
+
+
+@pytest.mark.parametrize("num_offsets", [1, 1_000], ids=["in the header", "in the offsets"])
+def test_a_permit_that_trickles_is_not_waited_for(port: Port, num_offsets: int) -> None:
+    offsets = list(range(num_offsets))
+    permit = port.permit(Kind.READ, 1, offsets, 64)
+    header = Header(Kind.READ, 0, num_offsets, 64, holding_id=1, permit=permit).encode()
+    with _client(port) as client:
+        if num_offsets > 1:
+            client.socket.sendall(header)
+            header = b""
+        started = time.monotonic()
+        with pytest.raises(ConnectionError):
+            _trickle(client, header + pack_offsets(offsets).tobytes())
+        assert time.monotonic() - started < 10 * PROVE_S
+
+
+def test_a_permit_that_has_ended_proves_nothing(port: Port) -> None:
+    permit = port.permit(Kind.READ, 1, [0], 64)
+    port.permits.end(1)
+    with _client(port) as client:
+        client.show(Kind.READ, 1, [0], 64, permit)
+        assert client.reply() is Status.EXPIRED
+
+
+def test_a_client_with_a_permit_may_pause(port: Port) -> None:
+    with _client(port) as client:
+        _show(client, port, 1)
+        time.sleep(2 * PROVE_S)
+        client.move(0, 1, 64)
+        assert client.reply() is Status.OK
+
+
+def test_an_idle_client_makes_room_for_one_that_has_a_permit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_server.data_plane.admission.SPARED_S", 0.0)
+    with data_port(MIB, max_connections=1) as port, _client(port) as idle:
+        assert _reads(port, idle)
+        wait_for(lambda: _reads_anew(port), "the first client to be idle")
+        assert idle.socket.recv(1) == b""
+
+
+def _reads_anew(port: Port) -> bool:
+    try:
+        with _client(port) as client:
+            return _reads(port, client)
+    except ConnectionRefusedError:
+        return False
+
+
+def _reads(port: Port, client: DataClient) -> bool:
+    """Whether there is room for a client that has a permit."""
+    _show(client, port, 1)
+    client.move(0, 1, 64)
+    if client.reply() is not Status.OK:
+        return False
+    client.receive(64)
+    return True
+
+
+def test_silent_clients_beyond_the_bound_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with data_port(MIB) as port, _silent(("127.0.0.1", port.info.port), MAX_UNPROVEN + 20) as silent:
+        for client in silent[:20]:
+            client.recv(64)  # The greeting.
+            assert client.recv(1) == b""
+        for client in silent[20:]:
+            assert client.recv(64)
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)

@@ -1,0 +1,57 @@
+"""Certificates for tests: those that kvpool makes, and those that it never would."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
+from kvpool.tls import TlsFiles
+
+
+def files_in(directory: Path) -> TlsFiles:
+    """The files of a directory that `Authority` made."""
+    return TlsFiles(*(str(directory / name) for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME)))
+
+
+def server_flags(directory: Path) -> list[str]:
+    """The flags of a server whose files are in a directory."""
+    files = files_in(directory)
+    return ["--tls-cert", files.cert, "--tls-key", files.key, "--tls-client-ca", files.ca]
+
+
+def forge(
+    authority: Path, directory: Path, uris: Sequence[str], *, starts_in: dt.timedelta, ends_in: dt.timedelta
+) -> TlsFiles:
+    """A client's certificate with any names and times, signed by the authority in a directory."""
+    ca = x509.load_pem_x509_certificate((authority / "ca" / CA_NAME).read_bytes())
+    ca_key = serialization.load_pem_private_key((authority / "ca" / "ca.key").read_bytes(), None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    key, now = ec.generate_private_key(ec.SECP256R1()), dt.datetime.now(dt.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "forged")]))
+        .issuer_name(ca.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now + starts_in)
+        .not_valid_after(now + ends_in)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+    )
+    if uris:
+        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
+        builder = builder.add_extension(names, critical=False)
+    directory.mkdir(parents=True)
+    files = files_in(directory)
+    Path(files.ca).write_bytes((authority / "ca" / CA_NAME).read_bytes())
+    Path(files.cert).write_bytes(builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    Path(files.key).touch(0o600)
+    Path(files.key).write_bytes(pem)
+    return files
