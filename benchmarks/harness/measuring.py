@@ -34,6 +34,7 @@ from rich.table import Table
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
+from kvpool.tls import TlsFiles
 from testbed.ports import free_endpoint
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -290,8 +291,8 @@ def kvpool_server(memory: str, *flags: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def server_process(memory: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """A server on a free port: endpoint and process.
+def server_process(memory: str, *flags: str, tls: TlsFiles | None = None) -> Iterator[tuple[str, int]]:
+    """A server on a free port: endpoint and process. `tls` is of who asks whether it is ready.
 
     Ready, and its arena backed by memory: first touch costs seconds a GiB.
     """
@@ -299,7 +300,7 @@ def server_process(memory: str, *flags: str) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--memory", memory]
     command += ["--data-listen", "127.0.0.1:0"]
     command += flags
-    with process(command) as running, Client(ClientConfig(endpoint)) as client:
+    with process(command) as running, Client(ClientConfig(endpoint, tls=tls)) as client:
 
         def prefaulted() -> bool:
             try:

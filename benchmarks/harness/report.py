@@ -45,6 +45,8 @@ MooncakeStoreConnector.""",
 stream. shm is slower than memcpy + xxh3 by the latency of the two or three calls around a batch. The target of twice
 Mooncake is out of reach here: a bare TCP socket does not reach it either. A put over the network is also hashed before
 it is sent, which adds to its time on two cores that sender and receiver keep busy.""",
+    "tls": """What certificates and encryption cost: lookups and bytes over the data port, beside a server without
+TLS in the same run.""",
     "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
 3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, so where cores are many other threads compute the
 checksums (`kvpool.transport.helpers`).""",

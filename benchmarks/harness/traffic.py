@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ class Traffic:
         sink: Bytes,
         num_shards: int,
         number: int = 0,
-        **settings: int,
+        **settings: Any,
     ):
         num_blocks, block_bytes = source.shape
         group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, block_bytes // num_shards)
