@@ -4,6 +4,9 @@ The first lookup opens a stream, which lives until the server or the client ends
 Lookups that a server leaves unanswered when it ends a stream without an error are sent once more, over the next one: a
 server ends streams from time to time, so that nobody's certificate is trusted for ever.
 
+A server takes streams with a deadline only, so that a client that stops reading costs it memory for a bounded time. So
+the client renews its stream long before: the old one still answers what was sent.
+
 The server answers in the order of the requests. Leases that end travel with the next lookup: a message of their own
 would cost the server as much as a lookup.
 """
@@ -27,6 +30,11 @@ FLUSH_S = 0.2
 """How long closing waits for leases to be released; if that takes longer, they are left to expire."""
 MAX_UNSENT = 1024
 """Most requests that wait to be sent. A server behind by more has stopped; further lookups fail at once."""
+
+STREAM_S = 540.0
+"""Deadline of a stream."""
+RENEW_S = 270.0
+"""How old a stream becomes before the next lookup opens another. Younger than STREAM_S by more than a lookup takes."""
 
 RELEASE_WITHIN_S = 0.02
 """How long leases that end wait for a lookup to travel with, before a message of their own is sent."""
@@ -136,7 +144,8 @@ class LookupStream:
                 self._stream.release(lease_ids)
 
     def _renew(self) -> None:
-        if (version := self._version_of()) != self._version:
+        version = self._version_of()
+        if version != self._version or (self._stream is not None and self._stream.is_old):
             self._version = version
             if self._stream is not None:
                 self._stream.finish()
@@ -168,9 +177,10 @@ class _Stream:
         self._waiting: deque[tuple[MakeRequest, StreamedLookup]] = deque()
         self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
         self._released: list[int] = []
+        self._renew_at = time.monotonic() + RENEW_S
         self.has_ended = False
         self.error = StreamedError(grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups")
-        self._call = method(self._requests())
+        self._call = method(self._requests(), timeout=STREAM_S)
         self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
         self._thread.start()
 
@@ -197,6 +207,10 @@ class _Stream:
         if is_first:
             self._unsent.put(_no_lookup)
         return True
+
+    @property
+    def is_old(self) -> bool:
+        return time.monotonic() > self._renew_at
 
     def finish(self) -> None:
         """Sends no more than what is queued; does not wait. The stream ends with the last answer."""

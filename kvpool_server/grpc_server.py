@@ -18,6 +18,10 @@ from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 
+INBOUND_BYTES = 4 << 20
+"""What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
+for fast senders, without a bound that could be told."""
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
@@ -143,6 +147,8 @@ class GrpcServer:
             interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who, audit)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", INBOUND_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ],

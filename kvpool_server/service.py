@@ -43,6 +43,10 @@ PIECE_BYTES = 1 << 20
 INLINE_CHUNKS_PER_TURN = 64
 """Chunks of one PutChunks message that are stored before other calls get a turn."""
 
+MAX_STREAM_S = 600.0
+"""Longest deadline of a call whose replies are a stream. Nothing but its deadline ends the call, with what it holds in
+memory, while its client is connected and does not read."""
+
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 SERVICE_NAME: str = _SERVICE.full_name
 METHODS = frozenset(method.name for method in _SERVICE.methods)
@@ -171,6 +175,10 @@ class PoolService(PoolServicer):
         task = asyncio.current_task()
         assert task is not None
         try:
+            _check_deadline(context)
+        except KVPoolError as error:
+            await context.abort(wire.status_of(error), str(error))
+        try:
             while not self._ending:
                 self._idle_streams.add(task)
                 # Takes a third less time than the iterators of requests and replies.
@@ -251,6 +259,7 @@ class PoolService(PoolServicer):
         return wire.encode_located(located, self._boot_token)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[Piece]:
+        _check_deadline(context)
         self._check_count(len(request.offsets), "regions")
         if request.offsets and not request.region_bytes:
             raise InvalidRequestError("region_bytes is 0; give the bytes of one region")
@@ -287,6 +296,7 @@ class PoolService(PoolServicer):
         return pb.PutChunksResponse(boot_token=self._boot_token, statuses=bytes(statuses))
 
     async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
+        _check_deadline(context)
         self._check_count(len(request.keys), "keys")
         for index, key in enumerate(request.keys):
             chunk = await get_chunk(self._tiered, self._memory, self._key(key), self._verify)
@@ -357,6 +367,14 @@ class PoolService(PoolServicer):
         self._pool.set_quotas(wire.decode_quotas(request.quotas))
         log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
         return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
+
+
+def _check_deadline(context: Context) -> None:
+    """Raises InvalidRequestError unless gRPC ends the call within MAX_STREAM_S."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None or remaining_s > 1.02 * MAX_STREAM_S:  # gRPC rounds deadlines up on their way.
+        has = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
+        raise InvalidRequestError(f"a call with a stream of replies has {has}; give it one within {MAX_STREAM_S:.0f} s")
 
 
 async def _removed(removal: Awaitable[int]) -> int:

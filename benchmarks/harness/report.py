@@ -62,7 +62,9 @@ and small puts and gets, each client a process of its own. The event loop is one
 is full, and more clients only wait longer. The server answers in the order of arrival; fairness is the slowest
 client's share of the calls over the mean share. No call may exceed its deadline, a client's default of a second: 64
 clients that call again at once keep every core busy, and each call waits for 64 others. With more clients or fewer
-cores, raise `timeout_ms`.""",
+cores, raise `timeout_ms`. Where clients and server share few cores, calls a second say little of the server: compare
+its CPU a call. On this machine it was 520 to 580 us a lookup and release, and 668 us a load, of 64 clients at commit
+c06cfbb.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of

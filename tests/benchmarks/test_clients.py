@@ -18,6 +18,7 @@ def test_the_client_that_got_least_decides_what_is_fair() -> None:
     assert rows["2 clients, work: slowest client over fastest"].figure == pytest.approx(1 / 3)
     assert rows["2 clients, work: errors, timeouts among them"].met is False
     assert rows["2 clients, work: server's cores in use"].figure == 0.75
+    assert rows["2 clients, work: server's CPU a call"].figure == 375_000
     assert rows["2 clients, work: event loop's CPU a call"].figure == 250_000
 
 

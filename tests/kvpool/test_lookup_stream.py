@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvpool import lookup_stream
 from kvpool.lookup_stream import LookupStream
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, PoolStub, add_PoolServicer_to_server
@@ -146,6 +147,28 @@ def test_what_a_server_leaves_unanswered_is_asked_once_more(served: Served) -> N
     assert served.whim.num_streams == 2
     assert served.code_of(END) is grpc.StatusCode.UNAVAILABLE
     assert served.whim.num_streams == 3, "the server left it unanswered twice"
+
+
+def test_an_old_stream_is_renewed_and_still_answers_what_was_sent(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_stream, "RENEW_S", 0.0)
+    pending = served.lookups.future(asking(WAIT), TIMEOUT_S)
+    assert served.ask(100) == 100
+    assert served.whim.num_streams == 2
+    served.whim.go_on.set()
+    assert pending.result().lease_ttl_ms == WAIT
+    wait_for(lambda: sum(thread.name == "kvpool-lookups" for thread in threading.enumerate()) == 1, "the old one's end")
+
+
+def test_a_stream_that_reached_its_deadline_is_followed_by_another(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_stream, "STREAM_S", 0.2)
+    assert served.ask(100) == 100
+    wait_for_readers()
+    assert served.ask(101) == 101
+    assert served.whim.num_streams == 2
 
 
 def test_a_lookup_ends_at_its_deadline_and_a_late_answer_is_nobody_elses(served: Served) -> None:
