@@ -12,19 +12,21 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvpool.errors import InvalidRequestError
 from kvpool.hashing import checksum
-from kvpool.namespace import NamespaceSpec
+from kvpool.namespace import MAX_SHARDS, NamespaceSpec
 from kvpool.types import HASH_BYTES
 from kvpool_server.cache.entry import Record
 
 FORMAT_VERSION = 1
-MAX_FRAME_BYTES = 1 << 26
+MAX_FRAME_BYTES = 4 << 20
+"""No reader accepts a longer frame. RECORDS_A_FRAME blocks of MAX_SHARDS shards take 2.3 MiB."""
+MAX_NAMESPACE_BYTES = 1 << 20
 RECORDS_A_FRAME = 4096
 HEAD, NAMESPACE, STORED, REMOVED = range(1, 5)
 
@@ -47,6 +49,15 @@ class Frame(NamedTuple):
     end: int
 
 
+class Stored(NamedTuple):
+    """Blocks of a group that were stored: `num_records` of them, each with `num_shards` checksums."""
+
+    group: GroupKey
+    num_shards: int
+    num_records: int
+    records: Iterator[Record]
+
+
 def encode_frame(kind: int, payload: bytes) -> bytes:
     """One frame of any payload."""
     assert len(payload) <= MAX_FRAME_BYTES, "no reader accepts this frame, nor any frame behind it"
@@ -59,8 +70,11 @@ def encode_head(extent_bytes: int, version: int = FORMAT_VERSION) -> bytes:
 
 
 def encode_namespace(spec: NamespaceSpec) -> bytes:
-    """A namespace, of which blocks may follow."""
-    return encode_frame(NAMESPACE, msgspec.json.encode(spec))
+    """A namespace, of which blocks may follow. Raises InvalidRequestError if no reader would accept the spec."""
+    payload = msgspec.json.encode(spec)
+    if len(payload) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequestError(f"a namespace's spec of {len(payload)} bytes; a tier takes {MAX_NAMESPACE_BYTES}")
+    return encode_frame(NAMESPACE, payload)
 
 
 def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
@@ -115,13 +129,20 @@ def decode_head(payload: memoryview) -> int:
 
 
 def decode_namespace(payload: memoryview) -> NamespaceSpec:
-    """The spec. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(payload, type=NamespaceSpec)
+    """The spec. Raises msgspec.DecodeError or InvalidRequestError."""
+    if len(payload) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequestError(f"a namespace's spec of {len(payload)} bytes")
+    spec = msgspec.json.decode(payload, type=NamespaceSpec)
+    spec.check()
+    encode_namespace(spec)  # Fields that the payload leaves to their defaults may make it longer.
+    return spec
 
 
-def decode_stored(payload: memoryview) -> tuple[GroupKey, int, Iterator[Record]]:
-    """Group, number of shards, and the blocks. Raises ValueError or struct.error."""
+def decode_stored(payload: memoryview) -> Stored:
+    """Blocks of a group. Raises ValueError or struct.error."""
     fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ValueError(f"blocks with {num_shards} checksums")
     fields = [
         ("hash", f"V{HASH_BYTES}"),
         ("parent", f"V{HASH_BYTES}"),
@@ -134,7 +155,7 @@ def decode_stored(payload: memoryview) -> tuple[GroupKey, int, Iterator[Record]]
         Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums))
         for block_hash, parent_hash, offset, sums in zip(*columns, strict=True)
     )
-    return (fingerprint, group_idx), num_shards, records
+    return Stored((fingerprint, group_idx), num_shards, lines.size, records)
 
 
 def decode_removed(payload: memoryview) -> list[int]:
@@ -143,13 +164,9 @@ def decode_removed(payload: memoryview) -> list[int]:
     return offsets
 
 
-def is_journal_or_empty(path: Path) -> bool:
-    """True if a file is missing or empty, or begins as a journal of any version does. Raises OSError."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(_FRAME.size)
-    except FileNotFoundError:
-        return True
+def is_start_of_journal(file: BinaryIO) -> bool:
+    """True if a file is empty, or begins as a journal of any version does. Raises OSError."""
+    start = file.read(_FRAME.size)
     if len(start) < _FRAME.size:
         return not start
     magic, kind, *_ = _FRAME.unpack(start)

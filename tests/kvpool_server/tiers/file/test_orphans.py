@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.command import app
 from kvpool_server.tiers.file import frames, orphans
-from kvpool_server.tiers.file.own_directory import DirectoryLock, acquire
 from kvpool_server.tiers.file.tier import FileTier
 from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
+from tests.support.tier_directories import acquire, inspect
 
 
 def _age(directory: Path) -> None:
@@ -116,7 +116,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_gc_lists_every_directory_with_its_reason_and_deletes_nothing(root: Path) -> None:
-    lock = DirectoryLock(root / "running", is_owner=False)
+    lock = inspect(root / "running")
     before = sorted(root.rglob("*"))
     result = _gc(root)
     lock.close()
@@ -135,7 +135,7 @@ def test_gc_lists_every_directory_with_its_reason_and_deletes_nothing(root: Path
 
 
 def test_gc_deletes_the_candidates_alone(root: Path) -> None:
-    lock = DirectoryLock(root / "running", is_owner=False)
+    lock = inspect(root / "running")
     result = _gc(root, "--delete")
     lock.close()
     assert result.exit_code == 0 and "deleted 2 of 2 candidates" in result.stdout
