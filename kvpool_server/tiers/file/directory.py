@@ -65,8 +65,8 @@ class Directory:
 
     def open_directory(self, name: str, *, create: bool = False) -> Directory:
         """A directory in this one. Raises FileExistsError if it is deleted while it is created."""
-        path = self._path_of(name)
-        with self._use() as fd:
+        path = self.path / name
+        with self._use(name) as fd:
             if create:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, DIRECTORY_MODE, dir_fd=fd)
@@ -88,8 +88,8 @@ class Directory:
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a plain file. Use O_CREAT without O_TRUNC, which would take effect before the checks."""
         assert not flags & os.O_TRUNC
-        path = self._path_of(name)
-        with self._use() as directory:
+        path = self.path / name
+        with self._use(name) as directory:
             try:
                 fd = os.open(name, flags | _OPEN, self._file_mode, dir_fd=directory)
             except OSError as error:
@@ -105,13 +105,13 @@ class Directory:
 
     def stat(self, name: str) -> os.stat_result:
         """Of the entry itself, unchecked."""
-        with self._use() as fd:
+        with self._use(name) as fd:
             return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
     def stat_file(self, name: str) -> os.stat_result:
         """Of a plain file, which passes the checks of `open`."""
         found = self.stat(name)
-        _check_file(found, self._path_of(name), self._owners)
+        _check_file(found, self.path / name, self._owners)
         return found
 
     def is_at(self, parent: Directory, name: str) -> bool:
@@ -134,18 +134,17 @@ class Directory:
 
     def rename(self, name: str, new_name: str) -> None:
         """Replaces a file of the new name."""
-        self._path_of(new_name)
-        with self._use() as fd:
+        with self._use(name, new_name) as fd:
             os.rename(name, new_name, src_dir_fd=fd, dst_dir_fd=fd)
 
     def unlink(self, name: str) -> None:
         """Removes a name; what a symbolic link leads to stays."""
-        with self._use() as fd:
+        with self._use(name) as fd:
             os.unlink(name, dir_fd=fd)
 
     def rmdir(self, name: str) -> None:
         """Removes an empty directory."""
-        with self._use() as fd:
+        with self._use(name) as fd:
             os.rmdir(name, dir_fd=fd)
 
     def available_bytes(self) -> int:
@@ -163,8 +162,14 @@ class Directory:
             os.close(self._fd)
 
     @contextlib.contextmanager
-    def _use(self) -> Iterator[int]:
-        """The descriptor, which stays open meanwhile: a number that was closed could name another directory."""
+    def _use(self, *names: str) -> Iterator[int]:
+        """The descriptor, for entries of these names.
+
+        It stays open meanwhile: its number could name another directory once it is closed.
+        """
+        for name in names:
+            if name in ("", ".", "..") or "/" in name:
+                raise UntrustedFileError(f"{printable(name)!r} is no entry of {_text(self.path)}")
         with self._lock:
             if self._is_closed:
                 raise FileNotFoundError(errno.ENOENT, "this directory is closed", str(self.path))
@@ -177,10 +182,6 @@ class Directory:
                 is_last_use = self._is_closed and not self._num_users
             if is_last_use:
                 os.close(self._fd)
-
-    def _path_of(self, name: str) -> Path:
-        assert name not in ("", ".", "..") and "/" not in name, "not an entry of this directory"
-        return self.path / name
 
 
 def make_root(path: Path) -> None:

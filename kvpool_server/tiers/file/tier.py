@@ -149,7 +149,7 @@ class FileTier(Tier):
         if inventory.trouble:
             log.warning("a tier's journal cannot be read to its end", tier=self.name, error=inventory.trouble)
         extent_bytes = inventory.extent_bytes or _extent_bytes(self._size_bytes)
-        if extent_bytes > self._size_bytes:
+        if extent_bytes > self._size_bytes or extent_bytes % ALIGNMENT:
             inventory, extent_bytes = Inventory(memory_bytes), _extent_bytes(self._size_bytes)
         inventory.extent_bytes = extent_bytes
         arena, ids = Arena(self._size_bytes, extent_bytes), itertools.count(1)
