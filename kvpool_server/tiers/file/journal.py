@@ -145,9 +145,7 @@ class Inventory:
 
     def _take_memory(self, nbytes: int) -> None:
         if self.memory_bytes + nbytes > self.max_memory_bytes:
-            raise JournalTooLargeError(
-                f"its blocks take more memory than the {self.max_memory_bytes} bytes left for them"
-            )
+            raise JournalTooLargeError("it lists more blocks than fit into the memory for them (peer_memory=)")
         self.memory_bytes += nbytes
 
     def keep_only(self, is_wanted: Callable[[GroupKey, Record], bool]) -> None:
