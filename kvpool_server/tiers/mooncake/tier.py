@@ -30,6 +30,7 @@ from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
+from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
 from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import (
@@ -48,8 +49,6 @@ log = structlog.get_logger()
 T = TypeVar("T")
 U = TypeVar("U")
 
-MAX_KEYS = 1024
-"""Keys of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
 MIN_SEGMENT_BYTES = 16 << 20
 CLOSE_S = 2.0
 DEFAULT_THREADS = 3
@@ -233,7 +232,7 @@ class MooncakeTier(Tier):
             counters=dict(self.counters),
         )
 
-    async def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
+    async def _ask(self, what: Call, keys: Sequence[str]) -> list[int]:
         return await self._call(self._questions, self.workers.ask, what, keys)
 
     async def _transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
