@@ -286,7 +286,7 @@ def test_a_group_reads_the_files_where_an_operator_lets_it_read_the_directory(
 # Names
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../two"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/nowhere/else", "../two"])
 def test_only_an_entry_of_the_directory_can_be_named(tmp_path: Path, name: str) -> None:
     directory = open_directory(tmp_path)
     for use in (
@@ -303,7 +303,7 @@ def test_only_an_entry_of_the_directory_can_be_named(tmp_path: Path, name: str) 
     directory.close()
 
 
-@pytest.mark.parametrize("host", ["../../etc", ".removed-host", "a b\n", "höst"])
+@pytest.mark.parametrize("host", ["../../nowhere", ".removed-host", "a b\n", "höst"])
 def test_a_hosts_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: host)
     options = parse(f"file:{tmp_path / 'tier'},size=8MiB,create=yes,io=buffered")
