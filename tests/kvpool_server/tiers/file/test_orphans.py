@@ -178,3 +178,23 @@ def test_a_server_deletes_nobodys_directory(root: Path) -> None:
     before = sorted(root.iterdir())
     asyncio.run(use())
     assert sorted(root.iterdir()) == sorted([*before, root / "one"])
+
+
+def test_gc_deletes_nothing_where_others_can_write(root: Path) -> None:
+    before = sorted(root.rglob("*"))
+    (root / "dead").chmod(0o770)
+    assert _rows(_gc(root))["dead"][2:] == ["no", "not a server's directory"]
+    root.chmod(0o1777)
+    result = _gc(root, "--delete")
+    assert result.exit_code == 1 and "can be written by others" in result.output
+    assert sorted(root.rglob("*")) == before
+
+
+def test_gc_opens_no_pipe_and_follows_no_link(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    precious = tmp_path_factory.mktemp("precious") / "extent-00000"
+    precious.touch()
+    (root / "dead" / "extent-00001").symlink_to(precious)
+    os.mkfifo(root / ".removed-interrupted-0123" / "extent-00001")
+    before = sorted(path for name in ("dead", ".removed-interrupted-0123") for path in (root / name).iterdir())
+    assert _gc(root, "--delete").exit_code == 0
+    assert precious.exists() and all(path.lstat() for path in before)
