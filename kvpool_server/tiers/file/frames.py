@@ -1,9 +1,9 @@
 """The frames of a journal, which says of a file tier which block lies where, with its checksums.
 
 frame       MAGIC, kind, nbytes, xxh3-64 of the payload; the payload
-HEAD        of the journal: format version and bytes of an extent, uint64 each
+HEAD        of the journal: format version (2 if blocks have tags) and bytes of an extent, uint64 each
 NAMESPACE   its spec, as JSON
-STORED      fingerprint, group, number of shards; blocks: hash, parent's hash, offset, xxh3-64 of each shard
+STORED      fingerprint, group, number of shards; blocks: hash, parent's hash, offset, xxh3-64 of each shard, tag
 REMOVED     offsets of slots, uint64 each
 """
 
@@ -23,7 +23,8 @@ from kvpool.namespace import MAX_SHARDS, NamespaceSpec
 from kvpool.types import HASH_BYTES
 from kvpool_server.cache.entry import Record
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, TAGGED_VERSION = 1, 2
+"""A journal without and with the blocks' tags (`block_mac.py`)."""
 MAX_FRAME_BYTES = 4 << 20
 """No reader accepts a longer frame. RECORDS_A_FRAME blocks of MAX_SHARDS shards take 2.3 MiB."""
 MAX_NAMESPACE_BYTES = 1 << 20
@@ -78,7 +79,7 @@ def encode_namespace(spec: NamespaceSpec) -> bytes:
 
 
 def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
-    """Blocks of a group that are stored; all have the same number of checksums."""
+    """Blocks of a group that are stored; all have the same number of checksums, and a tag or none."""
     frames = []
     for some in _at_most(records, RECORDS_A_FRAME):
         lines = b"".join(
@@ -88,6 +89,7 @@ def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
                     record.parent_hash or _ROOT,
                     record.offset.to_bytes(8, "little"),
                     array("Q", record.checksums).tobytes(),
+                    record.tag,
                 )
             )
             for record in some
@@ -120,10 +122,10 @@ def decode_frames(text: memoryview) -> Iterator[Frame]:
         yield Frame(kind, payload, at)
 
 
-def decode_head(payload: memoryview) -> int:
-    """Bytes of an extent. Raises ValueError for a journal that this version cannot read."""
+def decode_head(payload: memoryview, expected: int) -> int:
+    """Bytes of an extent. Raises ValueError for a journal of another version than `expected`."""
     version, extent_bytes = _HEAD.unpack(payload)
-    if version != FORMAT_VERSION or not 0 < extent_bytes < 1 << 63:
+    if version != expected or not 0 < extent_bytes < 1 << 63:
         raise ValueError(f"a journal of version {version} with extents of {extent_bytes} bytes")
     return int(extent_bytes)
 
@@ -138,7 +140,7 @@ def decode_namespace(payload: memoryview) -> NamespaceSpec:
     return spec
 
 
-def decode_stored(payload: memoryview) -> Stored:
+def decode_stored(payload: memoryview, tag_bytes: int) -> Stored:
     """Blocks of a group. Raises ValueError or struct.error."""
     fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
     if not 1 <= num_shards <= MAX_SHARDS:
@@ -148,12 +150,13 @@ def decode_stored(payload: memoryview) -> Stored:
         ("parent", f"V{HASH_BYTES}"),
         ("offset", "<u8"),
         ("sums", f"V{8 * num_shards}"),
+        ("tag", f"V{tag_bytes}"),
     ]
     lines = np.frombuffer(payload[_STORED.size :], np.dtype(fields))
     columns = (lines[name].tolist() for name, _ in fields)
     records = (
-        Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums))
-        for block_hash, parent_hash, offset, sums in zip(*columns, strict=True)
+        Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums), tag)
+        for block_hash, parent_hash, offset, sums, tag in zip(*columns, strict=True)
     )
     return Stored((fingerprint, group_idx), num_shards, lines.size, records)
 

@@ -14,13 +14,15 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import structlog
 
 from kvpool.namespace import NamespaceSpec
 from kvpool_server.cache.entry import Entry, Observer, Record
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.block_mac import TAG_BYTES
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
@@ -35,7 +37,8 @@ MAX_JOURNAL_BYTES = 16 << 30
 READ_BYTES = frames.MAX_FRAME_BYTES + 4096
 """Bytes that are read at once: a piece that begins with a frame has all of it."""
 RECORD_BYTES, CHECKSUM_BYTES = 520, 8
-"""Memory of a block, and of each of its checksums."""
+"""Memory of a block without its tag, and of each of its checksums."""
+TAG_OBJECT_BYTES = 64
 GROUP_BYTES, NAMESPACE_BYTES, SPEC_FACTOR = 512, 2048, 20
 """Memory of a group and of a namespace, and at most so many times the bytes of a spec's JSON."""
 COMPACT_AT_LEAST_BYTES = 16 << 20
@@ -49,6 +52,9 @@ class JournalTooLargeError(Exception):
 class Inventory:
     """The blocks that a journal lists. One thread applies frames; other threads may `get` single records meanwhile.
 
+    Args:
+        has_tags: whether the blocks have tags; a journal of blocks with or without is none for the other.
+
     Attributes:
         max_memory_bytes: a frame whose blocks would take more memory is refused.
         memory_bytes: estimate of what the blocks and namespaces take.
@@ -60,7 +66,9 @@ class Inventory:
         trouble: why a whole frame was not applied; empty if none was refused.
     """
 
-    def __init__(self, max_memory_bytes: int = sys.maxsize) -> None:
+    def __init__(self, max_memory_bytes: int = sys.maxsize, *, has_tags: bool = False) -> None:
+        self._version = frames.TAGGED_VERSION if has_tags else frames.FORMAT_VERSION
+        self._tag_bytes = TAG_BYTES if has_tags else 0
         self.max_memory_bytes = max_memory_bytes
         self.memory_bytes = 0
         self.extent_bytes = 0
@@ -107,7 +115,7 @@ class Inventory:
     def _apply_frame(self, kind: int, payload: memoryview) -> None:
         """May raise anything; has changed nothing then."""
         if kind == frames.HEAD:
-            self.extent_bytes = frames.decode_head(payload)
+            self.extent_bytes = frames.decode_head(payload, self._version)
         elif kind == frames.NAMESPACE:
             spec = frames.decode_namespace(payload)
             if (fingerprint := spec.fingerprint()) not in self.specs:
@@ -120,10 +128,10 @@ class Inventory:
                 self._remove(offset)
 
     def _store(self, payload: memoryview) -> None:
-        group, num_shards, num_records, stored = frames.decode_stored(payload)
+        group, num_shards, num_records, stored = frames.decode_stored(payload, self._tag_bytes)
         if self.specs[group[0]].groups[group[1]].num_shards != num_shards:
             raise ValueError(f"blocks with {num_shards} checksums")
-        self._take_memory(num_records * _record_bytes(num_shards) + GROUP_BYTES * (group not in self.groups))
+        self._take_memory(num_records * self._record_bytes(num_shards) + GROUP_BYTES * (group not in self.groups))
         records = self.groups.setdefault(group, {})
         for record in stored:
             if record.offset in self._at:
@@ -141,7 +149,10 @@ class Inventory:
     def _forget(self, record: Record) -> None:
         """A record that has left its group."""
         del self._at[record.offset]
-        self.memory_bytes -= _record_bytes(len(record.checksums))
+        self.memory_bytes -= self._record_bytes(len(record.checksums))
+
+    def _record_bytes(self, num_shards: int) -> int:
+        return RECORD_BYTES + CHECKSUM_BYTES * num_shards + TAG_OBJECT_BYTES * (self._tag_bytes > 0)
 
     def _take_memory(self, nbytes: int) -> None:
         if self.memory_bytes + nbytes > self.max_memory_bytes:
@@ -164,7 +175,7 @@ class Inventory:
         The journal names all namespaces, also those without blocks: its writer has noted that they are named, and does
         not name them again.
         """
-        yield frames.encode_head(self.extent_bytes)
+        yield frames.encode_head(self.extent_bytes, self._version)
         for spec in self.specs.values():
             yield frames.encode_namespace(spec)
         for group, records in self.groups.items():
@@ -172,25 +183,28 @@ class Inventory:
                 yield frames.encode_stored(group, list(records.values()))
 
 
-def _record_bytes(num_shards: int) -> int:
-    return RECORD_BYTES + CHECKSUM_BYTES * num_shards
-
-
 class Journal:
     """See the module. Blocking; thread-safe. Every method raises OSError."""
 
-    def __init__(self, directory: Directory, disk: Disk, max_memory_bytes: int = sys.maxsize):
+    def __init__(
+        self, directory: Directory, disk: Disk, max_memory_bytes: int = sys.maxsize, *, has_tags: bool = False
+    ):
         self._directory = directory
         self._disk = disk
         self._max_memory_bytes = max_memory_bytes
+        self._has_tags = has_tags
         self._lock = threading.Lock()
         self._fd = -1
         self._nbytes = 0
         self._compact_at_bytes = 0
 
+    def empty(self) -> Inventory:
+        """An inventory of this journal's kind and bounds, without blocks."""
+        return Inventory(self._max_memory_bytes, has_tags=self._has_tags)
+
     def load(self) -> Inventory:
         """The blocks at the end of the last run; empty without a journal."""
-        inventory = Inventory(self._max_memory_bytes)
+        inventory = self.empty()
         try:
             fd = self._disk.open(self._directory, FILE_NAME, os.O_RDONLY)
         except FileNotFoundError:
@@ -234,7 +248,7 @@ class Journal:
                 self._fd = -1
 
     def _compact(self) -> None:
-        inventory = Inventory(self._max_memory_bytes)
+        inventory = self.empty()
         inventory.read(self._fd)
         self._rewrite(inventory)
 
@@ -262,9 +276,14 @@ class Journal:
 
 
 class JournalBuffer(Observer):
-    """Changes that the journal does not have yet, as frames in their order; changes of one kind in a row share one."""
+    """Changes that the journal does not have yet, as frames in their order; changes of one kind in a row share one.
 
-    def __init__(self) -> None:
+    Args:
+        tags: of the slots at these offsets, if blocks have tags.
+    """
+
+    def __init__(self, tags: Mapping[int, bytes] = MappingProxyType({})) -> None:
+        self._tags = tags
         self._frames: list[bytes] = []
         self._stored: list[Record] = []
         self._removed: list[int] = []
@@ -287,7 +306,8 @@ class JournalBuffer(Observer):
         if self._removed or group != self._group:
             self._encode_changes()
             self._group = group
-        self._stored.append(Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums))
+        tag = self._tags.get(entry.offset, b"")
+        self._stored.append(Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag))
 
     def removed(self, entry: Entry) -> None:
         if self._stored:

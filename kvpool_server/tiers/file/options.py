@@ -9,14 +9,15 @@ from typing import ClassVar, Literal
 
 from pydantic import ByteSize, Field, field_validator
 
+from kvpool_server.tiers.block_mac import KeyedTierOptions
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.file.usrbio import UsrbioDisk
-from kvpool_server.tiers.tier import TierContext, TierOptions
+from kvpool_server.tiers.tier import TierContext
 
 
-class FileOptions(TierOptions):
+class FileOptions(KeyedTierOptions):
     """A directory, on a local disk or shared."""
 
     EXAMPLE: ClassVar[str] = "file:/mnt/kv,size=200GiB"
@@ -82,4 +83,5 @@ class FileOptions(TierOptions):
             open_files=context.open_files,
             owners=self.owners,
             peer_memory_bytes=self.peer_memory,
+            mac=self.load_mac(),
         )

@@ -80,12 +80,13 @@ class PeerDirectory:
         memory_bytes: estimate of what its blocks take.
     """
 
-    def __init__(self, directory: Directory, make_extents: Callable[[int], Extents]):
+    def __init__(self, directory: Directory, make_extents: Callable[[int], Extents], *, has_tags: bool):
         self.directory = directory
+        self._has_tags = has_tags
         self.blocks: PeerBlocks | None = None
         self._make_extents = make_extents
         self._journal: int | None = None
-        self._inventory = Inventory()
+        self._inventory = Inventory(has_tags=self._has_tags)
         self._has_begun = False
         self._vain_refreshes = 0
         self._refreshes_to_skip = 0
@@ -137,7 +138,7 @@ class PeerDirectory:
         journal = self.directory.open(FILE_NAME, os.O_RDONLY)
         self._close_journal()
         self._journal = journal
-        self._inventory = Inventory()
+        self._inventory = Inventory(has_tags=self._has_tags)
         self._has_begun = False
         self._vain_refreshes = self._refreshes_to_skip = 0
 
@@ -166,6 +167,7 @@ class PeerDirectories:
         root: the path.
         own_name: of this server's directory, which is none of them.
         max_memory_bytes: the most memory that the blocks of all of them may take.
+        has_tags: as `Inventory` takes it.
     """
 
     def __init__(
@@ -176,7 +178,10 @@ class PeerDirectories:
         open_files: OpenFiles,
         direct: bool,
         max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        *,
+        has_tags: bool = False,
     ):
+        self._has_tags = has_tags
         self._root = root
         self._own_name = own_name
         self._disk = disk
@@ -257,7 +262,7 @@ class PeerDirectories:
         if peer is not None:
             return peer.refresh(max_bytes, room)
         directory = self._root.open_directory(name)
-        peer = PeerDirectory(directory, lambda nbytes: self._extents_in(directory, nbytes))
+        peer = PeerDirectory(directory, lambda nbytes: self._extents_in(directory, nbytes), has_tags=self._has_tags)
         try:
             num_read = peer.refresh(max_bytes, room)
         except BaseException:
