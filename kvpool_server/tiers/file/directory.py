@@ -98,6 +98,7 @@ class Directory:
                 raise
         try:
             _check_file(os.fstat(fd), path, self._owners)
+            os.set_blocking(fd, True)
         except BaseException:
             os.close(fd)
             raise
