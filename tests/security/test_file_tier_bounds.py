@@ -236,6 +236,31 @@ def test_long_journals_are_read_in_turns_with_heartbeats_between(
     run(test)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_long_journal_that_is_replaced_serves_until_the_new_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    """Without memory for both, the old one serves until the memory is used up, and the rest is read then."""
+    monkeypatch.setattr(frames, "RECORDS_A_FRAME", 64)
+    text = NAMED + _stored(1000)
+    path = _peer(tmp_path, "peer", text)
+    peers = _peers(tmp_path, max_memory_bytes=4 * MIB if has_room else MIB)
+    assert not peers.refresh() and _num_found(peers, 1000) == 1000
+    monkeypatch.setattr(peer_directories, "REFRESH_BYTES", 1)
+    monkeypatch.setattr(journal, "READ_BYTES", 16 << 10)
+    path.with_name("journal.new").write_bytes(NAMED + _stored(900, 100) + _stored(100, 1000))
+    path.with_name("journal.new").replace(path)
+    counts = []
+    while peers.refresh():
+        counts.append(_num_found(peers, 1100))
+    assert len(counts) > 3 and set(counts[:3]) == {1000}
+    assert not has_room or set(counts) == {1000}
+    for _ in range(2 * peer_directories.MAX_SKIPPED_REFRESHES):
+        peers.refresh()
+    assert _num_found(peers, 1100) == 1000 and _num_found(peers, 1000, 100) == 1000
+    peers.close()
+
+
 # Content
 
 HUGE = (1 << 32) - 1

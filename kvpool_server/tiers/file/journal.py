@@ -265,9 +265,8 @@ class Journal:
         except BaseException:
             self._disk.close(fd)
             with contextlib.suppress(OSError):
-                self._disk.remove(
-                    self._directory, NEW_FILE_NAME
-                )  # The file takes space, of which there may be none left.
+                # The file takes space, of which there may be none left.
+                self._disk.remove(self._directory, NEW_FILE_NAME)
             raise
         if self._fd >= 0:
             self._disk.close(self._fd)

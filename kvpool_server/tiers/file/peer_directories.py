@@ -46,6 +46,11 @@ class PeerBlocks:
         self._extents = extents
         self._lost: dict[int, Record] = {}
 
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of what the inventory takes."""
+        return self._inventory.memory_bytes
+
     def find(self, group: GroupKey, block_hash: bytes) -> Record | None:
         """Where a block lies, as far as the journal has been read."""
         record = self._inventory.get(group, block_hash)
@@ -97,7 +102,12 @@ class PeerDirectory:
 
     @property
     def memory_bytes(self) -> int:
-        return self._inventory.memory_bytes
+        return self._inventory.memory_bytes + self._replaced_memory_bytes
+
+    @property
+    def _replaced_memory_bytes(self) -> int:
+        """Of the blocks of a journal that was replaced, until the new one has been read."""
+        return 0 if self._has_begun or self.blocks is None else self.blocks.memory_bytes
 
     def refresh(self, max_bytes: int, max_memory_bytes: int) -> int:
         """Reads what has been added to the journal, or a journal that was replaced; returns the bytes read.
@@ -113,9 +123,10 @@ class PeerDirectory:
         elif self._refreshes_to_skip:
             self._refreshes_to_skip -= 1
             return 0
-        self._inventory.max_memory_bytes = max_memory_bytes
+        self._inventory.max_memory_bytes = max_memory_bytes - self._replaced_memory_bytes
         num_read = self._read_on(max_bytes)
-        if not self._has_begun and self._inventory.extent_bytes:
+        has_more = num_read >= max_bytes and not self._vain_refreshes
+        if not self._has_begun and self._inventory.extent_bytes and (self.blocks is None or not has_more):
             old = self.blocks
             self.blocks = PeerBlocks(self._inventory, self._make_extents(self._inventory.extent_bytes))
             self._has_begun = True
