@@ -15,8 +15,9 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pydantic import Field
 
 from kvpool.errors import ConfigError
@@ -41,17 +42,10 @@ class KeyedTierOptions(TierOptions):
 
 
 class BlockMac:
-    """Makes and verifies tags. Thread-safe. Raises ConfigError if the package `cryptography` is missing."""
+    """Makes and verifies tags. Thread-safe."""
 
     def __init__(self, key: bytes):
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            raise ConfigError(f"a tier's key_file= needs the package cryptography ({error}); pip install it") from None
         self._key = key
-        self._invalid_tag = InvalidTag
-        self._make_cipher: Any = AESGCM
 
     @classmethod
     def from_file(cls, path: Path) -> BlockMac:
@@ -79,8 +73,7 @@ class BlockMac:
             payload: uint8 [slot_bytes].
         """
         nonce = os.urandom(NONCE_BYTES)
-        mac: bytes = self._cipher(name).encrypt(nonce, b"", payload)
-        return nonce + mac
+        return nonce + self._cipher(name).encrypt(nonce, b"", payload)
 
     def is_valid(self, name: BlockKey, payload: memoryview, tag: bytes) -> bool:
         """Whether a server with this key has made the tag for these bytes of this block."""
@@ -88,11 +81,11 @@ class BlockMac:
             return False
         try:
             self._cipher(name).decrypt(tag[:NONCE_BYTES], tag[NONCE_BYTES:], payload)
-        except self._invalid_tag:
+        except InvalidTag:
             return False
         return True
 
-    def _cipher(self, name: BlockKey) -> Any:
+    def _cipher(self, name: BlockKey) -> AESGCM:
         fingerprint, group_idx, block_hash = name
         message = b"".join((_PURPOSE, fingerprint, group_idx.to_bytes(4, "little"), block_hash))
-        return self._make_cipher(hashlib.blake2b(message, key=self._key, digest_size=KEY_BYTES).digest())
+        return AESGCM(hashlib.blake2b(message, key=self._key, digest_size=KEY_BYTES).digest())
