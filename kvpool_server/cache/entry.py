@@ -145,12 +145,17 @@ class Entry:
 
 
 class Record(NamedTuple):
-    """A complete entry as a journal stores it, where its bytes outlive the process."""
+    """A complete entry as a journal stores it, where its bytes outlive the process.
+
+    Args:
+        tag: authenticates the bytes; empty where servers share no key.
+    """
 
     block_hash: bytes
     parent_hash: bytes
     offset: int
     checksums: Sequence[int]
+    tag: bytes = b""
 
 
 class Observer:

@@ -37,7 +37,11 @@ def collect_garbage(
     A directory is a candidate if no server holds its lock, its server's last heartbeat is old, and nothing but a
     server's files lies in it.
     """
-    surveys = orphans.survey(path, min_age_s)
+    try:
+        surveys = orphans.survey(path, min_age_s)
+    except OSError as error:
+        typer.echo(f"kvpool tier gc: {error}", err=True)
+        raise typer.Exit(1) from None
     table = Table("directory", "last heartbeat", "size", "candidate", "reason")
     for each in surveys:
         age = "-" if each.age_s is None else f"{duration_text(each.age_s)} ago"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 
 SECTOR_BYTES = 512
@@ -42,18 +43,17 @@ class PowerDisk(Disk):
         """Names since, and None for one that was removed."""
         self._of_fd: dict[int, int] = {}
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        path = directory.path / name
         is_new = not path.exists()
-        fd = super().open(path, flags)
+        fd = super().open(directory, name, flags)
         with self._lock:
             inode = os.fstat(fd).st_ino
             self._of_fd[fd] = inode
             if is_new:
                 self._files[inode] = _File()
                 self._renames.append((path, inode))
-            file = self._files.setdefault(inode, _File(bytearray(path.read_bytes())))
-            if flags & os.O_TRUNC:
-                file.pending.append(0)
+            self._files.setdefault(inode, _File(bytearray(path.read_bytes())))
             if not is_new and path not in self._names and all(name != path for name, _ in self._renames):
                 self._names[path] = inode
         return fd
@@ -72,17 +72,17 @@ class PowerDisk(Disk):
             self._files[self._of_fd[fd]].pending.append(nbytes)
         super().truncate(fd, nbytes)
 
-    def replace(self, source: Path, target: Path) -> None:
+    def replace(self, directory: Directory, source: str, target: str) -> None:
         with self._lock:
             self._live_or_die()
-            self._renames.append((target, source.stat().st_ino))
-        super().replace(source, target)
+            self._renames.append((directory.path / target, directory.stat(source).st_ino))
+        super().replace(directory, source, target)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, directory: Directory, name: str) -> None:
         with self._lock:
             self._live_or_die()
-            self._renames.append((path, None))
-        super().remove(path)
+            self._renames.append((directory.path / name, None))
+        super().remove(directory, name)
 
     def _live_or_die(self) -> None:
         if self.ops_left is not None:

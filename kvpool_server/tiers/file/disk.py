@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+
+from kvpool_server.tiers.file.directory import Directory
 
 MAX_VIEWS = 1024
 """IOV_MAX on Linux."""
@@ -13,8 +14,8 @@ MAX_VIEWS = 1024
 class Disk:
     """Plain files. Thread-safe; every method raises OSError. Simulations replace this class."""
 
-    def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        return directory.open(name, flags)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -38,11 +39,11 @@ class Disk:
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
-    def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
+    def replace(self, directory: Directory, source: str, target: str) -> None:
+        directory.rename(source, target)
 
-    def remove(self, path: Path) -> None:
-        os.unlink(path)
+    def remove(self, directory: Directory, name: str) -> None:
+        directory.unlink(name)
 
 
 def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:

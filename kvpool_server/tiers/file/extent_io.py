@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvpool_server.tiers.file.extents import Extents
@@ -26,15 +26,18 @@ class BlockSpot(NamedTuple):
     Args:
         view: uint8 [slot_bytes].
         checksums: of its chunks.
+        is_authentic: whether bytes have the block's tag, where servers share a key.
     """
 
     offset: int
     view: memoryview
     checksums: Sequence[int]
+    is_authentic: Callable[[memoryview], bool] | None = None
 
     def is_sound(self) -> bool:
-        """Whether the bytes in memory match the checksums."""
-        return is_sound(self.view, self.checksums)
+        """Whether the bytes in memory match the checksums, and the tag if there is one."""
+        is_authentic = self.is_authentic is None or self.is_authentic(self.view)
+        return is_authentic and is_sound(self.view, self.checksums)
 
 
 async def write_all(threads: DaemonThreadPool, extents: Extents, spots: Sequence[BlockSpot]) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
+from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.open_files import DirectoryFiles, OpenFiles
 
+_NAME = re.compile(r"extent-[0-9]{5,19}")
 DIRECT_BYTES = 4096
 """O_DIRECT accepts multiples of this size on any file system."""
 
@@ -30,7 +32,14 @@ class Extents:
     """
 
     def __init__(
-        self, directory: Path, extent_bytes: int, disk: Disk, open_files: OpenFiles, *, writable: bool, direct: bool
+        self,
+        directory: Directory,
+        extent_bytes: int,
+        disk: Disk,
+        open_files: OpenFiles,
+        *,
+        writable: bool,
+        direct: bool,
     ):
         self.extent_bytes = extent_bytes
         self._directory = directory
@@ -44,16 +53,15 @@ class Extents:
     def tidy(self, num_extents: int, unused: Collection[int]) -> None:
         """Deletes extents beyond the tier's size, and empties unused ones. Called before anything is written.
 
-        Raises OSError if the directory cannot be read, or a file not deleted.
+        Raises OSError if the directory cannot be read, a file is not trusted, or a file cannot be deleted.
         """
-        for path in list(self._directory.glob("extent-*")):
-            digits = path.name.removeprefix("extent-")
-            if not digits.isdecimal() or path.name != _name(idx := int(digits)):
+        for entry in self._directory.entries():
+            if not _NAME.fullmatch(entry.name) or entry.name != _name(idx := int(entry.name.removeprefix("extent-"))):
                 continue
+            size = self._directory.stat_file(entry.name).st_size
             if idx >= num_extents:
-                self._disk.remove(path)
+                self._disk.remove(self._directory, entry.name)
                 continue
-            size = path.stat().st_size
             kept = 0 if idx in unused else min(size, self.extent_bytes)
             if kept < size:
                 with self._file(idx, 1, ()) as fd:
@@ -95,15 +103,14 @@ class Extents:
 
     def _open_file(self, idx: int, direct: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT if self._writable else os.O_RDONLY
-        path = self._directory / _name(idx)
         if direct:
             try:
-                return self._disk.open(path, flags | os.O_DIRECT)
+                return self._disk.open(self._directory, _name(idx), flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._direct = False  # This file system cannot (tmpfs, some network file systems).
-        return self._disk.open(path, flags)
+        return self._disk.open(self._directory, _name(idx), flags)
 
 
 def _name(idx: int) -> str:

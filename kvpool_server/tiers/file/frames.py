@@ -1,9 +1,9 @@
 """The frames of a journal, which says of a file tier which block lies where, with its checksums.
 
 frame       MAGIC, kind, nbytes, xxh3-64 of the payload; the payload
-HEAD        of the journal: format version and bytes of an extent, uint64 each
+HEAD        of the journal: format version (2 if blocks have tags) and bytes of an extent, uint64 each
 NAMESPACE   its spec, as JSON
-STORED      fingerprint, group, number of shards; blocks: hash, parent's hash, offset, xxh3-64 of each shard
+STORED      fingerprint, group, number of shards; blocks: hash, parent's hash, offset, xxh3-64 of each shard, tag
 REMOVED     offsets of slots, uint64 each
 """
 
@@ -12,19 +12,22 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvpool.errors import InvalidRequestError
 from kvpool.hashing import checksum
-from kvpool.namespace import NamespaceSpec
+from kvpool.namespace import MAX_SHARDS, NamespaceSpec
 from kvpool.types import HASH_BYTES
 from kvpool_server.cache.entry import Record
 
-FORMAT_VERSION = 1
-MAX_FRAME_BYTES = 1 << 26
+FORMAT_VERSION, TAGGED_VERSION = 1, 2
+"""A journal without and with the blocks' tags (`block_mac.py`)."""
+MAX_FRAME_BYTES = 4 << 20
+"""No reader accepts a longer frame. RECORDS_A_FRAME blocks of MAX_SHARDS shards take 2.3 MiB."""
+MAX_NAMESPACE_BYTES = 1 << 20
 RECORDS_A_FRAME = 4096
 HEAD, NAMESPACE, STORED, REMOVED = range(1, 5)
 
@@ -47,6 +50,15 @@ class Frame(NamedTuple):
     end: int
 
 
+class Stored(NamedTuple):
+    """Blocks of a group that were stored: `num_records` of them, each with `num_shards` checksums."""
+
+    group: GroupKey
+    num_shards: int
+    num_records: int
+    records: Iterator[Record]
+
+
 def encode_frame(kind: int, payload: bytes) -> bytes:
     """One frame of any payload."""
     assert len(payload) <= MAX_FRAME_BYTES, "no reader accepts this frame, nor any frame behind it"
@@ -59,12 +71,15 @@ def encode_head(extent_bytes: int, version: int = FORMAT_VERSION) -> bytes:
 
 
 def encode_namespace(spec: NamespaceSpec) -> bytes:
-    """A namespace, of which blocks may follow."""
-    return encode_frame(NAMESPACE, msgspec.json.encode(spec))
+    """A namespace, of which blocks may follow. Raises InvalidRequestError if no reader would accept the spec."""
+    payload = msgspec.json.encode(spec)
+    if len(payload) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequestError(f"a namespace's spec of {len(payload)} bytes; a tier takes {MAX_NAMESPACE_BYTES}")
+    return encode_frame(NAMESPACE, payload)
 
 
 def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
-    """Blocks of a group that are stored; all have the same number of checksums."""
+    """Blocks of a group that are stored; all have the same number of checksums, and a tag or none."""
     frames = []
     for some in _at_most(records, RECORDS_A_FRAME):
         lines = b"".join(
@@ -74,6 +89,7 @@ def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
                     record.parent_hash or _ROOT,
                     record.offset.to_bytes(8, "little"),
                     array("Q", record.checksums).tobytes(),
+                    record.tag,
                 )
             )
             for record in some
@@ -106,35 +122,43 @@ def decode_frames(text: memoryview) -> Iterator[Frame]:
         yield Frame(kind, payload, at)
 
 
-def decode_head(payload: memoryview) -> int:
-    """Bytes of an extent. Raises ValueError for a journal that this version cannot read."""
+def decode_head(payload: memoryview, expected: int) -> int:
+    """Bytes of an extent. Raises ValueError for a journal of another version than `expected`."""
     version, extent_bytes = _HEAD.unpack(payload)
-    if version != FORMAT_VERSION or not 0 < extent_bytes < 1 << 63:
+    if version != expected or not 0 < extent_bytes < 1 << 63:
         raise ValueError(f"a journal of version {version} with extents of {extent_bytes} bytes")
     return int(extent_bytes)
 
 
 def decode_namespace(payload: memoryview) -> NamespaceSpec:
-    """The spec. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(payload, type=NamespaceSpec)
+    """The spec. Raises msgspec.DecodeError or InvalidRequestError."""
+    if len(payload) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequestError(f"a namespace's spec of {len(payload)} bytes")
+    spec = msgspec.json.decode(payload, type=NamespaceSpec)
+    spec.check()
+    encode_namespace(spec)  # Fields that the payload leaves to their defaults may make it longer.
+    return spec
 
 
-def decode_stored(payload: memoryview) -> tuple[GroupKey, int, Iterator[Record]]:
-    """Group, number of shards, and the blocks. Raises ValueError or struct.error."""
+def decode_stored(payload: memoryview, tag_bytes: int) -> Stored:
+    """Blocks of a group. Raises ValueError or struct.error."""
     fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ValueError(f"blocks with {num_shards} checksums")
     fields = [
         ("hash", f"V{HASH_BYTES}"),
         ("parent", f"V{HASH_BYTES}"),
         ("offset", "<u8"),
         ("sums", f"V{8 * num_shards}"),
+        ("tag", f"V{tag_bytes}"),
     ]
     lines = np.frombuffer(payload[_STORED.size :], np.dtype(fields))
     columns = (lines[name].tolist() for name, _ in fields)
     records = (
-        Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums))
-        for block_hash, parent_hash, offset, sums in zip(*columns, strict=True)
+        Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums), tag)
+        for block_hash, parent_hash, offset, sums, tag in zip(*columns, strict=True)
     )
-    return (fingerprint, group_idx), num_shards, records
+    return Stored((fingerprint, group_idx), num_shards, lines.size, records)
 
 
 def decode_removed(payload: memoryview) -> list[int]:
@@ -143,13 +167,9 @@ def decode_removed(payload: memoryview) -> list[int]:
     return offsets
 
 
-def is_journal_or_empty(path: Path) -> bool:
-    """True if a file is missing or empty, or begins as a journal of any version does. Raises OSError."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(_FRAME.size)
-    except FileNotFoundError:
-        return True
+def is_start_of_journal(file: BinaryIO) -> bool:
+    """True if a file is empty, or begins as a journal of any version does. Raises OSError."""
+    start = file.read(_FRAME.size)
     if len(start) < _FRAME.size:
         return not start
     magic, kind, *_ = _FRAME.unpack(start)

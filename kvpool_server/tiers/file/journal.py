@@ -3,35 +3,61 @@
 The owner reads the journal at its start, and other servers at any time. Nothing is flushed to the disk: the journal
 ends at a frame that is torn, or missing after a power cut, or invalid. The journal may be older or newer than the bytes
 in the slots; whoever reads a slot compares checksums, so a wrong line costs a miss.
+
+Whoever can write the file decides its content: a reader bounds the bytes of a frame, of the file, and of the memory
+that the blocks take, and ends the journal where a bound is reached.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import structlog
 
 from kvpool.namespace import NamespaceSpec
 from kvpool_server.cache.entry import Entry, Observer, Record
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.block_mac import TAG_BYTES
 from kvpool_server.tiers.file import frames
+from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.frames import GroupKey
 
 log = structlog.get_logger()
 FILE_NAME = "journal"
+NEW_FILE_NAME = "journal.new"
+"""A journal that is being compacted."""
+MAX_JOURNAL_BYTES = 16 << 30
+"""What a file has behind these is not read."""
+READ_BYTES = frames.MAX_FRAME_BYTES + 4096
+"""Bytes that are read at once: a piece that begins with a frame has all of it."""
+RECORD_BYTES, CHECKSUM_BYTES = 520, 8
+"""Memory of a block without its tag, and of each of its checksums."""
+TAG_OBJECT_BYTES = 64
+GROUP_BYTES, NAMESPACE_BYTES, SPEC_FACTOR = 512, 2048, 20
+"""Memory of a group and of a namespace, and at most so many times the bytes of a spec's JSON."""
 COMPACT_AT_LEAST_BYTES = 16 << 20
 """A journal is compacted when it is twice as long as after the last compaction, and so much longer still."""
+
+
+class JournalTooLargeError(Exception):
+    """A journal lists more than its reader may keep in memory."""
 
 
 class Inventory:
     """The blocks that a journal lists. One thread applies frames; other threads may `get` single records meanwhile.
 
+    Args:
+        has_tags: whether the blocks have tags; a journal of blocks with or without is none for the other.
+
     Attributes:
+        max_memory_bytes: a frame whose blocks would take more memory is refused.
+        memory_bytes: estimate of what the blocks and namespaces take.
         extent_bytes: 0 until the first frame is known.
         specs: by fingerprint.
         groups: the blocks of each group by hash, in the order in which they were stored.
@@ -40,7 +66,11 @@ class Inventory:
         trouble: why a whole frame was not applied; empty if none was refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_memory_bytes: int = sys.maxsize, *, has_tags: bool = False) -> None:
+        self._version = frames.TAGGED_VERSION if has_tags else frames.FORMAT_VERSION
+        self._tag_bytes = TAG_BYTES if has_tags else 0
+        self.max_memory_bytes = max_memory_bytes
+        self.memory_bytes = 0
         self.extent_bytes = 0
         self.specs: dict[bytes, NamespaceSpec] = {}
         self.groups: dict[GroupKey, dict[bytes, Record]] = {}
@@ -51,6 +81,21 @@ class Inventory:
 
     def __len__(self) -> int:
         return len(self._at)
+
+    def read(self, fd: int, max_bytes: int = MAX_JOURNAL_BYTES) -> int:
+        """Applies what a journal's file has behind the bytes that were applied before; returns the bytes read.
+
+        Reads until the end, or until at least `max_bytes` were read. Raises OSError.
+        """
+        size = min(os.fstat(fd).st_size, MAX_JOURNAL_BYTES)
+        num_read = 0
+        while self.nbytes < size and num_read < max_bytes:
+            text = os.pread(fd, min(READ_BYTES, size - self.nbytes), self.nbytes)
+            num_read += len(text)
+            if not self.apply(text):
+                break
+        self.is_exact = self.nbytes == os.fstat(fd).st_size
+        return num_read
 
     def apply(self, text: bytes | memoryview) -> int:
         """Applies the frames up to the first that is torn or invalid; returns how many bytes were applied."""
@@ -70,10 +115,12 @@ class Inventory:
     def _apply_frame(self, kind: int, payload: memoryview) -> None:
         """May raise anything; has changed nothing then."""
         if kind == frames.HEAD:
-            self.extent_bytes = frames.decode_head(payload)
+            self.extent_bytes = frames.decode_head(payload, self._version)
         elif kind == frames.NAMESPACE:
             spec = frames.decode_namespace(payload)
-            self.specs[spec.fingerprint()] = spec
+            if (fingerprint := spec.fingerprint()) not in self.specs:
+                self._take_memory(NAMESPACE_BYTES + SPEC_FACTOR * len(payload))
+            self.specs[fingerprint] = spec
         elif kind == frames.STORED:
             self._store(payload)
         elif kind == frames.REMOVED:
@@ -81,28 +128,41 @@ class Inventory:
                 self._remove(offset)
 
     def _store(self, payload: memoryview) -> None:
-        group, num_shards, stored = frames.decode_stored(payload)
-        spec = self.specs.get(group[0])
-        if not num_shards or (spec is not None and spec.groups[group[1]].num_shards != num_shards):
+        group, num_shards, num_records, stored = frames.decode_stored(payload, self._tag_bytes)
+        if self.specs[group[0]].groups[group[1]].num_shards != num_shards:
             raise ValueError(f"blocks with {num_shards} checksums")
+        self._take_memory(num_records * self._record_bytes(num_shards) + GROUP_BYTES * (group not in self.groups))
         records = self.groups.setdefault(group, {})
         for record in stored:
             if record.offset in self._at:
                 self._remove(record.offset)
             if (old := records.pop(record.block_hash, None)) is not None:
-                del self._at[old.offset]
+                self._forget(old)
             records[record.block_hash] = record
             self._at[record.offset] = (group, record.block_hash)
 
     def _remove(self, offset: int) -> None:
-        at = self._at.pop(offset, None)
+        at = self._at.get(offset)
         if at is not None:
-            self.groups[at[0]].pop(at[1], None)
+            self._forget(self.groups[at[0]].pop(at[1]))
+
+    def _forget(self, record: Record) -> None:
+        """A record that has left its group."""
+        del self._at[record.offset]
+        self.memory_bytes -= self._record_bytes(len(record.checksums))
+
+    def _record_bytes(self, num_shards: int) -> int:
+        return RECORD_BYTES + CHECKSUM_BYTES * num_shards + TAG_OBJECT_BYTES * (self._tag_bytes > 0)
+
+    def _take_memory(self, nbytes: int) -> None:
+        if self.memory_bytes + nbytes > self.max_memory_bytes:
+            raise JournalTooLargeError("it lists more blocks than fit into the memory for them (peer_memory=)")
+        self.memory_bytes += nbytes
 
     def keep_only(self, is_wanted: Callable[[GroupKey, Record], bool]) -> None:
         for group, records in self.groups.items():
             for record in [record for record in records.values() if not is_wanted(group, record)]:
-                del records[record.block_hash], self._at[record.offset]
+                self._forget(records.pop(record.block_hash))
                 self.is_exact = False
 
     def get(self, group: GroupKey, block_hash: bytes) -> Record | None:
@@ -115,7 +175,7 @@ class Inventory:
         The journal names all namespaces, also those without blocks: its writer has noted that they are named, and does
         not name them again.
         """
-        yield frames.encode_head(self.extent_bytes)
+        yield frames.encode_head(self.extent_bytes, self._version)
         for spec in self.specs.values():
             yield frames.encode_namespace(spec)
         for group, records in self.groups.items():
@@ -126,19 +186,33 @@ class Inventory:
 class Journal:
     """See the module. Blocking; thread-safe. Every method raises OSError."""
 
-    def __init__(self, directory: Path, disk: Disk):
-        self._path = directory / FILE_NAME
+    def __init__(
+        self, directory: Directory, disk: Disk, max_memory_bytes: int = sys.maxsize, *, has_tags: bool = False
+    ):
+        self._directory = directory
         self._disk = disk
+        self._max_memory_bytes = max_memory_bytes
+        self._has_tags = has_tags
         self._lock = threading.Lock()
         self._fd = -1
         self._nbytes = 0
         self._compact_at_bytes = 0
 
+    def empty(self) -> Inventory:
+        """An inventory of this journal's kind and bounds, without blocks."""
+        return Inventory(self._max_memory_bytes, has_tags=self._has_tags)
+
     def load(self) -> Inventory:
         """The blocks at the end of the last run; empty without a journal."""
-        inventory = Inventory()
-        with contextlib.suppress(FileNotFoundError):
-            inventory.apply(self._path.read_bytes())
+        inventory = self.empty()
+        try:
+            fd = self._disk.open(self._directory, FILE_NAME, os.O_RDONLY)
+        except FileNotFoundError:
+            return inventory
+        try:
+            inventory.read(fd)
+        finally:
+            self._disk.close(fd)
         return inventory
 
     def begin(self, inventory: Inventory) -> None:
@@ -147,7 +221,7 @@ class Journal:
             if not inventory.nbytes or not inventory.is_exact:
                 self._rewrite(inventory)
                 return
-            self._fd = self._disk.open(self._path, os.O_WRONLY)
+            self._fd = self._disk.open(self._directory, FILE_NAME, os.O_RDWR)
             self._nbytes = inventory.nbytes
             self._compact_at_bytes = 2 * self._nbytes + COMPACT_AT_LEAST_BYTES
 
@@ -162,7 +236,9 @@ class Journal:
                 except OSError as error:
                     # The frames are written. The journal grows on, and is compacted when it is worth another try.
                     self._compact_at_bytes = self._nbytes + COMPACT_AT_LEAST_BYTES
-                    log.warning("a tier's journal cannot be compacted", path=str(self._path), error=str(error))
+                    log.warning(
+                        "a tier's journal cannot be compacted", directory=str(self._directory.path), error=str(error)
+                    )
 
     def close(self) -> None:
         """Idempotent."""
@@ -172,23 +248,25 @@ class Journal:
                 self._fd = -1
 
     def _compact(self) -> None:
-        inventory = Inventory()
-        inventory.apply(self._path.read_bytes())
+        inventory = self.empty()
+        inventory.read(self._fd)
         self._rewrite(inventory)
 
     def _rewrite(self, inventory: Inventory) -> None:
-        fresh = self._path.with_suffix(".new")
-        fd = self._disk.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove(self._directory, NEW_FILE_NAME)  # Of a process that died meanwhile.
+        fd = self._disk.open(self._directory, NEW_FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         nbytes = 0
         try:
             for text in inventory.encode():
                 self._disk.write(fd, [memoryview(text)], nbytes)
                 nbytes += len(text)
-            self._disk.replace(fresh, self._path)
+            self._disk.replace(self._directory, NEW_FILE_NAME, FILE_NAME)
         except BaseException:
             self._disk.close(fd)
             with contextlib.suppress(OSError):
-                self._disk.remove(fresh)  # The file takes space, of which there may be none left.
+                # The file takes space, of which there may be none left.
+                self._disk.remove(self._directory, NEW_FILE_NAME)
             raise
         if self._fd >= 0:
             self._disk.close(self._fd)
@@ -197,9 +275,14 @@ class Journal:
 
 
 class JournalBuffer(Observer):
-    """Changes that the journal does not have yet, as frames in their order; changes of one kind in a row share one."""
+    """Changes that the journal does not have yet, as frames in their order; changes of one kind in a row share one.
 
-    def __init__(self) -> None:
+    Args:
+        tags: of the slots at these offsets, if blocks have tags.
+    """
+
+    def __init__(self, tags: Mapping[int, bytes] = MappingProxyType({})) -> None:
+        self._tags = tags
         self._frames: list[bytes] = []
         self._stored: list[Record] = []
         self._removed: list[int] = []
@@ -211,18 +294,19 @@ class JournalBuffer(Observer):
         self._namespaces.add(fingerprint)
 
     def open_namespace(self, namespace: PoolNamespace) -> None:
-        """Names a namespace in the journal, once, before any block of it."""
+        """Names a namespace in the journal, once, before any block of it. Raises InvalidRequestError."""
         if namespace.fingerprint not in self._namespaces:
             self._encode_changes()
-            self._namespaces.add(namespace.fingerprint)
             self._frames.append(frames.encode_namespace(namespace.spec))
+            self._namespaces.add(namespace.fingerprint)
 
     def stored(self, entry: Entry) -> None:
         group = (entry.group.fingerprint, entry.group.idx)
         if self._removed or group != self._group:
             self._encode_changes()
             self._group = group
-        self._stored.append(Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums))
+        tag = self._tags.get(entry.offset, b"")
+        self._stored.append(Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag))
 
     def removed(self, entry: Entry) -> None:
         if self._stored:

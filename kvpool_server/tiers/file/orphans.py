@@ -1,10 +1,10 @@
 """Directories of servers that have gone: `kvpool tier gc` lists and deletes them, and never anything else.
 
-A directory is a candidate for deletion if it holds nothing but a server's files, its lock is free, and its last
-heartbeat is old: on some network file systems a lock ends at its host, and only the heartbeat is seen elsewhere.
-Deletion locks the directory, checks again, and renames it, so that a server that starts meanwhile finds either all of
-the directory or none; then the files are deleted one by one. An interrupted deletion leaves the renamed directory,
-which is a candidate, too.
+A directory is a candidate for deletion if it holds nothing but a server's files, which nobody but their owner can
+write, its lock is free, and its last heartbeat is old: on some network file systems a lock ends at its host, and only
+the heartbeat is seen elsewhere. Deletion locks the directory, checks again, and renames it, so that a server that
+starts meanwhile finds either all of the directory or none; then the files are deleted one by one. An interrupted
+deletion leaves the renamed directory, which is a candidate, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from kvpool.holdings import duration_text
 from kvpool_server.tiers.file import journal
-from kvpool_server.tiers.file.frames import is_journal_or_empty
+from kvpool_server.tiers.file.directory import Directory, UntrustedFileError
+from kvpool_server.tiers.file.frames import is_start_of_journal
 from kvpool_server.tiers.file.own_directory import FILE_NAME as LOCK_NAME
 from kvpool_server.tiers.file.own_directory import DirectoryLock, heartbeat_age_s
 
@@ -26,6 +27,8 @@ MIN_AGE_S = 3_600.0
 """Default age of a candidate's last heartbeat: longer than a restart takes, also one with mishaps."""
 DELETED_PREFIX = ".removed-"
 """Begins the name of a directory that is being deleted. No server's name begins with a dot."""
+
+NOT_A_SERVERS = "not a server's directory"
 
 _SERVER_FILE = re.compile(r"lock|journal|journal\.new|extent-\d{5,}")
 
@@ -50,61 +53,78 @@ class Survey:
 
 def survey(root: Path, min_age_s: float = MIN_AGE_S) -> list[Survey]:
     """The directories below a tier's path, by name. Raises OSError if the path cannot be read."""
-    return [_survey_one(path, min_age_s) for path in sorted(root.iterdir()) if path.is_dir()]
+    with contextlib.closing(Directory.open_root(root, None)) as opened:
+        names = sorted(entry.name for entry in opened.entries() if entry.is_dir())
+        return [_survey_one(opened, name, min_age_s) for name in names]
 
 
-def _survey_one(directory: Path, min_age_s: float) -> Survey:
+def _survey_one(root: Directory, name: str, min_age_s: float) -> Survey:
+    path = root.path / name
     age_s, nbytes = None, 0
     try:
-        nbytes = sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
-        if not is_a_servers(directory):
-            return Survey(directory, age_s, nbytes, False, "not a server's directory")
-        if directory.name.startswith(DELETED_PREFIX):
-            return Survey(directory, age_s, nbytes, True, "its deletion was interrupted")
-        age_s = heartbeat_age_s(directory)
-        DirectoryLock(directory, is_owner=False).close()
+        with contextlib.closing(root.open_directory(name)) as directory:
+            nbytes = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in directory.entries())
+            if not is_a_servers(directory):
+                return Survey(path, age_s, nbytes, False, NOT_A_SERVERS)
+            if name.startswith(DELETED_PREFIX):
+                return Survey(path, age_s, nbytes, True, "its deletion was interrupted")
+            age_s = heartbeat_age_s(directory)
+            DirectoryLock(directory, is_owner=False).close()
+    except UntrustedFileError:
+        return Survey(path, age_s, nbytes, False, NOT_A_SERVERS)
     except BlockingIOError:
-        return Survey(directory, age_s, nbytes, False, "a running server holds its lock")
+        return Survey(path, age_s, nbytes, False, "a running server holds its lock")
     except FileNotFoundError:
-        return Survey(directory, age_s, nbytes, False, "it has no lock file")
+        return Survey(path, age_s, nbytes, False, "it has no lock file")
     except OSError as error:
-        return Survey(directory, age_s, nbytes, False, f"it cannot be checked: {error.strerror}")
+        return Survey(path, age_s, nbytes, False, f"it cannot be checked: {error.strerror}")
     if age_s < min_age_s:
-        return Survey(directory, age_s, nbytes, False, f"its last heartbeat is younger than {duration_text(min_age_s)}")
-    return Survey(directory, age_s, nbytes, True, "no server holds its lock")
+        return Survey(path, age_s, nbytes, False, f"its last heartbeat is younger than {duration_text(min_age_s)}")
+    return Survey(path, age_s, nbytes, True, "no server holds its lock")
 
 
-def is_a_servers(directory: Path) -> bool:
-    """True if the directory is no link, and holds nothing but what a server puts there. Raises OSError."""
-    if directory.is_symlink():
-        return False
-    with os.scandir(directory) as entries:
-        if not all(_SERVER_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries):
+def is_a_servers(directory: Directory) -> bool:
+    """True if the directory holds nothing but what a server puts there. Raises OSError."""
+    for entry in directory.entries():
+        if not _SERVER_FILE.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
             return False
     with contextlib.suppress(FileNotFoundError):
-        if (directory / LOCK_NAME).stat().st_size:
+        if directory.stat(LOCK_NAME).st_size:
             return False
-    return is_journal_or_empty(directory / journal.FILE_NAME)
+    try:
+        fd = directory.open(journal.FILE_NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    with open(fd, "rb") as file:
+        return is_start_of_journal(file)
 
 
-def delete(directory: Path, min_age_s: float = MIN_AGE_S) -> bool:
+def delete(path: Path, min_age_s: float = MIN_AGE_S) -> bool:
     """Deletes a candidate; False if the directory is none, or none any more.
 
     Raises:
         BlockingIOError: a running server holds the lock.
         OSError: something cannot be read or deleted.
     """
-    if not is_a_servers(directory):
-        return False
-    aside = directory
-    if not directory.name.startswith(DELETED_PREFIX):
-        with contextlib.closing(DirectoryLock(directory, is_owner=False)):
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(contextlib.closing(Directory.open_root(path.parent, None)))
+        try:
+            directory = stack.enter_context(contextlib.closing(root.open_directory(path.name)))
+            if not is_a_servers(directory):
+                return False
+        except UntrustedFileError:
+            return False
+        aside = path.name
+        if not aside.startswith(DELETED_PREFIX):
+            stack.enter_context(contextlib.closing(DirectoryLock(directory, is_owner=False)))
             if heartbeat_age_s(directory) < min_age_s:
                 return False  # Its server has come back, and stopped, since the survey.
-            aside = directory.with_name(f"{DELETED_PREFIX}{directory.name}-{secrets.token_hex(8)}")
-            directory.rename(aside)
-    with contextlib.suppress(FileNotFoundError):  # Another command deletes it at the same time.
-        for path in sorted(aside.iterdir()):  # The journal and the lock last.
-            path.unlink(missing_ok=True)
-        aside.rmdir()
+            aside = f"{DELETED_PREFIX}{path.name}-{secrets.token_hex(8)}"
+            root.rename(path.name, aside)
+        with contextlib.suppress(FileNotFoundError):  # Another command deletes it at the same time.
+            for name in sorted(entry.name for entry in directory.entries()):  # The journal and the lock last.
+                if _SERVER_FILE.fullmatch(name):
+                    with contextlib.suppress(FileNotFoundError):
+                        directory.unlink(name)
+            root.rmdir(aside)
     return True

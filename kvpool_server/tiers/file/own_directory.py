@@ -17,6 +17,7 @@ from pathlib import Path
 import structlog
 
 from kvpool.errors import ConfigError
+from kvpool_server.tiers.file.directory import Directory, Owners, make_root
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 
@@ -45,9 +46,9 @@ class DirectoryLock:
         OSError: the directory does not exist, or is not writable.
     """
 
-    def __init__(self, directory: Path, *, is_owner: bool = True):
-        self._path = directory / FILE_NAME
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if is_owner else 0), 0o600)
+    def __init__(self, directory: Directory, *, is_owner: bool = True):
+        self._path = directory.path / FILE_NAME
+        self._fd = directory.open(FILE_NAME, os.O_RDWR | (os.O_CREAT if is_owner else 0))
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_owner:
@@ -86,28 +87,32 @@ class DirectoryLock:
         return DirectoryGoneError(errno.ENOENT, "the directory was removed or replaced", str(self._path.parent))
 
 
-def acquire(directory: Path) -> DirectoryLock:
-    """Locks a directory, and creates it if necessary, but none above it. Raises as `DirectoryLock`.
+def acquire(root: Directory, name: str) -> tuple[Directory, DirectoryLock]:
+    """Opens and locks a directory, and creates it if necessary. Raises as `DirectoryLock`.
 
     Retries for a moment: a process that inspects the directory holds the lock shortly, and one that deletes the
     directory leaves none.
     """
     for _ in range(TRIES - 1):
         try:
-            return _create_and_lock(directory)
+            return _create_and_lock(root, name)
         except (BlockingIOError, FileNotFoundError, FileExistsError):
             time.sleep(WAIT_S)
-    return _create_and_lock(directory)
+    return _create_and_lock(root, name)
 
 
-def heartbeat_age_s(directory: Path) -> float:
+def heartbeat_age_s(directory: Directory) -> float:
     """Seconds since the owner's last heartbeat. Raises OSError, FileNotFoundError if the directory has no lock."""
-    return time.time() - (directory / FILE_NAME).stat().st_mtime
+    return time.time() - directory.stat(FILE_NAME).st_mtime
 
 
-def _create_and_lock(directory: Path) -> DirectoryLock:
-    directory.mkdir(exist_ok=True)  # FileExistsError, also if the directory is deleted at this moment.
-    return DirectoryLock(directory)
+def _create_and_lock(root: Directory, name: str) -> tuple[Directory, DirectoryLock]:
+    directory = root.open_directory(name, create=True)
+    try:
+        return directory, DirectoryLock(directory)
+    except BaseException:
+        directory.close()
+        raise
 
 
 class OwnDirectory:
@@ -116,18 +121,26 @@ class OwnDirectory:
     Args:
         create: whether to create the root if it does not exist; by default that is an error: a mount may be missing.
         handover_s: how long to wait for a server of the same name to release the directory.
+        owners: trusted user ids.
 
     Attributes:
-        path: the directory.
+        path: of the directory.
+        name: of the directory.
+        root, directory: both directories, open once the directory is acquired.
         is_gone: True while another directory, or none, lies at the path.
     """
 
-    def __init__(self, tier_name: str, root: Path, owner: str, create: bool, handover_s: float):
-        self.path = root / owner
+    root: Directory
+    directory: Directory
+
+    def __init__(self, tier_name: str, root: Path, name: str, create: bool, handover_s: float, owners: Owners):
+        self.path = root / name
+        self.name = name
         self.is_gone = False
         self._tier_name = tier_name
-        self._root = root
+        self._root_path = root
         self._create = create
+        self._owners = owners
         self._handover_s = handover_s
         self._lock: DirectoryLock | None = None
 
@@ -136,6 +149,7 @@ class OwnDirectory:
 
         Raises:
             ConfigError: the root does not exist, the directory is another server's, or the file system does not answer.
+            UntrustedFileError: others can write to the root, the directory or the lock, or own one of them.
             OSError: the directory cannot be created or locked.
         """
         ends_at = time.monotonic() + self._handover_s
@@ -143,7 +157,7 @@ class OwnDirectory:
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    self._lock = await threads.call(self._acquire)
+                    self.root, self.directory, self._lock = await threads.call(self._acquire)
                 return
             except TimeoutError:
                 raise ConfigError(
@@ -166,14 +180,19 @@ class OwnDirectory:
                 )
             await asyncio.sleep(RETRY_S)
 
-    def _acquire(self) -> DirectoryLock:
+    def _acquire(self) -> tuple[Directory, Directory, DirectoryLock]:
         if self._create:
-            self._root.mkdir(parents=True, exist_ok=True)
-        elif not self._root.exists():
+            make_root(self._root_path)
+        elif not self._root_path.exists():
             raise ConfigError(
-                f"tier {self._tier_name}: {self._root} does not exist; mount it, or add create=yes to create it"
+                f"tier {self._tier_name}: {self._root_path} does not exist; mount it, or add create=yes to create it"
             )
-        return acquire(self.path)
+        root = Directory.open_root(self._root_path, self._owners)
+        try:
+            return root, *acquire(root, self.name)
+        except BaseException:
+            root.close()
+            raise
 
     def send_heartbeat(self) -> None:
         """Tells other hosts that the owner lives, and sets `is_gone`. Blocking. Raises OSError if the disk fails."""
@@ -191,3 +210,5 @@ class OwnDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+            self.directory.close()
+            self.root.close()

@@ -19,7 +19,7 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import structlog
@@ -36,13 +36,15 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import commit, reserve, restore
 from kvpool_server.process_memory import no_collections
+from kvpool_server.tiers.block_mac import BlockMac
+from kvpool_server.tiers.file.directory import UntrustedFileError
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extent_io import BlockSpot, ReadableExtents, read_all, write_all
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.frames import GroupKey
-from kvpool_server.tiers.file.journal import Inventory, Journal, JournalBuffer
+from kvpool_server.tiers.file.journal import Journal, JournalBuffer
 from kvpool_server.tiers.file.own_directory import OwnDirectory
-from kvpool_server.tiers.file.peer_directories import PeerBlocks, PeerDirectories
+from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
 from kvpool_server.tiers.open_files import OpenFiles, raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierError
@@ -52,6 +54,8 @@ log = structlog.get_logger()
 EXTENTS_PER_TIER = 256
 MIN_EXTENT_BYTES = 32 << 20
 MIN_EXTENTS = 4
+MIN_MEMORY_BYTES, SIZE_PER_MEMORY = 1 << 30, 16
+"""The blocks of this server's journal may take a share of the tier's size in memory, and at least so much."""
 REFRESH_S = 1.0
 CLOSE_S = 2.0
 
@@ -69,12 +73,17 @@ class FileTier(Tier):
         threads: reads and writes at once.
         handover_s, create: as `OwnDirectory` takes them.
         open_files: bounds the files that are kept open; tiers of one server share it.
+        owners: user ids that are trusted beside this process's.
+        mac: makes and verifies the blocks' tags; None: servers share no key.
+        peer_memory_bytes: the most memory that peers' blocks may take.
 
     Attributes:
         pool: manages the slots; set once the tier is open.
     """
 
     pool: Pool
+    _journal: Journal
+    _peers: PeerDirectories
 
     def __init__(
         self,
@@ -89,6 +98,9 @@ class FileTier(Tier):
         handover_s: float = 0.0,
         disk: Disk | None = None,
         open_files: OpenFiles | None = None,
+        owners: Collection[int] = (),
+        peer_memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        mac: BlockMac | None = None,
     ):
         super().__init__(f"file:{root}")
         self._size_bytes = size_bytes
@@ -97,13 +109,13 @@ class FileTier(Tier):
         self._direct = direct
         self._disk = disk or Disk()
         self._open_files = OpenFiles() if open_files is None else open_files
-        self._own = OwnDirectory(self.name, root, owner, create, handover_s)
-        self._journal = Journal(self._own.path, self._disk)
-        self._buffer = JournalBuffer()
-        self._peers = PeerDirectories(root, self._own.path, self._disk, self._open_files, direct)
+        self._peer_memory_bytes = peer_memory_bytes
+        self._own = OwnDirectory(self.name, root, owner, create, handover_s, frozenset({os.geteuid(), *owners}))
+        self._mac = mac
+        self._tags: dict[int, bytes] = {}
+        """Of the blocks in this server's slots, by offset; also of slots that are empty again."""
+        self._buffer = JournalBuffer(self._tags)
         self._files = contextlib.ExitStack()
-        self._files.callback(self._peers.close)
-        self._files.callback(self._journal.close)
         self._writing = asyncio.Lock()
         self._threads: DaemonThreadPool | None = None
         self._refresh_thread: DaemonThreadPool | None = None
@@ -117,6 +129,9 @@ class FileTier(Tier):
         try:
             await self._own.acquire(self._threads)
             await self._threads.call(self._restore)
+        except UntrustedFileError as error:
+            await self.close()
+            raise ConfigError(f"tier {self.name}: {error}") from None
         except OSError as error:
             await self.close()
             raise ConfigError(f"tier {self.name}: {error}; give a directory that this server can write to") from None
@@ -128,18 +143,30 @@ class FileTier(Tier):
     @no_collections()
     def _restore(self) -> None:
         started = time.perf_counter()
+        own = self._own.directory
+        memory_bytes = max(MIN_MEMORY_BYTES, self._size_bytes // SIZE_PER_MEMORY)
+        self._journal = Journal(own, self._disk, memory_bytes, has_tags=self._mac is not None)
+        self._files.callback(self._journal.close)
+        self._peers = PeerDirectories(
+            self._own.root,
+            self._own.name,
+            self._disk,
+            self._open_files,
+            self._direct,
+            self._peer_memory_bytes,
+            has_tags=self._mac is not None,
+        )
+        self._files.callback(self._peers.close)
         inventory = self._journal.load()
         if inventory.trouble:
             log.warning("a tier's journal cannot be read to its end", tier=self.name, error=inventory.trouble)
         extent_bytes = inventory.extent_bytes or _extent_bytes(self._size_bytes)
-        if extent_bytes > self._size_bytes:
-            inventory, extent_bytes = Inventory(), _extent_bytes(self._size_bytes)
+        if extent_bytes > self._size_bytes or extent_bytes % ALIGNMENT:
+            inventory, extent_bytes = self._journal.empty(), _extent_bytes(self._size_bytes)
         inventory.extent_bytes = extent_bytes
         arena, ids = Arena(self._size_bytes, extent_bytes), itertools.count(1)
         self.pool = Pool(arena, time.monotonic, lambda: next(ids), _LIMITS, self._policy)
-        self._extents = Extents(
-            self._own.path, extent_bytes, self._disk, self._open_files, writable=True, direct=self._direct
-        )
+        self._extents = Extents(own, extent_bytes, self._disk, self._open_files, writable=True, direct=self._direct)
         self._files.callback(self._extents.close)
         for fingerprint, spec in inventory.specs.items():
             try:
@@ -151,6 +178,8 @@ class FileTier(Tier):
                     restore(self.pool, group, list(records.values()))
         self.pool.observe(self._buffer)
         inventory.keep_only(self._is_restored)
+        for records in inventory.groups.values():
+            self._tags.update((record.offset, record.tag) for record in records.values() if record.tag)
         self._journal.begin(inventory)
         self._extents.tidy(arena.num_extents, set(arena.unused_extents()))
         for fingerprint in inventory.specs:
@@ -165,8 +194,7 @@ class FileTier(Tier):
         return entry is not None and entry.offset == record.offset
 
     def _warn_of_a_small_disk(self) -> None:
-        disk = os.statvfs(self._own.path)
-        room = disk.f_bavail * disk.f_frsize + self.pool.arena.used_bytes
+        room = self._own.directory.available_bytes() + self.pool.arena.used_bytes
         if room < self._size_bytes:
             log.warning(
                 "a tier's disk has less space than size=; a write to a full disk fails, and evicts nothing",
@@ -235,6 +263,9 @@ class FileTier(Tier):
             for offset, block in zip(grant.offsets, blocks, strict=True)
         ]
         try:
+            if self._mac is not None:
+                group_key = (namespace.fingerprint, group_idx)
+                self._tags.update(await self._running_threads().call(_make_tags, self._mac, group_key, blocks, spots))
             await write_all(self._running_threads(), self._extents, spots)
         except OSError:
             self.pool.put_revoke(grant.ticket_id)
@@ -263,11 +294,13 @@ class FileTier(Tier):
         for nth, (block_hash, view) in enumerate(zip(block_hashes, into, strict=True)):
             entry = own.get(block_hash)
             if entry is not None and entry.complete:
-                spot = BlockSpot(entry.offset, view, entry.checksums)
+                tag = self._tags.get(entry.offset, b"")
+                spot = BlockSpot(entry.offset, view, entry.checksums, self._check_of(group, block_hash, tag))
                 sources.setdefault(self._extents, {})[nth] = spot
             elif (peer := self._peers.find(group, block_hash)) is not None:
                 theirs[nth] = peer
-                spot = BlockSpot(peer[1].offset, view, peer[1].checksums)
+                check = self._check_of(group, block_hash, peer[1].tag)
+                spot = BlockSpot(peer[1].offset, view, peer[1].checksums, check)
                 sources.setdefault(peer[0], {})[nth] = spot
         ours = [block_hashes[nth] for nth in sources.get(self._extents, {})]
         runs = [BlockRun(group_idx, ours)]
@@ -296,6 +329,11 @@ class FileTier(Tier):
             log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(corrupt))
             self.pool.remove(group[0], [BlockRun(group_idx, corrupt)])
         return found
+
+    def _check_of(self, group: GroupKey, block_hash: bytes, tag: bytes) -> Callable[[memoryview], bool] | None:
+        """Whether bytes have a block's tag; None where servers share no key."""
+        mac = self._mac
+        return None if mac is None else lambda payload: mac.is_valid((*group, block_hash), payload, tag)
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
@@ -336,25 +374,32 @@ class FileTier(Tier):
             counters={**self.counters, "evicted_blocks": pool.counters["evicted_blocks"]},
         )
 
-    async def refresh(self) -> None:
-        """Sends a heartbeat and reads what peers have added; done every REFRESH_S. Failures are logged and retried."""
+    async def refresh(self) -> bool:
+        """Sends a heartbeat and reads what peers have added; done every REFRESH_S. Failures are logged and retried.
+
+        Returns True if peers have more to read at once.
+        """
         assert self._refresh_thread is not None
-        for call, problem in (
-            (self._own.send_heartbeat, "a tier's directory cannot be touched"),
-            (self._peers.refresh, "a tier's path cannot be read"),
-        ):
+        calls: dict[str, Callable[[], bool | None]] = {
+            "a tier's directory cannot be touched": self._own.send_heartbeat,
+            "a tier's path cannot be read": self._peers.refresh,
+        }
+        has_more: bool | None = False
+        for problem, call in calls.items():
             try:
-                await self._refresh_thread.call(call)
+                has_more = await self._refresh_thread.call(call)
                 self._warnings[problem] = ""
             except Exception as error:
                 if str(error) != self._warnings.get(problem):  # Once for each error in a row.
                     log.warning(problem, tier=self.name, error=str(error))
                 self._warnings[problem] = str(error)
+                has_more = False
+        return bool(has_more)
 
     async def _refresh_forever(self) -> None:
         while True:
-            await self.refresh()
-            await asyncio.sleep(REFRESH_S)
+            has_more = await self.refresh()
+            await asyncio.sleep(0.0 if has_more else REFRESH_S)
 
     def _running_threads(self) -> DaemonThreadPool:
         if self._threads is None:
@@ -367,6 +412,14 @@ class FileTier(Tier):
 def _extent_bytes(size_bytes: int) -> int:
     wanted = min(max(size_bytes // EXTENTS_PER_TIER, MIN_EXTENT_BYTES), size_bytes // MIN_EXTENTS)
     return max(wanted // ALIGNMENT, 1) * ALIGNMENT
+
+
+def _make_tags(mac: BlockMac, group: GroupKey, blocks: Sequence[Block], spots: Sequence[BlockSpot]) -> dict[int, bytes]:
+    """The tag of each block, by the offset of its slot."""
+    return {
+        spot.offset: mac.tag((*group, block.block_hash), block.payload)
+        for block, spot in zip(blocks, spots, strict=True)
+    }
 
 
 def _runs(group_idx: int, blocks: Sequence[Block]) -> list[BlockRun]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import ConfigError
+from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 
 BUFFER_BYTES = 8 << 20
@@ -46,9 +47,9 @@ class UsrbioDisk(Disk):
         self._rings = threading.local()
         self._registered: set[int] = set()
 
-    def open(self, path: Path, flags: int) -> int:
-        fd = super().open(path, flags & ~os.O_DIRECT)
-        if path.name.startswith("extent-"):
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        fd = super().open(directory, name, flags & ~os.O_DIRECT)
+        if name.startswith("extent-"):
             self._io.register_fd(fd)
             self._registered.add(fd)
         return fd

@@ -1,12 +1,14 @@
 """The server's side of Mooncake's client: a child process (`worker.py`), and memory shared with it for staging.
 
-All calls block, and end with an answer or with StoreError: the process has died, or was killed because it hangs. A
-StoreProcess that has failed stays dead; `store_workers.py` starts another.
+All calls block, and end with an answer or with StoreError: the process has died, or was killed because it hangs or
+sends what is no answer. A StoreProcess that has failed stays dead; `store_workers.py` starts another. The memory is
+sealed: the process cannot make it shorter, which would end the server with a bus error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import queue
@@ -15,15 +17,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.holdings import printable
 from kvpool_server.child_process import ChildProcess
-from kvpool_server.tiers.mooncake.worker import TRANSFERS, Request, StoreConfig
+from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request
+from kvpool_server.tiers.mooncake.worker import TRANSFERS, StoreConfig
 
+WORKER_MODULE = "kvpool_server.tiers.mooncake.worker"
 STAGING_BYTES = 64 << 20
 """Staging memory of each channel for transfers. Over TCP unused pages take no memory; RDMA pins all of it."""
 NUM_QUESTION_CHANNELS = 2
@@ -40,44 +43,38 @@ END_S = 3.0
 
 
 class StoreError(Exception):
-    """The process has not started, has died, or does not answer; the message says which."""
+    """The process has not started, has died, or does not answer as it should; the message says which."""
 
 
 class StoreChannel:
     """One connection to the process, for one call at a time. `memory` stages a call's blocks: uint8 [nbytes]."""
 
-    def __init__(self, store: StoreProcess, connection: Connection, memory: npt.NDArray[np.uint8], offset: int):
+    def __init__(self, store: StoreProcess, messages: MessageSocket, memory: npt.NDArray[np.uint8], offset: int):
         self.memory = memory
+        self.messages = messages
         self._store = store
-        self._connection = connection
         self._offset = offset
 
-    def call(self, what: str, keys: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> list[int]:
+    def call(
+        self, what: Call, keys: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()
+    ) -> list[int]:
         """Mooncake's code for each key. `offsets` are positions in `memory`. Raises StoreError."""
         sent_at = time.monotonic()
         try:
-            self.send((what, keys, [self._offset + offset for offset in offsets], sizes))
-            while (codes := self.receive(QUIET_S)) is None:
+            self.messages.send(Request(what, list(keys), [self._offset + offset for offset in offsets], list(sizes)))
+            while (codes := self.messages.receive(CODES, QUIET_S)) is None:
                 self._store.check_alive(sent_at)
+            if len(codes) != len(keys):
+                raise MessageError(f"{len(codes)} codes for {len(keys)} keys")
         except (EOFError, OSError):
             self._store.kill()
             raise StoreError("Mooncake's client process has died") from None
+        except MessageError as error:
+            self._store.kill()
+            raise StoreError(f"Mooncake's client process has sent {error}, and was killed") from None
         if what in TRANSFERS:
             self._store.answered_at = time.monotonic()
-        answer: list[int] = codes
-        return answer
-
-    def send(self, request: Request) -> None:
-        """Raises OSError when the process has died."""
-        self._connection.send(request)
-
-    def receive(self, timeout_s: float) -> Any:
-        """The next message; None if there is none in time. Raises EOFError or OSError when the process has died."""
-        return self._connection.recv() if self._connection.poll(timeout_s) else None
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._connection.close()
+        return codes
 
 
 class StoreProcess:
@@ -92,21 +89,22 @@ class StoreProcess:
         self.answered_at = 0.0
         self._is_dead = False
         self._ping_lock = threading.Lock()
-        memory_fd = os.memfd_create("kvpool-tier-mooncake")
+        memory_fd = os.memfd_create("kvpool-tier-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         ends = [socket.socketpair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
             os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
+            fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = np.frombuffer(mmap.mmap(memory_fd, 0), np.uint8)
             theirs = [end.fileno() for _, end in ends]
             settings = asdict(replace(config, memory_fd=memory_fd, channel_fds=theirs))
-            self._process = ChildProcess("kvpool_server.tiers.mooncake.worker", settings, [memory_fd, *theirs])
+            self._process = ChildProcess(WORKER_MODULE, settings, [memory_fd, *theirs])
         finally:
             os.close(memory_fd)
             for _, end in ends:
                 end.close()
         starts = range(0, len(ends) * STAGING_BYTES, STAGING_BYTES)
         self._channels = [
-            StoreChannel(self, Connection(end.detach()), memory[start : start + STAGING_BYTES], start)
+            StoreChannel(self, MessageSocket(end), memory[start : start + STAGING_BYTES], start)
             for start, (end, _) in zip(starts, ends, strict=True)
         ]
         self._transfers: queue.SimpleQueue[StoreChannel] = queue.SimpleQueue()
@@ -123,13 +121,15 @@ class StoreProcess:
 
     def _wait_until_ready(self, master: str) -> None:
         try:
-            problem: str | None = self._channels[0].receive(START_S)
+            problem = self._channels[0].messages.receive(TEXT, START_S)
         except (EOFError, OSError):
             raise StoreError("Mooncake's client process died at its start; its log is on stderr") from None
+        except MessageError as error:
+            raise StoreError(f"Mooncake's client process has sent {error} at its start") from None
         if problem is None:
             raise StoreError(f"no mooncake_master answers at {master} within {START_S:.0f} s")
         if problem:
-            raise StoreError(problem)
+            raise StoreError(printable(problem))
 
     @property
     def pid(self) -> int:
@@ -161,8 +161,8 @@ class StoreProcess:
             problem = f"did not answer within {ANSWER_S:.0f} s"
         with self._ping_lock:
             if not problem and not self._is_dead:
-                self._ping_channel.send(("ping", (), (), ()))
-                if self._ping_channel.receive(PONG_S) is None:
+                self._ping_channel.messages.send(Request("ping"))
+                if self._ping_channel.messages.receive(CODES, PONG_S) is None:
                     problem = f"did not answer a ping within {PONG_S:.0f} s"
         if problem:
             self.kill()
@@ -183,7 +183,7 @@ class StoreProcess:
         self._is_dead = True
         self._process.end(END_S)
         for channel in self._channels:
-            channel.close()
+            channel.messages.close()
 
 
 def _borrowed(free: queue.SimpleQueue[StoreChannel]) -> Iterator[StoreChannel]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import structlog
 
+from kvpool_server.tiers.mooncake.messages import Call
 from kvpool_server.tiers.mooncake.store_process import StoreChannel, StoreError, StoreProcess
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 
@@ -69,7 +70,7 @@ class StoreWorkers:
         """
         return self._with_channel(StoreProcess.transfer_channel, move)
 
-    def ask(self, what: str, keys: Sequence[str]) -> list[int]:
+    def ask(self, what: Call, keys: Sequence[str]) -> list[int]:
         """Mooncake's code for each key of a call that moves no bytes. Raises StoreError."""
         return self._with_channel(StoreProcess.question_channel, lambda channel: channel.call(what, keys))
 

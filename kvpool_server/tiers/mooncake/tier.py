@@ -29,7 +29,9 @@ from kvpool.errors import ConfigError
 from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.block_mac import BlockMac, KeyedTierOptions
 from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
+from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
 from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
 from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import (
@@ -41,15 +43,13 @@ from kvpool_server.tiers.mooncake.store_process import (
 from kvpool_server.tiers.mooncake.store_workers import StoreWorkers
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-MAX_KEYS = 1024
-"""Keys of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
 MIN_SEGMENT_BYTES = 16 << 20
 CLOSE_S = 2.0
 DEFAULT_THREADS = 3
@@ -61,7 +61,7 @@ RPC_FAILED = -900
 """This code, and all below: the master has not answered."""
 
 
-class MooncakeOptions(TierOptions):
+class MooncakeOptions(KeyedTierOptions):
     """A Mooncake Store cluster."""
 
     EXAMPLE: ClassVar[str] = "mooncake:master=HOST:PORT"
@@ -84,7 +84,7 @@ class MooncakeOptions(TierOptions):
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         config = StoreConfig(self.master, self.metadata, host, int(self.segment), self.protocol, self.device)
-        return MooncakeTier(config, max(self.threads, self.workers), self.workers)
+        return MooncakeTier(config, max(self.threads, self.workers), self.workers, self.load_mac())
 
 
 class MooncakeTier(Tier):
@@ -93,13 +93,17 @@ class MooncakeTier(Tier):
     Args:
         threads: reads and writes at once.
         workers: Mooncake's client processes.
+        mac: makes and verifies the blocks' tags; None: servers share no key.
 
     Attributes:
         workers: those processes.
     """
 
-    def __init__(self, config: StoreConfig, threads: int = DEFAULT_THREADS, workers: int = 1):
+    def __init__(
+        self, config: StoreConfig, threads: int = DEFAULT_THREADS, workers: int = 1, mac: BlockMac | None = None
+    ):
         super().__init__(f"mooncake:{config.master}")
+        self._mac = mac
         self.reads_at_once = threads
         self.writes_at_once = max(1, threads - 1)  # A thread is left for what a lookup waits for.
         self.workers = StoreWorkers(config, workers, threads)
@@ -160,9 +164,11 @@ class MooncakeTier(Tier):
         written = 0
         for part in _parts(list(new.values()), most):
             hashes = [block.block_hash for block in part]
-            codes = await self._transfer(functools.partial(_put, _object_keys(namespace, group_idx, hashes), part))
+            keys = _object_keys(namespace, group_idx, hashes)
+            names = list(_block_keys(namespace, group_idx, hashes))
+            codes = await self._transfer(functools.partial(_put, keys, names, part, self._mac))
             self._check(codes)
-            for key, code in zip(_block_keys(namespace, group_idx, hashes), codes, strict=True):
+            for key, code in zip(names, codes, strict=True):
                 if code == 0:
                     written += 1
                     self._presence.add(key, slot_bytes)
@@ -185,15 +191,14 @@ class MooncakeTier(Tier):
         for part in _parts(list(zip(block_hashes, into, strict=True)), most):
             hashes = [block_hash for block_hash, _ in part]
             keys = _object_keys(namespace, group_idx, hashes)
-            reading = StagedRead(keys, [view for _, view in part], num_shards)
+            names = list(_block_keys(namespace, group_idx, hashes))
+            reading = StagedRead(keys, [view for _, view in part], num_shards, names, self._mac)
             try:
                 codes = await self._transfer(reading.run)
             finally:
                 reading.cancel()  # A thread may still copy, if this task was cancelled.
             self._check(codes)
-            for key, sums, view in zip(
-                _block_keys(namespace, group_idx, hashes), reading.found, reading.views, strict=True
-            ):
+            for key, sums, view in zip(names, reading.found, reading.views, strict=True):
                 if sums is None:
                     self._presence.discard([key])
                 else:
@@ -233,7 +238,7 @@ class MooncakeTier(Tier):
             counters=dict(self.counters),
         )
 
-    async def _ask(self, what: str, keys: Sequence[str]) -> list[int]:
+    async def _ask(self, what: Call, keys: Sequence[str]) -> list[int]:
         return await self._call(self._questions, self.workers.ask, what, keys)
 
     async def _transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
@@ -253,14 +258,21 @@ class MooncakeTier(Tier):
             raise TierError(f"{self.name}: the master does not answer (code {worst})")
 
 
-def _put(keys: Sequence[str], blocks: Sequence[Block], channel: StoreChannel) -> list[int]:
+def _put(
+    keys: Sequence[str],
+    names: Sequence[BlockKey],
+    blocks: Sequence[Block],
+    mac: BlockMac | None,
+    channel: StoreChannel,
+) -> list[int]:
     """Copies blocks to the staging memory, and puts them; Mooncake's codes. Raises StoreError."""
     nbytes = blocks[0].payload.nbytes
-    size = nbytes + footer_bytes(len(blocks[0].checksums))
+    size = nbytes + footer_bytes(len(blocks[0].checksums), mac is not None)
     offsets = [nth * size for nth in range(len(blocks))]
-    for offset, key, block in zip(offsets, keys, blocks, strict=True):
+    for offset, key, name, block in zip(offsets, keys, names, blocks, strict=True):
         channel.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
-        footer = encode_footer(key, nbytes, block.checksums)
+        tag = b"" if mac is None else mac.tag(name, block.payload)
+        footer = encode_footer(key, nbytes, block.checksums, tag)
         channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
     return channel.call("put", keys, offsets, [size] * len(keys))
 
@@ -268,7 +280,7 @@ def _put(keys: Sequence[str], blocks: Sequence[Block], channel: StoreChannel) ->
 def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:
     """Blocks that fit into a channel's staging memory at once; 0: not even one."""
     spec = namespace.groups[group_idx].spec
-    return min(MAX_KEYS, STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards)))
+    return min(MAX_KEYS, STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards, has_tag=True)))
 
 
 def _block_keys(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> Iterator[BlockKey]:

@@ -21,14 +21,21 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvpool.errors import ConfigError
 from kvpool.mooncake import engine_start, import_mooncake
 from kvpool_server.child_process import receive_settings, wait_for_server_end
+from kvpool_server.tiers.mooncake.messages import (
+    MAX_TEXT_CHARS,
+    REQUEST,
+    MessageError,
+    MessageSocket,
+    Request,
+)
 
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "5000",  # Of a call to the master; else 30 s.
@@ -44,9 +51,6 @@ END_S = 4
 
 TRANSFERS = ("put", "get")
 """Calls that move bytes."""
-
-Request = tuple[str, Sequence[str], Sequence[int], Sequence[int]]
-"""(what, keys, offsets in the staging memory, sizes in bytes)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +98,36 @@ def _join(config: StoreConfig, address: int, nbytes: int) -> Any:
     return made
 
 
-def _serve(store: Any, channel: Connection, base: int, turn: threading.Lock) -> None:
-    """Answers the calls of one channel until the server closes it."""
-    with channel:  # Whatever ends this thread, the server sees the end of the channel.
+def serve(
+    store: Any, channel: MessageSocket, memory: np.ndarray[tuple[int], np.dtype[np.uint8]], turn: threading.Lock
+) -> None:
+    """Answers the calls of one channel until the server closes it, or sends something else than a call."""
+    with contextlib.closing(channel):  # Whatever ends this thread, the server sees the end of the channel.
         while True:
             try:
-                what, keys, offsets, sizes = channel.recv()
-            except (EOFError, OSError):
+                request = channel.receive(REQUEST, None)
+                assert request is not None
+                addresses = _addresses(request, memory)
+            except (EOFError, OSError, MessageError):
                 return
-            with turn if what in TRANSFERS else contextlib.nullcontext():
-                codes = _answer(store, what, keys, [base + offset for offset in offsets], sizes)
+            with turn if request.what in TRANSFERS else contextlib.nullcontext():
+                codes = _answer(store, request, addresses)
             channel.send(codes)
 
 
-def _answer(store: Any, what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    match what:
+def _addresses(request: Request, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[int]:
+    """Where the call's bytes lie in this process. Raises MessageError if that is not the staging memory."""
+    num_moved = len(request.keys) if request.what in TRANSFERS else 0
+    if not len(request.offsets) == len(request.sizes) == num_moved:
+        raise MessageError(f"{request.what} with {len(request.offsets)} offsets for {len(request.keys)} keys")
+    if any(offset + size > memory.nbytes for offset, size in zip(request.offsets, request.sizes, strict=True)):
+        raise MessageError(f"{request.what} of bytes outside of the staging memory")
+    return [memory.ctypes.data + offset for offset in request.offsets]
+
+
+def _answer(store: Any, request: Request, addresses: Sequence[int]) -> list[int]:
+    keys, sizes = request.keys, request.sizes
+    match request.what:
         case "ping":
             return []
         case "exist":
@@ -121,27 +140,27 @@ def _answer(store: Any, what: str, keys: Sequence[str], addresses: Sequence[int]
             # By force: otherwise Mooncake refuses for seconds to remove what was read or looked up lately. A reader
             # that is reading the object gets other bytes, which do not verify.
             return list(store.batch_remove(keys, True))
-        case _:
+        case "clear":
             return [store.remove_by_regex(pattern, True) for pattern in keys]
 
 
 def main() -> None:
     """Serves until the server ends."""
-    config = StoreConfig(**receive_settings())
+    config = msgspec.convert(receive_settings(), StoreConfig)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Mooncake prints; that is no output of the server.
-    channels = [Connection(fd) for fd in config.channel_fds]
+    channels = [MessageSocket(socket.socket(fileno=fd)) for fd in config.channel_fds]
     memory = np.frombuffer(mmap.mmap(config.memory_fd, 0), np.uint8)
     try:
         store = _join(config, memory.ctypes.data, memory.nbytes)
     except ConfigError as error:
-        channels[0].send(str(error))
+        channels[0].send(str(error)[:MAX_TEXT_CHARS])
         return
     channels[0].send("")
     turn = threading.Lock()
     for channel in channels:
-        threading.Thread(target=_serve, args=(store, channel, memory.ctypes.data, turn), daemon=True).start()
+        threading.Thread(target=serve, args=(store, channel, memory, turn), daemon=True).start()
     wait_for_server_end()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(END_S)  # Ends the process even while Mooncake keeps Python's lock.

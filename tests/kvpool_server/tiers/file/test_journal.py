@@ -12,6 +12,7 @@ from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.journal import Inventory, Journal
 from tests.contracts.tier_contract import TierContract
+from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
 SPEC = TierContract.spec
@@ -72,13 +73,13 @@ INVALID = {
 def test_a_journal_ends_at_an_invalid_frame(tmp_path: Path, what: str) -> None:
     sound = frames.encode_head(1 << 20) + frames.encode_namespace(SPEC) + frames.encode_stored(GROUP, _records(2))
     (tmp_path / "journal").write_bytes(sound + INVALID[what] + frames.encode_removed([0]))
-    own = Journal(tmp_path, Disk())
+    own = Journal(open_directory(tmp_path), Disk())
     inventory = own.load()
     assert len(inventory) == 2 and inventory.nbytes == len(sound) and not inventory.is_exact
     assert inventory.trouble
     own.begin(inventory)
     own.close()
-    again = Journal(tmp_path, Disk()).load()
+    again = Journal(open_directory(tmp_path), Disk()).load()
     assert len(again) == 2 and again.is_exact
 
 
@@ -95,7 +96,7 @@ def test_an_append_succeeds_though_the_compaction_fails(tmp_path: Path, monkeypa
             super().write(fd, views, offset)  # type: ignore[arg-type]
 
     disk = Full()
-    own = Journal(tmp_path, disk)
+    own = Journal(open_directory(tmp_path), disk)
     own.begin(own.load())
     removal = frames.encode_removed(range(16))
     for _ in range(200):

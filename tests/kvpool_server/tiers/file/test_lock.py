@@ -6,10 +6,12 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, acquire, heartbeat_age_s
+from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, heartbeat_age_s
+from tests.support.tier_directories import acquire, inspect, open_directory
 
 LONG_S = 4_000.0
 
@@ -35,20 +37,20 @@ def test_a_directory_that_is_deleted_while_it_is_locked_is_made_again(
     lock = acquire(directory)
     lock.send_heartbeat()  # Raises unless the lock is that of the directory at the path.
     with pytest.raises(BlockingIOError):
-        DirectoryLock(directory)
+        DirectoryLock(open_directory(directory))
     lock.close()
 
 
 def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = Path.mkdir
+    really = os.mkdir
 
-    def gone_meanwhile(path: Path, **options: bool) -> None:
-        monkeypatch.setattr(Path, "mkdir", really)
-        raise FileExistsError(17, "File exists", str(path))
+    def gone_meanwhile(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "mkdir", really)
+        raise FileExistsError(17, "File exists")
 
-    monkeypatch.setattr(Path, "mkdir", gone_meanwhile)
+    monkeypatch.setattr(os, "mkdir", gone_meanwhile)
     acquire(tmp_path / "one").close()
     assert (tmp_path / "one" / "lock").exists()
 
@@ -56,16 +58,16 @@ def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(
 def test_an_owner_sends_a_heartbeat_at_once_and_an_inspection_sends_none(tmp_path: Path) -> None:
     acquire(tmp_path / "one").close()
     _age(tmp_path / "one")
-    DirectoryLock(tmp_path / "one", is_owner=False).close()
-    assert heartbeat_age_s(tmp_path / "one") > LONG_S - 1
-    DirectoryLock(tmp_path / "one").close()
-    assert heartbeat_age_s(tmp_path / "one") < LONG_S / 2
+    inspect(tmp_path / "one").close()
+    assert heartbeat_age_s(open_directory(tmp_path / "one")) > LONG_S - 1
+    DirectoryLock(open_directory(tmp_path / "one")).close()
+    assert heartbeat_age_s(open_directory(tmp_path / "one")) < LONG_S / 2
 
 
 def test_an_inspection_makes_no_lock_file(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError):
-        DirectoryLock(tmp_path / "empty", is_owner=False)
+        inspect(tmp_path / "empty")
     assert not list((tmp_path / "empty").iterdir())
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.command import app
 from kvpool_server.tiers.file import frames, orphans
-from kvpool_server.tiers.file.own_directory import DirectoryLock, acquire
 from kvpool_server.tiers.file.tier import FileTier
 from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
+from tests.support.tier_directories import acquire, inspect
 
 
 def _age(directory: Path) -> None:
@@ -116,7 +116,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_gc_lists_every_directory_with_its_reason_and_deletes_nothing(root: Path) -> None:
-    lock = DirectoryLock(root / "running", is_owner=False)
+    lock = inspect(root / "running")
     before = sorted(root.rglob("*"))
     result = _gc(root)
     lock.close()
@@ -135,7 +135,7 @@ def test_gc_lists_every_directory_with_its_reason_and_deletes_nothing(root: Path
 
 
 def test_gc_deletes_the_candidates_alone(root: Path) -> None:
-    lock = DirectoryLock(root / "running", is_owner=False)
+    lock = inspect(root / "running")
     result = _gc(root, "--delete")
     lock.close()
     assert result.exit_code == 0 and "deleted 2 of 2 candidates" in result.stdout
@@ -178,3 +178,23 @@ def test_a_server_deletes_nobodys_directory(root: Path) -> None:
     before = sorted(root.iterdir())
     asyncio.run(use())
     assert sorted(root.iterdir()) == sorted([*before, root / "one"])
+
+
+def test_gc_deletes_nothing_where_others_can_write(root: Path) -> None:
+    before = sorted(root.rglob("*"))
+    (root / "dead").chmod(0o770)
+    assert _rows(_gc(root))["dead"][2:] == ["no", "not a server's directory"]
+    root.chmod(0o1777)
+    result = _gc(root, "--delete")
+    assert result.exit_code == 1 and "can be written by others" in result.output
+    assert sorted(root.rglob("*")) == before
+
+
+def test_gc_opens_no_pipe_and_follows_no_link(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    precious = tmp_path_factory.mktemp("precious") / "extent-00000"
+    precious.touch()
+    (root / "dead" / "extent-00001").symlink_to(precious)
+    os.mkfifo(root / ".removed-interrupted-0123" / "extent-00001")
+    before = sorted(path for name in ("dead", ".removed-interrupted-0123") for path in (root / name).iterdir())
+    assert _gc(root, "--delete").exit_code == 0
+    assert precious.exists() and all(path.lstat() for path in before)

@@ -16,12 +16,12 @@ from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.own_directory import acquire
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
+from tests.support.tier_directories import acquire, open_directory
 from tests.support.values import block_hash
 
 SIZE = 8 << 20
@@ -163,7 +163,7 @@ def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, mo
     (tmp_path / "peer").mkdir()
     journal = tmp_path / "peer" / "journal"
     journal.write_bytes(frames.encode_head(4096) + b"no frame" * 100)
-    peers = PeerDirectories(tmp_path, tmp_path / "own", Disk(), OpenFiles(), direct=False)
+    peers = PeerDirectories(open_directory(tmp_path), "own", Disk(), OpenFiles(), direct=False)
     reads: list[int] = []
     really = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, at: (reads.append(at), really(fd, size, at))[1])

@@ -15,6 +15,7 @@ from kvpool.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.open_files import OpenFiles
@@ -54,9 +55,9 @@ class RecordingDisk(Disk):
     def __init__(self) -> None:
         self.opened_with: list[int] = []
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, directory: Directory, name: str, flags: int) -> int:
         self.opened_with.append(flags)
-        return super().open(path, flags)
+        return super().open(directory, name, flags)
 
 
 class TestFileTier(PersistentTierContract):
@@ -224,7 +225,7 @@ class TestFileTier(PersistentTierContract):
         monkeypatch.setattr("kvpool_server.tiers.file.own_directory.ANSWER_S", 0.1)
         monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)
         mounted = threading.Event()
-        monkeypatch.setattr("kvpool_server.tiers.file.own_directory.acquire", lambda directory: mounted.wait(10))
+        monkeypatch.setattr("kvpool_server.tiers.file.own_directory.acquire", lambda root, name: mounted.wait(10))
         with pytest.raises(ConfigError, match="the file system does not answer"):
             asyncio.run(_tier(tmp_path).open())
         mounted.set()

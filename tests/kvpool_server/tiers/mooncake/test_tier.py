@@ -188,7 +188,8 @@ class TestMooncakeTier(PersistentTierContract):
             try:
                 await tier.write(namespace, 0, blocks_of("a"))
                 memory = Memory(1)
-                reading = StagedRead([_key(namespace, "a")], memory.views, SHARDS)
+                name = (namespace.fingerprint, 0, block_hash("a"))
+                reading = StagedRead([_key(namespace, "a")], memory.views, SHARDS, [name], None)
                 reading.cancel()
                 with tier.workers.start(0).transfer_channel() as channel:
                     assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]

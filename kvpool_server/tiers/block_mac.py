@@ -1,0 +1,91 @@
+"""Tags that authenticate the bytes of blocks in a tier, for servers that share a secret key.
+
+Checksums find accidents: whoever can write to a disk or to a store can give any bytes the right checksums. A tag cannot
+be made without the key, and names its block: bytes of another block, or of another namespace, do not pass either.
+
+A tag is a random nonce and AES-256-GMAC of the block, under a key of the block's own, which BLAKE2b derives from the
+servers' key and the block's name. So a nonce would have to repeat for one block to give anything away.
+
+Source: NIST SP 800-38D (GMAC), RFC 7693 (keyed BLAKE2b).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from pydantic import Field
+
+from kvpool.errors import ConfigError
+from kvpool_server.tiers.tier import BlockKey, TierOptions
+
+KEY_BYTES = 32
+NONCE_BYTES = 12
+TAG_BYTES = NONCE_BYTES + 16
+_PURPOSE = b"kvpool tier tag"
+
+
+class KeyedTierOptions(TierOptions):
+    """Base of the options of tiers that can authenticate their blocks."""
+
+    key_file: str = Field(
+        "", description="file with the key that authenticates blocks; servers that share the tier have the same"
+    )
+
+    def load_mac(self) -> BlockMac | None:
+        """None without a key. Raises ConfigError."""
+        return BlockMac.from_file(Path(self.key_file)) if self.key_file else None
+
+
+class BlockMac:
+    """Makes and verifies tags. Thread-safe."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+
+    @classmethod
+    def from_file(cls, path: Path) -> BlockMac:
+        """With the key in a file: 64 hexadecimal digits. Raises ConfigError, which does not show the content."""
+        try:
+            with path.open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                text = file.read(2 * KEY_BYTES + 2)
+        except OSError as error:
+            raise ConfigError(f"key_file={path} cannot be read: {error.strerror}") from None
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"key_file={path} is accessible by others (mode {stat.S_IMODE(mode):04o}); chmod 600 it")
+        try:
+            key = bytes.fromhex(text.decode().strip())
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise ConfigError(f"key_file={path} is no key; write one with: openssl rand -hex {KEY_BYTES}")
+        return cls(key)
+
+    def tag(self, name: BlockKey, payload: memoryview) -> bytes:
+        """The tag of a block, TAG_BYTES long; another one each time.
+
+        Args:
+            payload: uint8 [slot_bytes].
+        """
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._cipher(name).encrypt(nonce, b"", payload)
+
+    def is_valid(self, name: BlockKey, payload: memoryview, tag: bytes) -> bool:
+        """Whether a server with this key has made the tag for these bytes of this block."""
+        if len(tag) != TAG_BYTES:
+            return False
+        try:
+            self._cipher(name).decrypt(tag[:NONCE_BYTES], tag[NONCE_BYTES:], payload)
+        except InvalidTag:
+            return False
+        return True
+
+    def _cipher(self, name: BlockKey) -> AESGCM:
+        fingerprint, group_idx, block_hash = name
+        message = b"".join((_PURPOSE, fingerprint, group_idx.to_bytes(4, "little"), block_hash))
+        return AESGCM(hashlib.blake2b(message, key=self._key, digest_size=KEY_BYTES).digest())

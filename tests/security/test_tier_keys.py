@@ -1,0 +1,284 @@
+"""Tiers whose servers share a key: whoever writes to the disk or to the store, and lacks the key, is not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.hashing import checksum
+from kvpool_server.cache.entry import Record
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.block_mac import TAG_BYTES, BlockMac
+from kvpool_server.tiers.file import frames
+from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.journal import Inventory, Journal
+from kvpool_server.tiers.file.tier import FileTier
+from kvpool_server.tiers.mooncake.footer import encode_footer
+from kvpool_server.tiers.mooncake.tier import MooncakeTier
+from kvpool_server.tiers.mooncake.worker import StoreConfig
+from kvpool_server.tiers.registry import parse
+from kvpool_server.tiers.tier import BlockKey, Tier, TierContext
+from tests.contracts.tier_contract import (
+    SHARDS,
+    SLOT,
+    Memory,
+    PersistentTierContract,
+    TierContract,
+    blocks_of,
+    namespace_of,
+    run,
+)
+from tests.support.mooncake import Cluster
+from tests.support.processes import run_command, server_command
+from tests.support.tier_directories import open_directory
+from tests.support.values import block_hash, payload
+
+KEY = bytes(range(32))
+MAC = BlockMac(KEY)
+SIZE = 8 << 20
+FORGED = payload("forged", SLOT)
+FORGED_SUMS = [checksum(part) for part in np.split(FORGED, SHARDS)]
+
+
+def _tier(root: Path, name: str = "one", mac: BlockMac | None = MAC) -> FileTier:
+    return FileTier(root, name, SIZE, PrefixLRU, threads=2, direct=False, create=True, mac=mac)
+
+
+@pytest.fixture
+def namespace() -> PoolNamespace:
+    return namespace_of(TierContract.spec)
+
+
+async def _write(tier: Tier, namespace: PoolNamespace, *names: str) -> None:
+    await tier.open()
+    assert await tier.write(namespace, 0, blocks_of(*names)) == len(names)
+    await tier.close()
+
+
+async def _read(tier: Tier, namespace: PoolNamespace, *names: str) -> list[bool]:
+    """Opens the tier; for each block whether it came, right."""
+    await tier.open()
+    if isinstance(tier, FileTier):
+        await tier.refresh()
+    memory = Memory(len(names))
+    sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
+    await tier.close()
+    for name, found, block in zip(names, sums, memory.blocks, strict=True):
+        assert found is None or np.array_equal(block, payload(name, SLOT)), f"forged bytes for {name}"
+    return [found is not None for found in sums]
+
+
+def _load(directory: Path) -> Inventory:
+    opened = open_directory(directory)
+    inventory = Journal(opened, Disk(), has_tags=True).load()
+    opened.close()
+    return inventory
+
+
+# Tags
+
+
+def test_a_tag_holds_for_its_block_its_bytes_and_its_key_alone() -> None:
+    name: BlockKey = (b"f" * 32, 1, b"h" * 32)
+    data = bytearray(b"bytes of a block" * 64)
+    view = memoryview(data)
+    tag = MAC.tag(name, view)
+    assert len(tag) == TAG_BYTES and MAC.is_valid(name, view, tag)
+    assert MAC.tag(name, view) != tag, "a nonce has repeated"
+    for other in ((b"g" * 32, 1, b"h" * 32), (b"f" * 32, 2, b"h" * 32), (b"f" * 32, 1, b"i" * 32)):
+        assert not MAC.is_valid(other, view, tag)
+    assert not BlockMac(bytes(32)).is_valid(name, view, tag)
+    assert not MAC.is_valid(name, view[:-1], tag) and not MAC.is_valid(name, memoryview(bytes(data) + b"\0"), tag)
+    for wrong in (b"", tag[:-1], tag + b"\0", bytes(TAG_BYTES)):
+        assert not MAC.is_valid(name, view, wrong)
+    for at in range(TAG_BYTES):
+        assert not MAC.is_valid(name, view, tag[:at] + bytes([tag[at] ^ 1]) + tag[at + 1 :])
+    for at in range(0, len(data), 37):
+        data[at] ^= 0x80
+        assert not MAC.is_valid(name, view, tag)
+        data[at] ^= 0x80
+    assert MAC.is_valid(name, view, tag)
+
+
+# Key files
+
+
+def _key_file(path: Path, text: str = KEY.hex(), mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_key_is_read_from_a_file_of_its_owner(tmp_path: Path, end: str) -> None:
+    mac = BlockMac.from_file(_key_file(tmp_path / "key", KEY.hex() + end))
+    name: BlockKey = (bytes(32), 0, bytes(32))
+    assert mac.is_valid(name, memoryview(b"a"), MAC.tag(name, memoryview(b"a")))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o620])
+def test_a_key_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    path = _key_file(tmp_path / "key", mode=mode)
+    with pytest.raises(ConfigError, match=rf"accessible by others \(mode {mode:04o}\); chmod 600 it"):
+        BlockMac.from_file(path)
+
+
+@pytest.mark.parametrize("text", ["", KEY.hex()[:-2], KEY.hex() + "00", "secret" * 10, "\xff" * 64, "0" * 1000])
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+    path = _key_file(tmp_path / "key", text)
+    with pytest.raises(ConfigError, match="is no key; write one with: openssl rand -hex 32") as caught:
+        BlockMac.from_file(path)
+    assert not text or text not in str(caught.value)
+
+
+def test_the_server_ends_without_its_key(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    tier = f"file:{tmp_path / 'tier'},size=64MiB,create=yes,key_file={missing}"
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    assert done.returncode == 2 and f"key_file={missing} cannot be read: No such file" in done.stderr
+
+
+def test_a_tier_gets_the_key_of_its_options(tmp_path: Path, namespace: PoolNamespace) -> None:
+    path = _key_file(tmp_path / "key")
+    options = parse(f"file:{tmp_path / 'tier'},size=8MiB,name=one,create=yes,io=buffered,key_file={path}")
+
+    async def test() -> None:
+        await _write(options.make(TierContext(("127.0.0.1", 1), PrefixLRU)), namespace, "a")
+        assert await _read(_tier(tmp_path / "tier"), namespace, "a") == [True]
+
+    run(test)
+
+
+# The file tier
+
+
+class TestKeyedFileTier(PersistentTierContract):
+    @pytest.fixture
+    def make_tier(self, tmp_path: Path) -> Callable[[], Tier]:
+        return lambda: _tier(tmp_path / "tier")
+
+
+@pytest.mark.parametrize("reader", ["one", "two"])
+def test_forged_bytes_with_the_right_checksums_are_a_miss(
+    tmp_path: Path, namespace: PoolNamespace, reader: str
+) -> None:
+    """The journal and the bytes are the intruder's; only the tags are not."""
+
+    async def test() -> None:
+        await _write(_tier(tmp_path), namespace, "a", "b")
+        inventory = _load(tmp_path / "one")
+        records = inventory.groups[namespace.fingerprint, 0]
+        old = records[block_hash("a")]
+        records[block_hash("a")] = Record(old.block_hash, old.parent_hash, old.offset, FORGED_SUMS, old.tag)
+        (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
+        with (tmp_path / "one" / "extent-00000").open("r+b") as extent:
+            extent.seek(old.offset)
+            extent.write(FORGED.tobytes())
+        tier = _tier(tmp_path, reader)
+        assert await _read(tier, namespace, "a", "b") == [False, True]
+        assert tier.counters["corrupt_blocks"] == (1 if reader == "one" else 0)
+
+    run(test)
+
+
+def test_a_blocks_own_bytes_and_tag_are_a_miss_under_another_blocks_name(
+    tmp_path: Path, namespace: PoolNamespace
+) -> None:
+    async def test() -> None:
+        await _write(_tier(tmp_path), namespace, "a", "b")
+        inventory = _load(tmp_path / "one")
+        records = inventory.groups[namespace.fingerprint, 0]
+        a, b = records.pop(block_hash("a")), records.pop(block_hash("b"))
+        records[block_hash("a")] = Record(block_hash("a"), b"", b.offset, b.checksums, b.tag)
+        records[block_hash("b")] = Record(block_hash("b"), b"", a.offset, a.checksums, a.tag)
+        (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
+        for reader in ("two", "one"):
+            assert await _read(_tier(tmp_path, reader), namespace, "a", "b") == [False, False]
+
+    run(test)
+
+
+@pytest.mark.parametrize("writes_with", [None, BlockMac(bytes(32))])
+def test_what_a_server_without_the_key_writes_is_not_read(
+    tmp_path: Path, namespace: PoolNamespace, writes_with: BlockMac | None
+) -> None:
+    async def test() -> None:
+        await _write(_tier(tmp_path, "one", writes_with), namespace, "a")
+        for reader in ("two", "one"):
+            assert await _read(_tier(tmp_path, reader), namespace, "a") == [False]
+        await _write(_tier(tmp_path), namespace, "b")
+        assert await _read(_tier(tmp_path), namespace, "b") == [True]
+
+    run(test)
+
+
+def test_tags_outlive_compaction_and_evictions(
+    tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_server.tiers.file.journal.COMPACT_AT_LEAST_BYTES", 4096)
+    monkeypatch.setattr(frames, "RECORDS_A_FRAME", 16)
+
+    async def test() -> None:
+        tier = _tier(tmp_path)
+        await tier.open()
+        for start in range(0, 2 * SIZE // SLOT, 128):
+            await tier.write(namespace, 0, blocks_of(*(str(nth) for nth in range(start, start + 128))))
+        names = [str(nth) for nth in range(2 * SIZE // SLOT)]
+        kept = [name for name in names if tier.known(namespace, 0, [block_hash(name)]) == [True]]
+        await tier.close()
+        assert len(kept) == SIZE // SLOT
+        for reader in ("two", "one"):
+            assert all(await _read(_tier(tmp_path, reader), namespace, *kept[-200:]))
+
+    run(test)
+
+
+# Mooncake
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(64 << 20)
+    yield made
+    made.stop()
+
+
+def _mooncake(cluster: Cluster) -> MooncakeTier:
+    return MooncakeTier(StoreConfig(cluster.address, "P2PHANDSHAKE", "127.0.0.1", 0, "tcp", ""), mac=MAC)
+
+
+class TestKeyedMooncakeTier(PersistentTierContract):
+    @pytest.fixture
+    def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
+        return lambda: _mooncake(cluster)
+
+    @pytest.mark.parametrize("tag", ["none", "zeros", "another block's"])
+    def test_a_forged_object_with_the_right_checksums_is_a_miss(
+        self, cluster: Cluster, namespace: PoolNamespace, tag: str
+    ) -> None:
+        key = f"kvpool/{namespace.fingerprint.hex()}/0/{block_hash('a').hex()}"
+        tags = {
+            "none": b"",
+            "zeros": bytes(TAG_BYTES),
+            "another block's": MAC.tag((namespace.fingerprint, 0, block_hash("b")), FORGED.data),
+        }
+        forged = FORGED.tobytes() + encode_footer(key, SLOT, FORGED_SUMS, tags[tag])
+
+        async def test() -> None:
+            tier = _mooncake(cluster)
+            await tier.open()
+            try:
+                with tier.workers.start(0).transfer_channel() as channel:
+                    channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
+                    assert channel.call("put", [key], [0], [len(forged)]) == [0]
+                assert await self._read(tier, namespace, ["a"]) == [None]
+                assert tier.stats().counters["corrupt_blocks"] == 1
+            finally:
+                await tier.close()
+
+        run(test)
