@@ -119,8 +119,9 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     peer = peer_of(offer.data_port, host, stall_s, stall_s)
     peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
-    unsummed = config.stream_connections or UNSUMMED_CONNECTIONS
-    transport = TcpTransport(peer, connections, unsummed)
+    # Threads that decrypt work on the bytes as those do that sum.
+    wants_all = config.stream_connections or offer.data_port.sealed
+    transport = TcpTransport(peer, connections, connections if wants_all else UNSUMMED_CONNECTIONS)
     return Choice(transport, f"tcp over {transport.route}")
 
 

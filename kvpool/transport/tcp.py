@@ -22,8 +22,9 @@ MAX_CONNECTIONS = 32
 """Of one client, for all of its callers."""
 
 UNSUMMED_CONNECTIONS = 4
-"""Most connections of a read whose bytes no thread sums, unless the configuration says how many: four carried what
-eight did on a host of 16 cores, and each thread takes cores and the interpreter's lock from the rest of the process."""
+"""Most connections of a read whose bytes no thread sums or decrypts, unless the configuration says how many: four
+carried what eight did on a host of 16 cores, and each thread takes cores and the interpreter's lock from the rest of
+the process."""
 
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
