@@ -36,7 +36,7 @@ PERMIT_KEY_BYTES = 32
 PROOF_BYTES = 16
 MAX_REGIONS = 65_536
 MAX_MESSAGE_BYTES = 1_024
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20
 """Most bytes of a system call: each gives up Python's lock, which many threads may want, and waits to get it back."""
 
 WRITTEN_PIECE_BYTES = 1 << 20

@@ -39,6 +39,7 @@ class ConnectorConfig:
             tiers and slow models.
         load_timeout_ms: a load that takes longer is recomputed. Raise it for long prompts over slow networks.
         store_timeout_ms: a store that takes longer is dropped.
+        stream_connections: most connections over which one load or store of a rank goes over TCP; see `ClientConfig`.
         store_decoded: also store blocks that were filled by decoding; the next turn of a conversation hits them.
         window_interval_tokens: blocks of layers with a sliding window are stored where a prompt ends, where a prompt
             parts from the prompts in the pool, and at multiples of this many tokens. Smaller: more hits for the first
@@ -74,6 +75,7 @@ class ConnectorConfig:
     promotion_wait_ms: int = 1_000
     load_timeout_ms: int = 5_000
     store_timeout_ms: int = 5_000
+    stream_connections: int = 0
     store_decoded: bool = True
     window_interval_tokens: int = 4096
     max_pinned_fraction: float = 0.25
@@ -139,6 +141,7 @@ class ConnectorConfig:
             timeout_ms=self.lookup_timeout_ms,
             data_timeout_ms=max(self.load_timeout_ms, self.store_timeout_ms),
             stall_timeout_ms=self.lookup_timeout_ms,
+            stream_connections=self.stream_connections,
             lease_ttl_ms=2 * self.load_timeout_ms,
             ticket_ttl_ms=self.store_timeout_ms,
             local_clients=local_clients,

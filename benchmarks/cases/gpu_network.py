@@ -3,7 +3,10 @@
 Llama-3.1-8B's shape with random weights; the engines share one GPU and take turns. One engine computes and stores over
 TCP. Of two that load, one has TCP connections, and the other shares the pool's memory. One engine has no pool.
 
-Needs CUDA, 90 GiB of its memory, and 40 GiB of the host's.
+`--connections 8,4,2` also loads over so many connections (`stream_connections`), with an engine for each number, one
+after the other: which number disturbs those who decode least, and what does it cost a load?
+
+Needs CUDA, 96 GiB of its memory, and 40 GiB of the host's.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +24,10 @@ from benchmarks.harness.measuring import Logs, Row, at_most, percentile, time_ra
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
 POOL_GIB = 18
+WRITER = {**OPTIONS, "kv_cache_memory_bytes": 12 << 30}
+"""A prompt of `max_model_len` is stored as a whole: a quarter of the blocks may be pinned at once, see
+`max_pinned_fraction`."""
+BLOCK_TOKENS = int(OPTIONS["block_size"])
 LOADERS = ("tcp", "shm")
 WARM_REACH_MS, COLD_REACH, DECODING_REACH = 250, 1.02, 1.2
 PERCENT = 99
@@ -31,20 +38,32 @@ def main(
     rounds: Annotated[int, typer.Option(help="Prompts that count.")] = 5,
     tokens: Annotated[int, typer.Option(help="Tokens in a prompt.")] = 20_000,
     decoding_rounds: Annotated[int, typer.Option(help="Rounds of decoding beside loads.")] = 3,
+    connections: Annotated[str, typer.Option(help="Also load over so many connections, for instance 8,4,2.")] = "",
 ) -> None:
     """Time prompts that are computed and stored, and that are loaded; and decoding beside the loads."""
     model = write_model(logs)
-    with contextlib.ExitStack() as stack:
-        endpoint = stack.enter_context(harness.kvpool_server(f"{POOL_GIB}GiB"))
-        pooled = {
-            transport: EngineSpec(
-                model, kvpool_transfer_config(endpoint, load_timeout_ms=20_000, transport=transport), OPTIONS
-            )
-            for transport in LOADERS
-        }
-        engines = start_all(stack, {"alone": EngineSpec(model, None, OPTIONS), "writer": pooled["tcp"], **pooled}, logs)
-        rows, prompts = _prompts(engines, rounds, tokens)
-        rows += _decoding(engines, prompts, decoding_rounds)
+    counts = [int(count) for count in connections.split(",") if count]
+
+    def pooled(transport: str, options: dict[str, Any] = OPTIONS, stream_connections: int = 0) -> EngineSpec:
+        config = kvpool_transfer_config(
+            endpoint, load_timeout_ms=20_000, transport=transport, stream_connections=stream_connections
+        )
+        return EngineSpec(model, config, options)
+
+    with harness.kvpool_server(f"{POOL_GIB}GiB") as endpoint:
+        specs = {"alone": EngineSpec(model, None, OPTIONS), "writer": pooled("tcp", WRITER)}
+        with contextlib.ExitStack() as stack:
+            engines = start_all(stack, specs | {transport: pooled(transport) for transport in LOADERS}, logs)
+            rows, prompts = _prompts(engines, rounds, tokens)
+            rows += _decoding(engines, prompts, decoding_rounds)
+        for count in counts:
+            name = f"tcp, {count} connections"
+            with contextlib.ExitStack() as stack:
+                engines = start_all(stack, {name: pooled("tcp", stream_connections=count)}, logs)
+                loads = [_load(engines[name], name, prompt) for prompt in prompts]
+                rows.append(Row(f"warm TTFT, {name}", harness.ms(loads[1:]), "ms"))
+                taken = [each for nth in range(decoding_rounds) for each in _decode(engines[name], name, nth, prompts)]
+                rows += _between_rows(name, taken)
     harness.report("gpu_network", rows, rounds=rounds, tokens=tokens)
 
 
@@ -58,10 +77,7 @@ def _prompts(engines: dict[str, Engine], rounds: int, tokens: int) -> tuple[list
             cold[name].append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
         empty_own_cache(engines["writer"])  # Succeeds once all is stored.
         for name in random.Random(nth).sample(LOADERS, len(LOADERS)):
-            empty_own_cache(engines[name])
-            answer = engines[name].generate([prompt], max_tokens=1)[0]
-            print(f"round {nth}: {name} hit {answer.cached_tokens} tokens, {answer.ttft_s:.4f} s", flush=True)
-            warm[name].append(answer.ttft_s)
+            warm[name].append(_load(engines[name], name, prompt))
     for taken in (*cold.values(), *warm.values()):
         del taken[0]
     return [
@@ -75,25 +91,48 @@ def _prompts(engines: dict[str, Engine], rounds: int, tokens: int) -> tuple[list
     ], prompts
 
 
+def _load(engine: Engine, name: str, prompt: list[int]) -> float:
+    """Time to the first token of a prompt that is loaded. Raises RuntimeError unless all of it was stored."""
+    empty_own_cache(engine)
+    answer = engine.generate([prompt], max_tokens=1)[0]
+    print(f"{name} hit {answer.cached_tokens} tokens, {answer.ttft_s:.4f} s", flush=True)
+    expected = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS  # An engine computes the last token itself.
+    if answer.cached_tokens < expected:
+        raise RuntimeError(
+            f"{name} loaded {answer.cached_tokens} tokens of a prompt of {len(prompt)}, and {expected} were to be "
+            "stored; give the writer a larger kv_cache_memory_bytes (it pins max_pinned_fraction of its blocks at "
+            "most while it stores them), or see in its log why it stored fewer"
+        )
+    return answer.ttft_s
+
+
 def _decoding(engines: dict[str, Engine], prompts: list[list[int]], rounds: int) -> list[Row]:
-    """Time between the tokens of eight requests while long prompts are loaded."""
+    """Time between the tokens of eight requests while long prompts are loaded, by transport in turns."""
     between: dict[str, list[float]] = {transport: [] for transport in LOADERS}
     for nth in range(rounds):
         for name in random.Random(nth).sample(LOADERS, len(LOADERS)):
-            empty_own_cache(engines[name])
-            background = [prompt_of(200, f"background {name} {nth} {idx}") for idx in range(8)]
-            # Three that take turns do not fit into the engine's own cache.
-            taken = engines[name].decode(background, [*prompts[-3:], *prompts[-3:]], max_tokens=200)
-            between[name].extend(taken)
-            print(f"decoding beside loads over {name}: {statistics.median(taken):.4f} s", flush=True)
-    rows = [
-        Row(f"between tokens, beside loads over {name}, p{percent}", harness.ms(taken, percent), "ms")
-        for name, taken in between.items()
-        for percent in (50, PERCENT)
-    ]
+            between[name] += _decode(engines[name], name, nth, prompts)
+    rows = [row for name, taken in between.items() for row in _between_rows(name, taken)]
     share = percentile(between["tcp"], PERCENT) / percentile(between["shm"], PERCENT)
     what = f"between tokens p{PERCENT}, beside loads over TCP / shared memory"
     return [*rows, at_most(what, share, "ratio", DECODING_REACH)]
+
+
+def _decode(engine: Engine, name: str, nth: int, prompts: list[list[int]]) -> list[float]:
+    """Seconds between the tokens of one round."""
+    empty_own_cache(engine)
+    background = [prompt_of(200, f"background {name} {nth} {idx}") for idx in range(8)]
+    # Three that take turns do not fit into the engine's own cache.
+    taken = engine.decode(background, [*prompts[-3:], *prompts[-3:]], max_tokens=200)
+    print(f"decoding beside loads over {name}: {statistics.median(taken):.4f} s", flush=True)
+    return taken
+
+
+def _between_rows(name: str, taken: list[float]) -> list[Row]:
+    return [
+        Row(f"between tokens, beside loads over {name}, p{percent}", harness.ms(taken, percent), "ms")
+        for percent in (50, PERCENT)
+    ]
 
 
 if __name__ == "__main__":

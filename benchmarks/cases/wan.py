@@ -1,9 +1,11 @@
 """How fast do blocks travel between two machines, with 1 ms of delay and 0.1 % of loss on the way? And are they whole?
 
 Server and client are in two network namespaces (`testbed.link`), the client uses the `tcp` transport, and
-every byte of every get is compared. Beside it, as many bare TCP connections over the same link as the transport takes;
-both over a link without delay and loss, which is what its carrier can do at most; and both with TCP Reno, which halves
-its rate at every loss, where the machine's own congestion control may not.
+every byte of every get is compared. A batch is as large as the connector's puts, and a get is made as the connector
+makes it: the lookup locates the blocks, and nothing waits for the release. Beside it, as many bare TCP connections over
+the same link as the transport takes, between memory as large; both over a link without delay and loss, which is what
+its carrier can do at most; and both with TCP Reno, which halves its rate at every loss, where the machine's own
+congestion control may not.
 `python -m benchmarks.cases.wan --role client ...` is the client's process.
 """
 
@@ -96,7 +98,7 @@ def measure(mib: int, rounds: int, **how: Any) -> dict[str, list[float]]:
     """
     with link(**how) as (here, there), served(here, f"{max(256, 4 * mib)}MiB"), contextlib.ExitStack() as stack:
         for port in bare_ports():
-            bare = ["-m", "benchmarks.peers.bare_socket", str(port), str(MESSAGE_BYTES), here.address]
+            bare = ["-m", "benchmarks.peers.bare_socket", str(port), str(mib << 20), here.address]
             stack.enter_context(process(here.command(sys.executable, *bare)))
         command = [
             sys.executable,
@@ -131,7 +133,7 @@ def client(host: str, mib: int, rounds: int) -> dict[str, list[float]]:
 
     def get() -> float:
         sink[:] = 0
-        seconds = traffic.get()
+        seconds = traffic.load()
         assert np.array_equal(source, sink), "the pool returned other bytes"
         return seconds
 
@@ -171,8 +173,8 @@ def rows_of(name: str, taken: dict[str, list[float]], mib: int) -> list[Row]:
 
 
 def main(
-    mib: Annotated[int, typer.Option(help="MiB in a batch.", min=1)] = 16,
-    rounds: Annotated[int, typer.Option(min=1)] = 9,
+    mib: Annotated[int, typer.Option(help="MiB in a batch.", min=1)] = 64,
+    rounds: Annotated[int, typer.Option(min=1)] = 15,
     role: Annotated[str, typer.Option(hidden=True)] = "",
     host: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:

@@ -89,7 +89,8 @@ shared memory, beside bare sockets and beside threads that copy and sum. "Withou
 elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
-no netem; `testbed.link`). The upper limit is the same link without delay and loss.""",
+no netem; `testbed.link`). A put makes two round trips besides its bytes, and a get one: the lookup, which says where
+the blocks lie. The upper limit is the same link without delay and loss.""",
     "server": """What a server costs, beside its arena: CPU time of all its processes, without the clients', and
 memory as PSS, without shared memory. Through shm the server moves no bytes, so it pays for the calls alone.""",
     "memory": """Server memory beyond the arena, an entry (PSS). Ten million entries take
@@ -101,7 +102,10 @@ virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
 connector over TCP. Warm: another process loads what one process stored, checksums on.""",
-    "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.""",
+    "interference": """What loads cost a thread that works in the same process, on a host of many cores: steps of Python
+and calls that give up its lock, beside loads into staging that nobody sums, as an engine with a GPU makes them.""",
+    "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
+Rows that name a number of connections come from `--connections 8,4,2`, from engines one after the other.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its

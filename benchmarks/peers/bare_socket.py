@@ -1,7 +1,8 @@
-"""What one TCP connection over loopback can do at all: bytes from one buffer into another, in another process.
+"""What one TCP connection can do at all: bytes from one buffer into another, in another process.
 
-No protocol but a header, nothing allocated, nothing summed. `python -m benchmarks.peers.bare_socket PORT MESSAGE_BYTES
-[HOST]` is the other process.
+No protocol but a header, nothing allocated, nothing summed. `python -m benchmarks.peers.bare_socket PORT MEMORY_BYTES
+[HOST]` is the other process. The messages of a batch lie one behind the other in its memory, which begins anew where
+it is too small for the batch: memory of one message stays in the other process's cache.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     """Serves one client until it goes."""
-    port, message_bytes = int(arguments[0]), int(arguments[1])
+    port, memory_bytes = int(arguments[0]), int(arguments[1])
     host = arguments[2] if len(arguments) > 2 else LOOPBACK
-    memory, header = memoryview(bytearray(b"\1" * message_bytes)), memoryview(bytearray(_HEADER.size))
+    memory, header = memoryview(bytearray(b"\1" * memory_bytes)), memoryview(bytearray(_HEADER.size))
     with socket.create_server((host, port)) as server:
         print("ready", flush=True)
         connection, _ = server.accept()
@@ -83,11 +84,12 @@ def main(arguments: Sequence[str]) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while _receive(connection, header):
             direction, count, nbytes = _HEADER.unpack(header)
-            for _ in range(count):
+            for nth in range(count):
+                at = nth % (memory_bytes // nbytes) * nbytes
                 if direction == _PUT:
-                    _receive(connection, memory[:nbytes])
+                    _receive(connection, memory[at : at + nbytes])
                 else:
-                    connection.sendall(memory[:nbytes])
+                    connection.sendall(memory[at : at + nbytes])
             if direction == _PUT:
                 connection.sendall(_DONE)
 

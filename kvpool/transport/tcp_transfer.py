@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvpool.data_port import pack_offsets
 from kvpool.errors import KVPoolError, PoolTimeoutError
-from kvpool.transport.base import Bytes, Pieces, Sink, Source, Transfer
+from kvpool.transport.base import Bytes, Pieces, Sink, Source, Transfer, no_sum
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Connection, ConnectionPool, Part
@@ -29,8 +29,15 @@ PART_BYTES = (2 << 20, 8 << 20)
 """Bytes of a part, unless one region has more: at least, which stay in a core's cache until they are summed, and at
 most, which cost the threads of one interpreter fewer turns. Neighbours travel together."""
 
+UNSUMMED_PART_BYTES = 16 << 20
+"""The most where no thread sums the bytes."""
+
 PARTS_A_MOVER = 4
-"""How many parts each thread has at least, where they are larger than the least: so that none ends late."""
+"""A part is at most this fraction of a thread's share of what is left, down to the least: parts become smaller towards
+the end, so that a thread with a slow connection, for instance after a lost packet, does not end long after the others.
+
+Source: Polychronopoulos and Kuck, "Guided Self-Scheduling", IEEE Transactions on Computers 36 (12), 1987.
+"""
 
 AHEAD, AHEAD_ALONE = 2, 8
 """Parts in flight on a connection: beside others, and on the only one."""
@@ -68,6 +75,8 @@ class _TcpTransfer:
 
     Args:
         rows: the caller's arrays, one entry a region; None: each batch has a buffer.
+        is_summed: whether threads sum what they move.
+        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
     """
 
     def __init__(
@@ -77,11 +86,16 @@ class _TcpTransfer:
         connections: ConnectionPool,
         helpers: Helpers,
         is_write: bool,
+        is_summed: bool = True,
+        num_movers: int = 0,
     ):
         self._transfer = transfer
         self._rows = rows
         self._connections = connections
         self._helpers = helpers
+        num_threads = 1 + helpers.num_threads
+        self._num_movers = min(num_movers or num_threads, num_threads)
+        self._most_part_bytes = PART_BYTES[1] if is_summed else max(PART_BYTES[1], UNSUMMED_PART_BYTES)
         self._deadline = time.monotonic() + transfer.timeout_s
         self._changed = threading.Condition()
         # Guarded by the lock.
@@ -92,24 +106,27 @@ class _TcpTransfer:
         self._buffers: list[Bytes] = []
 
         permitted = transfer.offsets if transfer.permitted_offsets is None else transfer.permitted_offsets
-        offsets, step = pack_offsets(permitted), self._regions_a_part()
-        ranges = transfer.batches() if rows is None or not len(transfer.offsets) else [(0, len(transfer.offsets))]
+        offsets, count = pack_offsets(permitted), len(transfer.offsets)
+        ranges = transfer.batches() if rows is None or not count else [(0, count)]
         self._batches = [_Batch(nth, start, stop) for nth, (start, stop) in enumerate(ranges)]
         self._moves: deque[_Move] = deque()
         for batch in self._batches:
-            for first in range(batch.start, batch.stop, step):
-                stop = min(first + step, batch.stop)
+            first = batch.start
+            while first < batch.stop:
+                stop = min(first + self._regions_a_part(count - first), batch.stop)
                 self._moves.append((Part(transfer, offsets, first, stop, self._deadline, is_write), batch))
                 batch.parts_left += 1
-        self._num_helpers = min(helpers.num_threads, len(self._moves) - 1)
+                first = stop
+        self._num_helpers = min(self._num_movers, len(self._moves)) - 1
         self._ahead = AHEAD if self._num_helpers else AHEAD_ALONE
 
-    def _regions_a_part(self) -> int:
+    def _regions_a_part(self, num_left: int) -> int:
+        """How many of the regions that are left make the next part."""
         region_bytes = max(1, self._transfer.region_bytes)
-        nbytes, most = PART_BYTES
-        if self._helpers.num_threads:
-            share = len(self._transfer.offsets) * region_bytes // ((1 + self._helpers.num_threads) * PARTS_A_MOVER)
-            nbytes = max(nbytes, min(most, share))
+        nbytes = PART_BYTES[0]
+        if self._num_movers > 1:
+            share = num_left * region_bytes // (self._num_movers * PARTS_A_MOVER)
+            nbytes = max(nbytes, min(self._most_part_bytes, share))
         return max(1, nbytes // region_bytes)
 
     @contextlib.contextmanager
@@ -336,10 +353,17 @@ class TcpWrite(_TcpTransfer):
 
 
 class TcpRead(_TcpTransfer):
-    """One read."""
+    """One read.
 
-    def __init__(self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers):
-        super().__init__(transfer, sink.rows, connections, helpers, is_write=False)
+    Args:
+        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
+    """
+
+    def __init__(
+        self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
+    ):
+        is_summed = sink.sum is not no_sum
+        super().__init__(transfer, sink.rows, connections, helpers, False, is_summed, num_movers)
         self._sink = sink
         self._num_freed = 0
         self._draining: deque[tuple[_Batch, Callable[[], object] | None]] = deque()
@@ -392,10 +416,12 @@ class TcpRead(_TcpTransfer):
         return self._rows is not None or batch.nth < self._num_freed + self._num_buffers
 
     def _request(self, connection: Connection, requested: deque[_Move]) -> None:
-        """Requests parts ahead."""
+        """Requests parts ahead; the last parts are left to connections that have none."""
         while connection.in_flight < self._ahead:
             with self._changed:
                 if self._is_ending or not self._moves:
+                    return
+                if connection.in_flight and len(self._moves) <= self._num_helpers:
                     return
                 requested.append(self._moves.popleft())
             connection.request(requested[-1][0])

@@ -24,6 +24,7 @@ def test_every_key_reaches_the_configuration() -> None:
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "on_reset": "keep", "share_adapters": "never",
         "weights_epoch_file": "/run/epoch",
         "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s", "insecure_network": True, "token_file": "f",
+        "stream_connections": 2,
     }  # fmt: skip
     config = ConnectorConfig.parse(given)
     assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == {**given, "tls": None}
@@ -103,6 +104,7 @@ def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -
         ("max_pinned_fraction", float("nan")),
         ("num_shards", -1),
         ("num_shards", 65),
+        ("stream_connections", 17),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_the_name_that_was_given(key: str, value: Any) -> None:
@@ -120,3 +122,7 @@ def test_a_lease_outlives_the_slowest_load() -> None:
     config = ConnectorConfig.parse({"load_timeout_ms": 7_000, "store_timeout_ms": 9_000}).client_config()
     assert config.lease_ttl_ms > 7_000
     assert config.data_timeout_ms >= 9_000
+
+
+def test_the_number_of_connections_reaches_the_client() -> None:
+    assert ConnectorConfig.parse({"stream_connections": 3}).client_config().stream_connections == 3

@@ -19,6 +19,7 @@ from kvpool.transport import tcp_transfer
 from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import UNIT_BYTES, Staging
+from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import ConnectionPool, Peer
 from kvpool.transport.tcp_transfer import TcpRead, TcpWrite
 from tests.support.effort import effort
@@ -43,6 +44,7 @@ class Case:
 
     Args:
         part_bytes: of `tcp_transfer.PART_BYTES`.
+        is_summed: whether threads sum what they move; always for a write.
         fails_at: the region at which a callback raises.
         waits: of batches, by their number: the callback returns a function that waits so many seconds.
     """
@@ -54,6 +56,7 @@ class Case:
     part_bytes: int
     staging_units: int
     is_write: bool
+    is_summed: bool
     num_pieces: int
     waits: dict[int, float]
     fails_at: int | None
@@ -87,6 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
     moves = draw(st.sampled_from([[Does.SERVE], [Does.SERVE, Does.TRICKLE], faulty, faulty]))
     greeting = st.just(HONEST) if draw(st.integers(0, 3)) else acts(GREETINGS)
     script = st.tuples(greeting, st.lists(acts(moves), max_size=12)).map(lambda both: [both[0], *both[1]])
+    is_write = draw(st.booleans())
     return Case(
         num_connections=draw(st.integers(1, 4)),
         num_regions=draw(st.integers(1, min(40, max(3, 12 * MIB // region_bytes)))),
@@ -94,7 +98,8 @@ def cases(draw: st.DrawFn) -> Case:
         batch_bytes=draw(st.sampled_from([1, 3 * region_bytes, 10 * region_bytes, 2 * MIB])),
         part_bytes=draw(st.sampled_from([1, 2 * region_bytes, 2 * MIB])),
         staging_units=draw(st.integers(1, 6)),
-        is_write=draw(st.booleans()),
+        is_write=is_write,
+        is_summed=is_write or draw(st.booleans()),
         num_pieces=draw(st.sampled_from([0, 0, 1, 3])),
         waits=draw(st.dictionaries(st.integers(0, 12), st.sampled_from([0.0, 0.001, 0.01]), max_size=12)),
         fails_at=draw(st.none() | st.none() | st.integers(0, 39)),
@@ -142,7 +147,8 @@ class Attempt:
             TcpWrite(self.transfer, Source(fill, rows, self._sum), self.connections, self.helpers).run(self.staging)
         else:
             drain = None if rows else self._drain
-            TcpRead(self.transfer, Sink(drain, rows, self._sum), self.connections, self.helpers).run(self.staging)
+            sink, most = (Sink(drain, rows, self._sum), 0) if case.is_summed else (Sink(drain, rows), 2)
+            TcpRead(self.transfer, sink, self.connections, self.helpers, most).run(self.staging)
 
     def _fill(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
         wait_s = self._see(first, len(buffers))
@@ -189,7 +195,7 @@ class Attempt:
 
     def check_success(self) -> None:
         case, every = self.case, {idx: each.tobytes() for idx, each in enumerate(self.expected)}
-        assert self.summed == every
+        assert self.summed == (every if case.is_summed else {})
         assert case.in_place or self.seen == list(range(case.num_regions))
         if case.is_write:
             for offset, each in zip(self.transfer.offsets, self.expected, strict=True):
@@ -236,6 +242,7 @@ def test_a_transfer_ends_well_or_with_an_error_in_time_and_leaves_nothing_behind
         port = stack.enter_context(scripted_port(*case.scripts, nbytes=max(nbytes, 64)))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(tcp_transfer, "PART_BYTES", (case.part_bytes, 4 * case.part_bytes))
+        patch.setattr(tcp_transfer, "UNSUMMED_PART_BYTES", 8 * case.part_bytes)
         attempt = Attempt(case, port)
         stack.callback(attempt.helpers.close)
         stack.callback(attempt.connections.close)
@@ -357,6 +364,32 @@ def test_a_helper_that_gets_no_connection_delays_nobody(monkeypatch: pytest.Monk
         started = time.monotonic()
         transport.read(Sink(rows=[row(), row()], sum=sum_regions), [0, 64])
         assert time.monotonic() - started < SLACK_S
+
+
+def test_parts_become_smaller_towards_the_end_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow connection then does not hold much when all others have ended."""
+    monkeypatch.setattr(tcp_transfer, "PART_BYTES", (64, 640))
+    parts: list[tuple[int, int]] = []
+    with moves(num_helpers=1) as (transport, _):
+        sink = Sink(rows=[row() for _ in range(200)], sum=lambda first, regions: parts.append((first, len(regions))))
+        transport.read(sink, [0] * 200)
+    counts = [count for _, count in sorted(parts)]
+    assert counts == sorted(counts, reverse=True) and sum(counts) == 200
+    assert (counts[0], counts[-1]) == (10, 1)
+
+
+def test_a_read_that_nobody_sums_uses_its_own_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_transfer, "PART_BYTES", (64, 64))
+    monkeypatch.setattr(tcp_transfer, "UNSUMMED_PART_BYTES", 64)
+    with scripted_port() as port, closing(TcpTransport(port.peer(), 3, num_unsummed=2)) as transport:
+        transfer = Transfer(1, [0] * 300, 64, AMPLE_S, 64, bytes(24))
+        transport.read(transfer, Sink(rows=[row() for _ in range(300)]))
+        assert port.num_connections <= 2
+
+        def sum_regions(first: int, regions: Sequence[Pieces]) -> None:
+            wait_for(lambda: port.num_connections == 3, "all helpers to connect")
+
+        transport.read(transfer, Sink(rows=[row() for _ in range(300)], sum=sum_regions))
 
 
 def test_a_connection_that_nobody_needed_is_kept_for_the_next() -> None:
