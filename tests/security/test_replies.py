@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import random
 import resource
@@ -413,6 +414,7 @@ def test_no_reply_brings_a_client_down() -> None:
     print(f"{caller.pool.num_altered} replies; the longest call took {caller.longest_s * 1000:.1f} ms of CPU time")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_no_answer_to_a_lookup_brings_a_scheduler_down(
     vllm_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
