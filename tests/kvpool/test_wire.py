@@ -204,6 +204,7 @@ STATUSES = {
     errors.TransferError: grpc.StatusCode.INTERNAL,
     errors.ChecksumError: grpc.StatusCode.DATA_LOSS,
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
 }
 
 

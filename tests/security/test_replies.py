@@ -28,6 +28,7 @@ from kvpool import cli, replies, wire
 from kvpool.block_io import InPlace
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.data_port import PERMIT_BYTES
 from kvpool.errors import InvalidReplyError, KVPoolError
 from kvpool.hashing import checksum
 from kvpool.replies import MAX_ARENA_BYTES, LookupQuestion
@@ -164,7 +165,7 @@ def test_a_reply_that_breaks_its_bounds_is_an_error_that_says_so(name: str) -> N
 
 
 def test_replies_within_their_bounds_are_taken() -> None:
-    assert question().answer(found(hit(**slots(0, 512, permit=bytes(24))))).leased(0, 0, 2)
+    assert question().answer(found(hit(**slots(0, 512, permit=bytes(PERMIT_BYTES))))).leased(0, 0, 2)
     assert question(prefix_only=False).answer(found(hit(complete=b"\3"))).hits[0].complete == 3
     assert grant(pb.PutStartResponse(**GRANT)).statuses == (PutStatus.GRANTED, PutStatus.PRESENT, PutStatus.GRANTED)
     assert located(pb.GetResponse(**LOCATED)).present == (True, False)
