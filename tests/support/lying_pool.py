@@ -99,7 +99,7 @@ class LyingPool:
         self.num_altered += 1
         return self.alter(method, reply)
 
-    def _lookup_stream(self, requests: Iterator[pb.LookupRequest]) -> _Replies:
+    def _lookup_stream(self, requests: Iterator[pb.LookupRequest], timeout: float) -> _Replies:
         def replies() -> Iterator[bytes]:
             for request in requests:
                 with self._serving:
