@@ -158,7 +158,7 @@ def test_an_old_stream_is_renewed_and_still_answers_what_was_sent(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_stream, "RENEW_S", 0.0)
-    pending = served.lookups.future(asking(WAIT), TIMEOUT_S)
+    pending = served.lookups.future(Asking(WAIT), TIMEOUT_S)
     assert served.ask(100) == 100
     assert served.whim.num_streams == 2
     served.whim.go_on.set()
