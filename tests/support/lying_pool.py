@@ -80,9 +80,11 @@ class LyingPool:
         with self._serving:
             try:
                 if method == "GetChunks":
-                    return [self._sent(method, reply) for reply in _run(_all(self._service.GetChunks(request, None)))]
+                    return [
+                        self._sent(method, reply) for reply in _run(_all(self._service.GetChunks(request, _Context())))
+                    ]
                 request = _stream(list(request)) if _METHODS[method].client_streaming else request
-                return self._sent(method, _run(getattr(self._service, method)(request, None)))
+                return self._sent(method, _run(getattr(self._service, method)(request, _Context())))
             except KVPoolError as error:
                 raise StreamedError(status_of(error), str(error)) from None
 
@@ -165,6 +167,13 @@ class _Ended:
 
     def cancel(self) -> None:
         """Nothing to end."""
+
+
+class _Context:
+    """What the service asks of gRPC."""
+
+    def time_remaining(self) -> float:
+        return 5.0
 
 
 class _NoChannel:
