@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool import wire
+from kvpool import replies, wire
 from kvpool.holdings import NamespaceInfo
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
@@ -15,7 +15,7 @@ from kvpool.v1 import pool_pb2 as pb
 class Admin:
     """Operators' calls, on a client's connection. Thread-safe.
 
-    Raises (every method): UnavailableError, PoolTimeoutError, and what its docstring names.
+    Raises (every method): UnavailableError, PoolTimeoutError, InvalidReplyError, and what its docstring names.
     """
 
     def __init__(self, rpc: PoolRpc):
@@ -23,20 +23,19 @@ class Admin:
 
     def ping(self) -> tuple[str, float]:
         """The server's version, and the seconds since its start."""
-        reply = self._rpc.ping()
-        return reply.version, reply.uptime_seconds
+        return replies.ping(self._rpc.ping())
 
     def whoami(self) -> WhoAmI:
         """Who the server takes this client for."""
-        return wire.decode_whoami(self._rpc.call(self._rpc.stub.WhoAmI, pb.WhoAmIRequest()))
+        return replies.whoami(self._rpc.call(self._rpc.stub.WhoAmI, pb.WhoAmIRequest()))
 
     def try_transport(self) -> Choice:
         """Attaches to the server as `Client.open_namespace` does, and raises as it. Close the choice's transport."""
-        return choose(self._rpc.config, wire.decode_offer(self._rpc.ping()), self._rpc.channel)
+        return choose(self._rpc.config, replies.offer(self._rpc.ping()), self._rpc.channel)
 
     def stats(self) -> PoolStats:
         """What the pool holds, and its counters."""
-        return wire.decode_stats(self._rpc.call(self._rpc.stub.Stats, pb.StatsRequest()))
+        return replies.stats(self._rpc.call(self._rpc.stub.Stats, pb.StatsRequest()))
 
     def namespaces(self, *, holdings: bool = True) -> list[NamespaceInfo]:
         """Every open namespace, in the order of their opening.
@@ -46,11 +45,11 @@ class Admin:
         """
         request = pb.ListNamespacesRequest(without_holdings=not holdings)
         reply = self._rpc.call(self._rpc.stub.ListNamespaces, request)
-        return [wire.decode_namespace_info(info) for info in reply.namespaces]
+        return replies.namespaces(reply)
 
     def quotas(self) -> list[Quota]:
         """Every quota, by subject."""
-        return wire.decode_quotas(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).quotas)
+        return replies.quotas(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).quotas)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
         """Sets quotas, and deletes those of 0 bytes; returns all quotas after that.
@@ -60,12 +59,13 @@ class Admin:
         Raises InvalidRequestError if one of the quotas is invalid; none is set.
         """
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
-        return wire.decode_quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
+        return replies.quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""
         request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
-        return int(self._rpc.call(self._rpc.stub.Remove, request, timeout_ms).num_removed)
+        reply = self._rpc.call(self._rpc.stub.Remove, request, timeout_ms)
+        return replies.count("num_removed", reply.num_removed, sum(map(len, runs)))
 
     def clear(self, fingerprint: bytes = b"", *, timeout_ms: int | None = None) -> int:
         """Drops every block of one namespace, or of all if `fingerprint` is empty; returns how many there were."""
@@ -76,4 +76,5 @@ class Admin:
         """Lets the server compare blocks with their checksums; returns the numbers of (checked, dropped) blocks."""
         request = pb.VerifyRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
         reply = self._rpc.call(self._rpc.stub.Verify, request)
-        return reply.num_checked, reply.num_dropped
+        checked = replies.count("num_checked", reply.num_checked, sum(map(len, runs)))
+        return checked, replies.count("num_dropped", reply.num_dropped, checked)

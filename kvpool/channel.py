@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,15 +13,31 @@ import grpc
 
 from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import ConfigError
+from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.tls import WatchedIdentity
 from kvpool.tokens import read_token
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import WatchedFiles
 from kvpool.wire import MAX_MESSAGE_BYTES
 
 RETIRE_S = 600.0
 """How long calls of a renewed channel may go on: the longest deadline of a call."""
 
+
+def _service_config() -> str:
+    """How large the replies of each method may be; gRPC refuses a larger one before it is read."""
+    service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+    methods = [
+        {"name": [{"service": service, "method": method}], "maxResponseMessageBytes": most}
+        for method, most in METHOD_LIMITS.items()
+    ]
+    others = {"name": [{"service": service}], "maxResponseMessageBytes": CONTROL_LIMIT}
+    return json.dumps({"methodConfig": [*methods, others]})
+
+
 _OPTIONS = [
+    ("grpc.service_config", _service_config()),
+    ("grpc.service_config_disable_resolution", 1),  # No name server may widen the limits.
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -146,7 +146,7 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
     Console().print(table)
     for tier in tiers:
         tier["up"] = "yes" if tier["up"] else "no: the tier failed, and is not called for a while"
-        Console().print(_metrics_table(f"tier {tier.pop('name')}", tier))
+        Console().print(_metrics_table(escape(f"tier {tier.pop('name')}"), tier))
 
 
 def _metrics(stats: PoolStats | TierStats) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _metrics_table(title: str, metrics: dict[str, Any]) -> Table:
     table = Table("metric", "value", title=title)
     values = {name: value for name, value in metrics.items() if name not in ("counters", "tiers")}
     for name, value in (*values.items(), *sorted(metrics["counters"].items())):
-        table.add_row(name, value if isinstance(value, str) else f"{value:,}")
+        table.add_row(name, escape(value) if isinstance(value, str) else f"{value:,}")
     return table
 
 
@@ -231,10 +231,10 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
     if not rows:
         typer.echo(f"{a.hex()[:12]} and {b.hex()[:12]} at {endpoint} differ in no field")
         return
-    columns = [Column(f"{each.hex()[:12]}, {known[each].opened}", overflow="fold") for each in (a, b)]
+    # Rich would read text in brackets as markup, and engines choose the names of hosts and models.
+    columns = [Column(escape(f"{each.hex()[:12]}, {known[each].opened}"), overflow="fold") for each in (a, b)]
     table = Table("field", *columns, title=f"differences between two namespaces at {endpoint}")
     for field, ours, theirs in rows:
-        # Rich would read text in brackets as markup.
         table.add_row(
             escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
         )
@@ -271,7 +271,7 @@ def quota(
     table = Table("subject", "limit", "used", "share used", title=f"quotas at {endpoint}")
     for each in found:
         share = f"{each.used_bytes / each.limit_bytes:.0%}"
-        table.add_row(each.subject, size_text(each.limit_bytes), size_text(each.used_bytes), share)
+        table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
     Console().print(table)
 
 
@@ -323,10 +323,17 @@ def events(
                 continue
             heard, waiting = True, False
             for message in messages:
-                typer.echo(json.dumps(dataclasses.asdict(message), default=bytes.hex))
+                shown = dataclasses.asdict(message)
+                del shown["nbytes"]
+                typer.echo(json.dumps(shown, default=_shown))
             if subscriber.missed > missed:
                 typer.echo(f"kvpool: missed {subscriber.missed - missed} messages; --replay recovers them", err=True)
                 missed = subscriber.missed
+
+
+def _shown(value: object) -> str:
+    """What JSON has no form for: hashes in hexadecimal."""
+    return value.hex() if isinstance(value, bytes) else repr(value)
 
 
 def _resolve(client: Client, prefix: str) -> bytes:

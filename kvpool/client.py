@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool import replies
 from kvpool.admin import Admin
 from kvpool.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
 from kvpool.config import ClientConfig
@@ -70,7 +71,7 @@ class Client:
         rpc: the connection; by default a new one to `config.endpoint`. The client closes it.
         choose: attaches to what a server offers.
 
-    Raises (every method): UnavailableError, PoolTimeoutError, and what its docstring names.
+    Raises (every method): UnavailableError, PoolTimeoutError, InvalidReplyError, and what its docstring names.
     """
 
     def __init__(self, config: ClientConfig | None = None, rpc: PoolRpc | None = None, choose: Choose = choose):
@@ -109,7 +110,8 @@ class Client:
         """
         opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
         transport = self.attachment.attach(opened.offer, boot_token)
-        return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks)
+        arena_bytes = replies.arena_bytes(opened.offer)
+        return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(
         self,

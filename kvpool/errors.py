@@ -44,6 +44,10 @@ class TransferError(KVPoolError):
     """Bytes did not travel as they should (INTERNAL)."""
 
 
+class InvalidReplyError(KVPoolError):
+    """A server's reply breaks the protocol, or is more than its request allows; raised by clients, never sent."""
+
+
 class ChecksumError(KVPoolError):
     """Bytes differ from their checksum (DATA_LOSS)."""
 

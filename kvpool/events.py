@@ -5,16 +5,26 @@ For operators (`kvpool events`), tests, and routers in Python. Not thread-safe.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
-from kvpool.errors import InvalidRequestError, PoolTimeoutError
+from kvpool.errors import InvalidReplyError, InvalidRequestError, PoolTimeoutError
+from kvpool.holdings import escaped
 
 END_SEQ = (1 << 64) - 1
 CLEARED = "AllBlocksCleared"
+MAX_FRAME_BYTES = 4 << 20
+"""Largest frame that is received; a server's message is about 4,096 blocks at most. ZeroMQ
+hangs up on a larger one for good."""
+MAX_QUEUED_MESSAGES = 1_000
+"""Most messages that wait to be received. More wait at the server, which drops some at last: a gap that is noticed."""
+MAX_REPLAY_BYTES = 1 << 30
+MAX_TOPIC_BYTES = 1_024
+MAX_REPLAY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +36,14 @@ class EventMessage:
         seq: its number.
         ts: when the server made it, seconds since the epoch.
         events: in order, each a map with its "type".
+        nbytes: as received.
     """
 
     topic: str
     seq: int
     ts: float
     events: list[dict[str, Any]]
+    nbytes: int = 0
 
 
 class Subscriber:
@@ -52,7 +64,7 @@ class Subscriber:
         self._caught_up = not replay_endpoint
         try:
             self._sub = self._context.socket(zmq.SUB)
-            self._sub.setsockopt(zmq.RCVHWM, 0)  # The server bounds its queue already.
+            _bound(self._sub)
             self._sub.connect(endpoint)
             self._sub.subscribe("")  # Numbers run over all topics: a subscriber to some topics could not see gaps.
         except zmq.ZMQError as error:
@@ -66,6 +78,7 @@ class Subscriber:
 
         Raises:
             PoolTimeoutError: the server does not answer a replay request. The next call repeats the request.
+            InvalidReplyError: what came is no message of KV events.
         """
         if not self._caught_up and (messages := self._catch_up()):
             return messages
@@ -89,24 +102,31 @@ class Subscriber:
         return messages
 
     def replay(self, start_seq: int) -> list[EventMessage]:
-        """Requests all messages from `start_seq` on, and counts them as received. 0 requests a snapshot."""
+        """Requests all messages from `start_seq` on, and counts them as received. 0 requests a snapshot.
+
+        Raises as `receive`.
+        """
         messages: list[EventMessage] = []
+        room, ends_at = MAX_REPLAY_BYTES, time.monotonic() + MAX_REPLAY_S
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.RCVHWM, 0)
+            _bound(dealer)
             dealer.connect(self._replay_endpoint)
             dealer.send_multipart((b"", start_seq.to_bytes(8, "big")))
-            while dealer.poll(self._timeout_ms):
-                _, *frames = dealer.recv_multipart()
-                if int.from_bytes(frames[1], "big") == END_SEQ:
+            while dealer.poll(self._timeout_ms) and time.monotonic() < ends_at:
+                message = _decode(dealer.recv_multipart()[1:])
+                if message.seq == END_SEQ:
                     return self._accept(messages)
-                messages.append(_decode(frames))
+                messages.append(message)
+                room -= message.nbytes
+                if room < 0:
+                    raise InvalidReplyError(f"a replay of KV events has more than {MAX_REPLAY_BYTES} bytes")
         raise PoolTimeoutError(
             f"{self._replay_endpoint} does not answer a replay request; give the server's --kv-events-replay"
         )
 
     def _accept(self, messages: list[EventMessage]) -> list[EventMessage]:
-        is_snapshot = messages and messages[0].events and messages[0].events[0]["type"] == CLEARED
+        is_snapshot = messages and messages[0].events and messages[0].events[0].get("type") == CLEARED
         if not is_snapshot:
             messages = [message for message in messages if message.seq > self._last_seq]
         if messages:
@@ -124,7 +144,36 @@ class Subscriber:
         self.close()
 
 
+def _bound(socket: zmq.Socket[bytes]) -> None:
+    """Bounds what a socket keeps of what its peer sends."""
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    """The payload; what follows these fields is ignored."""
+
+    ts: float
+    events: list[dict[str, Any]]
+
+
+_PAYLOAD = msgspec.msgpack.Decoder(_Batch)
+
+
 def _decode(frames: list[bytes]) -> EventMessage:
+    """Raises InvalidReplyError for what is no message of KV events. The last one of a replay has no payload."""
+    if len(frames) != 3 or len(frames[1]) != 8 or len(frames[0]) > MAX_TOPIC_BYTES:
+        sizes = ", ".join(str(len(frame)) for frame in frames[:4])
+        raise InvalidReplyError(
+            f"{len(frames)} frames of {sizes} bytes are no message of KV events: it has a topic of at most "
+            f"{MAX_TOPIC_BYTES}, a number of 8, and a payload"
+        )
     topic, seq, payload = frames
-    ts, events, *_ = msgspec.msgpack.decode(payload)
-    return EventMessage(topic.decode(), int.from_bytes(seq, "big"), ts, events)
+    number = int.from_bytes(seq, "big")
+    if number == END_SEQ:
+        return EventMessage("", number, 0.0, [])
+    try:
+        batch = _PAYLOAD.decode(payload)
+        return EventMessage(topic.decode(), number, batch.ts, batch.events, sum(map(len, frames)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidReplyError(f"a message of KV events cannot be decoded: {escaped(str(error), 200)}") from None

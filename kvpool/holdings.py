@@ -62,6 +62,15 @@ def printable(text: str) -> str:
     return "".join(char for char in text if char.isprintable())
 
 
+def escaped(text: str, most: int) -> str:
+    """Text from outside for logs, terminals and errors: at most `most` characters of it, others than printable ones
+    as escapes."""
+    shown = text if len(text) <= most else f"{text[:most]}..."
+    if shown.isprintable():
+        return shown
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
+
+
 def duration_text(seconds: float) -> str:
     """A duration in the largest unit that it holds at least twice: "3 min"."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):

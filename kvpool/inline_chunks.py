@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 
-from kvpool import wire
-from kvpool.errors import ChecksumError
+from kvpool import replies, wire
+from kvpool.errors import ChecksumError, InvalidReplyError
 from kvpool.hashing import checksum
 from kvpool.rpc import PoolRpc
 from kvpool.types import Chunk, PoolKey, PutStatus
@@ -28,27 +28,35 @@ class InlineChunks:
 
         Raises:
             InvalidRequestError, ChecksumError: a chunk is malformed, or differs from its checksum.
+            InvalidReplyError: the answer is not of these chunks.
             OutOfSpaceError: no room.
         """
         reply = self._rpc.call(self._rpc.stub.PutChunks, _messages(chunks), self._rpc.config.data_timeout_ms)
-        return wire.decode_statuses(reply.statuses)
+        return replies.put_statuses(reply, len(chunks))
 
     def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
-        """The chunks of `keys`, verified; None for each miss. Raises ChecksumError for wrong bytes."""
-        found: list[Chunk | None] = [None] * len(keys)
+        """The chunks of `keys`, verified; None for each miss.
+
+        Raises ChecksumError for wrong bytes, InvalidReplyError for an answer that is not of these keys.
+        """
+        found: list[Chunk | None] = []
         request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
+        call = self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms)
         try:
-            for reply in self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms):
-                if reply.found:
-                    chunk = wire.decode_chunk(reply.chunk)
-                    if checksum(chunk.payload) != chunk.checksum:
-                        raise ChecksumError(
-                            f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard} differs from its checksum; "
-                            "treat it as a miss"
-                        )
-                    found[reply.index] = chunk
+            for nth, reply in enumerate(call):
+                chunk = replies.chunk(reply, nth, keys)
+                if chunk is not None and checksum(chunk.payload) != chunk.checksum:
+                    raise ChecksumError(
+                        f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard} differs from its checksum; "
+                        "treat it as a miss"
+                    )
+                found.append(chunk)
         except grpc.RpcError as error:
             raise wire.error_of(error, self._rpc.config.endpoint) from None
+        finally:
+            call.cancel()  # Nothing more is read after an error.
+        if len(found) != len(keys):
+            raise InvalidReplyError(f"the server answered {len(found)} of {len(keys)} keys")
         return found
 
 

@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from kvpool.errors import InvalidReplyError, KVPoolError
 from kvpool.v1 import pool_pb2 as pb
 
 CLOSE_S = 1.0
@@ -41,8 +43,19 @@ RELEASE_WITHIN_S = 0.02
 MAX_RELEASED = 4096
 """Most leases that wait for a message. Further ones are left to expire."""
 
+
+class Question(Protocol):
+    """What is looked up."""
+
+    def __call__(self) -> pb.LookupRequest:
+        """Makes the request, on gRPC's thread. Must not raise."""
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """A larger reply is none to this request, and is not parsed: its parts may take 60 times its size."""
+
+
 MakeRequest = Callable[[], pb.LookupRequest]
-"""Makes a request, on gRPC's thread. Must not raise."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -65,10 +78,14 @@ class StreamedLookup(Future[pb.LookupResponse]):
 
     Callbacks run once the server has answered, even after the deadline, or once the stream has ended, on the thread
     that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
+
+    Attributes:
+        max_reply_bytes: see `Question`.
     """
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, max_reply_bytes: int):
         super().__init__()
+        self.max_reply_bytes = max_reply_bytes
         self._ends_at = time.monotonic() + timeout_s
         self.was_sent_again = False
 
@@ -81,6 +98,7 @@ class StreamedLookup(Future[pb.LookupResponse]):
         Raises:
             grpc.FutureTimeoutError: the answer has not arrived within `timeout` seconds.
             grpc.RpcError: the lookup failed, or its deadline has passed without an answer.
+            InvalidReplyError: the reply is none to this lookup; the stream has ended.
         """
         remaining = self._ends_at - time.monotonic()
         try:
@@ -92,9 +110,10 @@ class StreamedLookup(Future[pb.LookupResponse]):
 
 
 class LookupStream:
-    """The lookups of one client, over the stub's `LookupStream`. Thread-safe.
+    """The lookups of one client. Thread-safe.
 
     Args:
+        method: the service's `LookupStream`, whose replies are bytes.
         version: of the channel below. When it changes, lookups go over a new stream, and the old one ends once it has
             been answered.
     """
@@ -106,14 +125,21 @@ class LookupStream:
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
 
-    def __call__(self, make: MakeRequest, timeout: float) -> pb.LookupResponse:
-        """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
-        return self.future(make, timeout).result()
+    @classmethod
+    def on(cls, channel: grpc.Channel, version: Callable[[], int] | None = None) -> LookupStream:
+        """Of a channel to a server."""
+        service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+        encode = pb.LookupRequest.SerializeToString
+        return cls(channel.stream_stream(f"/{service}/LookupStream", encode, response_deserializer=None), version)
 
-    def future(self, make: MakeRequest, timeout: float) -> StreamedLookup:
+    def __call__(self, question: Question, timeout: float) -> pb.LookupResponse:
+        """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
+        return self.future(question, timeout).result()
+
+    def future(self, question: Question, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
-        lookup = StreamedLookup(timeout)
-        self._send(make, lookup)
+        lookup = StreamedLookup(timeout, question.max_reply_bytes)
+        self._send(question, lookup)
         return lookup
 
     def _send(self, make: MakeRequest, lookup: StreamedLookup) -> None:
@@ -179,7 +205,9 @@ class _Stream:
         self._released: list[int] = []
         self._renew_at = time.monotonic() + RENEW_S
         self.has_ended = False
-        self.error = StreamedError(grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups")
+        self.error: StreamedError | KVPoolError = StreamedError(
+            grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups"
+        )
         self._call = method(self._requests(), timeout=STREAM_S)
         self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
         self._thread.start()
@@ -255,7 +283,8 @@ class _Stream:
             has_ended_well = True
         except grpc.RpcError as error:
             self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
-        except IndexError:  # A reply without a request: the peer is no kvpool-server.
+        except InvalidReplyError as error:  # What follows cannot be told apart: the peer is no kvpool-server.
+            self.error = error
             self._call.cancel()
         finally:
             with self._lock:
@@ -268,14 +297,27 @@ class _Stream:
                 else:
                     lookup.set_exception(self.error)
 
-    def _end_next(self, reply: pb.LookupReply) -> None:
+    def _end_next(self, reply: bytes) -> None:
+        """Ends the oldest lookup with its reply. Raises InvalidReplyError, after which no lookup is answered."""
         with self._lock:
-            _, lookup = self._waiting.popleft()
-        if reply.HasField("found"):
-            lookup.set_result(reply.found)
+            if not self._waiting:
+                raise InvalidReplyError("the server answered a lookup that was not sent")
+            _, lookup = self._waiting[0]
+        if len(reply) > lookup.max_reply_bytes:
+            raise InvalidReplyError(
+                f"the server's reply to a lookup has {len(reply)} bytes; {lookup.max_reply_bytes} are allowed"
+            )
+        try:
+            outcome = pb.LookupReply.FromString(reply)
+        except DecodeError as error:
+            raise InvalidReplyError(f"the server's reply to a lookup cannot be parsed: {error}") from None
+        with self._lock:
+            self._waiting.popleft()
+        if outcome.HasField("found"):
+            lookup.set_result(outcome.found)
         else:
-            code = _CODES.get(reply.error.code, grpc.StatusCode.UNKNOWN)
-            lookup.set_exception(StreamedError(code, reply.error.message))
+            code = _CODES.get(outcome.error.code, grpc.StatusCode.UNKNOWN)
+            lookup.set_exception(StreamedError(code, outcome.error.message))
 
 
 def _no_lookup() -> pb.LookupRequest:

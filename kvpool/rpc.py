@@ -7,19 +7,18 @@ move bytes themselves, call them. Thread-safe.
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from kvpool import wire
+from kvpool import replies, wire
 from kvpool.channel import RenewedChannel, open_channel
 from kvpool.config import ClientConfig
 from kvpool.errors import (
+    InvalidReplyError,
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
@@ -29,6 +28,7 @@ from kvpool.errors import (
 )
 from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.replies import LookupQuestion
 from kvpool.transport.base import Transport
 from kvpool.types import BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -46,6 +46,7 @@ class Namespace:
         fingerprint: its name, `HASH_BYTES`.
         transport: how its bytes travel.
         max_batch_blocks: most blocks of one put, get or lookup.
+        arena_bytes: bound of every region.
     """
 
     spec: NamespaceSpec
@@ -53,6 +54,7 @@ class Namespace:
     boot_token: int
     transport: Transport
     max_batch_blocks: int
+    arena_bytes: int = replies.MAX_ARENA_BYTES
 
     def group(self, group_idx: int) -> GroupSpec:
         """Raises InvalidRequestError if there is no such group."""
@@ -66,9 +68,9 @@ class Namespace:
 class PendingLookup:
     """A lookup that was sent and may have been answered."""
 
-    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace, asked_at: float):
+    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace, question: LookupQuestion):
         self._call = call
-        self._asked_at = asked_at
+        self._question = question
         self._rpc = rpc
         self._namespace = namespace
 
@@ -84,7 +86,7 @@ class PendingLookup:
             return None
         except CALL_ERRORS as error:
             raise self._rpc.error_of(error) from None
-        return self._rpc.decode_lookup(self._namespace, reply, self._asked_at)
+        return self._rpc.answer(self._namespace, self._question, reply)
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         """Calls back from another thread once the lookup has ended."""
@@ -92,12 +94,12 @@ class PendingLookup:
 
 
 class PoolRpc:
-    """Calls of one server. Every method raises UnavailableError and PoolTimeoutError, and what its docstring names.
+    """Calls of one server. Every method raises UnavailableError, PoolTimeoutError and InvalidReplyError, and what its
+    docstring names.
 
     Args:
         stub: the Pool service's methods.
-        lookups: sends `LookupRequest`s, which the argument of a call makes, and leases to release; answers come in
-            the order of the calls.
+        lookups: sends the requests of `LookupQuestion`s, and leases to release; answers come in the order of the calls.
         channel: carries both; closed with this object.
     """
 
@@ -113,7 +115,7 @@ class PoolRpc:
         channel = open_channel(config)
         stub = PoolStub(channel)  # type: ignore[no-untyped-call]
         version = (lambda: channel.version) if isinstance(channel, RenewedChannel) else None
-        return cls(config, stub, LookupStream(stub.LookupStream, version), channel)
+        return cls(config, stub, LookupStream.on(channel, version), channel)
 
     def close(self) -> None:
         """Ends the connection; calls in flight fail. Idempotent."""
@@ -136,7 +138,7 @@ class PoolRpc:
             spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint, opener=socket.gethostname()
         )
         reply = self.call(self.stub.OpenNamespace, request, timeout_ms)
-        opened = wire.decode_opened(reply)
+        opened = replies.opened(reply)
         if opened.fingerprint != spec.fingerprint():
             raise TransferError(
                 f"this client and kvpool-server at {self.config.endpoint} compute different fingerprints for a "
@@ -155,9 +157,8 @@ class PoolRpc:
         lease: bool,
         locate: bool,
     ) -> Lookup:
-        request = self._lookup_request(namespace, runs, prefix_only, lease, locate)
-        asked_at = time.monotonic()
-        return self.decode_lookup(namespace, self.call(self._lookups, lambda: request), asked_at)
+        question = self._question(namespace, runs, prefix_only, lease, locate)
+        return self.answer(namespace, question, self.call(self._lookups, question))
 
     def lookup_async(
         self,
@@ -169,24 +170,20 @@ class PoolRpc:
         locate: bool = False,
     ) -> PendingLookup:
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them."""
-        request = functools.partial(self._lookup_request, namespace, runs, prefix_only, lease, locate)
-        asked_at = time.monotonic()
-        return PendingLookup(self.send(self._lookups, request), self, namespace, asked_at)
+        question = self._question(namespace, runs, prefix_only, lease, locate)
+        return PendingLookup(self.send(self._lookups, question), self, namespace, question)
 
-    def _lookup_request(
+    def _question(
         self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool, locate: bool
-    ) -> pb.LookupRequest:
-        return pb.LookupRequest(
-            namespace=namespace.fingerprint,
-            runs=wire.encode_runs(runs),
-            prefix_only=prefix_only,
-            lease_ttl_ms=self.config.lease_ttl_ms if lease else 0,
-            locate=locate and lease,
-        )
+    ) -> LookupQuestion:
+        ttl_ms = self.config.lease_ttl_ms if lease else 0
+        groups, arena_bytes = namespace.spec.groups, namespace.arena_bytes
+        return LookupQuestion(namespace.fingerprint, groups, arena_bytes, runs, prefix_only, ttl_ms, locate)
 
-    def decode_lookup(self, namespace: Namespace, reply: pb.LookupResponse, asked_at: float) -> Lookup:
+    def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:
+        """The answer to a lookup, checked."""
         self.check_boot(namespace, reply.boot_token)
-        return wire.decode_lookup(reply, namespace.fingerprint, asked_at)
+        return question.answer(reply)
 
     # Put
 
@@ -198,18 +195,20 @@ class PoolRpc:
             shards=wire.encode_shards(shards),
             ticket_ttl_ms=self.config.ticket_ttl_ms,
         )
+        num_blocks = sum(map(len, runs))
+        region_bytes = shards.count * namespace.group(runs[0].group_idx).chunk_bytes
         reply = self.call(self.stub.PutStart, request)
         try:
             self.check_boot(namespace, reply.boot_token)
-        except UnavailableError:
+            return replies.grant(reply, num_blocks, region_bytes, namespace.arena_bytes, self.config.ticket_ttl_ms)
+        except (UnavailableError, InvalidReplyError):
             self.revoke_quietly(reply.ticket_id)
             raise
-        return wire.decode_grant(reply)
 
     def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
         """Makes a ticket's regions readable: one checksum a chunk, region-major. Raises LeaseExpiredError."""
         request = pb.PutEndRequest(ticket_id=ticket_id, checksums=checksums)
-        return wire.decode_receipt(self.call(self.stub.PutEnd, request))
+        return replies.receipt(self.call(self.stub.PutEnd, request), len(checksums))
 
     def put_revoke(self, ticket_id: int) -> bool:
         """Returns a ticket's regions; False if the ticket was not live."""
@@ -225,7 +224,7 @@ class PoolRpc:
     def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
         """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
         request = self._get_request(namespace, lease_id, runs, shards)
-        return self._decode_located(namespace, self.call(self.stub.Get, request))
+        return self._decode_located(namespace, self.call(self.stub.Get, request), runs, shards)
 
     def locate_in_parts(
         self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
@@ -236,8 +235,8 @@ class PoolRpc:
             return
         calls = [self.send(self.stub.Get, self._get_request(namespace, lease_id, part, shards)) for part in parts]
         try:
-            for call in calls:
-                yield self._decode_located(namespace, self._result(call))
+            for call, part in zip(calls, parts, strict=True):
+                yield self._decode_located(namespace, self._result(call), part, shards)
         finally:
             for call in calls:
                 call.cancel()
@@ -255,13 +254,17 @@ class PoolRpc:
             shards=wire.encode_shards(shards),
         )
 
-    def _decode_located(self, namespace: Namespace, reply: pb.GetResponse) -> Located:
+    def _decode_located(
+        self, namespace: Namespace, reply: pb.GetResponse, runs: Sequence[BlockRun], shards: ShardRange
+    ) -> Located:
         self.check_boot(namespace, reply.boot_token)
-        return wire.decode_located(reply)
+        chunk_bytes = namespace.group(runs[0].group_idx).chunk_bytes
+        return replies.located(reply, sum(map(len, runs)), shards, chunk_bytes, namespace.arena_bytes)
 
     def release(self, lease_ids: Sequence[int]) -> int:
         """Ends leases; returns how many of them were live."""
-        return int(self.call(self.stub.Release, pb.ReleaseRequest(lease_ids=lease_ids)).num_released)
+        reply = self.call(self.stub.Release, pb.ReleaseRequest(lease_ids=lease_ids))
+        return replies.count("num_released", reply.num_released, len(lease_ids))
 
     def release_quietly(self, *lease_ids: int) -> None:
         """As `release`, with the next lookup, or soon; does not wait. If the message is lost, the leases expire.

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
-from kvpool.holdings import NamespaceInfo, TierHoldings, printable
+from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import (
     HASH_BYTES,
@@ -69,9 +69,13 @@ def status_of(error: errors.KVPoolError) -> grpc.StatusCode:
     return _STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL)
 
 
+MAX_ERROR_CHARS = 2_000
+"""Longest text of a server in an error: errors end up in logs."""
+
+
 def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     """The kvpool error of a failed call; `endpoint` is the server's name in its message."""
-    code, details = rpc_error.code(), rpc_error.details() or ""
+    code, details = rpc_error.code(), escaped(rpc_error.details() or "", MAX_ERROR_CHARS)
     if code is grpc.StatusCode.UNAVAILABLE:
         details = details.rpartition("Failed to connect to remote host: ")[2]
         if "HTTP/2" in details:
@@ -82,6 +86,8 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.PoolTimeoutError(f"kvpool-server at {endpoint} did not answer in time ({details})")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "CLIENT: Received message larger than max" in details:
+        return errors.InvalidReplyError(f"a reply of kvpool-server at {endpoint} is too large ({details})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return errors.InvalidRequestError(
             f"a message to kvpool-server at {endpoint} is too large ({details}); send fewer blocks in one call"

@@ -6,7 +6,8 @@ States, and what a caller of the pool sees:
 - open: no call is made. The breaker begins open: a pool is used once it has answered a probe.
 - half-open: no call is made yet, but a probe is under way in the background.
 
-  closed -> open       the pool is unreachable, or `FAILURES_TO_OPEN` calls of one kind failed in a row
+  closed -> open       the pool is unreachable or breaks the protocol, or `FAILURES_TO_OPEN` calls of one kind failed
+                       in a row
   open -> half-open    the wait is over
   half-open -> closed  the probe found a pool that answers in time
   half-open -> open    the probe failed: the wait doubles, up to `MAX_RETRY_S`
@@ -31,6 +32,7 @@ from collections.abc import Callable
 
 from kvpool.errors import (
     ChecksumError,
+    InvalidReplyError,
     KVPoolError,
     LeaseExpiredError,
     PoolTimeoutError,
@@ -46,7 +48,7 @@ MAX_FLAP_WAIT_S = 60.0
 STABLE_S = 60.0
 
 _GONE = (UnavailableError, UnknownNamespaceError)
-_USELESS = (PoolTimeoutError, ChecksumError, LeaseExpiredError, TransferError)
+_USELESS = (PoolTimeoutError, ChecksumError, LeaseExpiredError, TransferError, InvalidReplyError)
 
 
 class State(enum.Enum):
@@ -94,7 +96,8 @@ class Breaker:
             return False
         if isinstance(error, _USELESS):
             self._failures[call] = self._failures.get(call, 0) + 1
-            if self._failures[call] < FAILURES_TO_OPEN:
+            # A server that breaks the protocol once has another release, or another mind.
+            if self._failures[call] < FAILURES_TO_OPEN and not isinstance(error, InvalidReplyError):
                 return False
         elif not isinstance(error, _GONE):
             return False

@@ -1,5 +1,10 @@
 """`KVPoolConnector`: the hooks that vLLM calls, each handed to the scheduler's or the worker's side.
 
+No hook raises an Exception (`guard.py`), except while the engine starts, where the constructor and
+`register_kv_caches` refuse what cannot work. What vLLM gets instead of a failed hook's answer, and how the hook's work
+is ended, is beside each hook: a load that vLLM waits for is always reported, as failed where it is in doubt, and blocks
+in doubt are not shared.
+
 Importing this module has no side effects: vLLM imports it in every process.
 """
 
@@ -24,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.logger import init_logger
 
 from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.guard import Guard, hook
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
@@ -47,7 +53,13 @@ TESTED = ((0, 32), (0, 33))
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's v1 KV connector to a kvpool-server. One object is either the scheduler's side or a worker's."""
+    """vLLM's v1 KV connector to a kvpool-server. One object is either the scheduler's side or a worker's.
+
+    Attributes:
+        guard: reports hooks that fail; of the class, hooks of processes that have no side.
+    """
+
+    guard = Guard()
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -70,6 +82,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = KVPoolWorker(
                 vllm_config, kv_cache_config, config, get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
             )
+        self.guard = (self._scheduler or self.worker_side).guard
 
     @property
     def scheduler_side(self) -> KVPoolScheduler:
@@ -87,63 +100,95 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False  # A lost store is a later miss, nothing else.
 
+    @hook(lambda self: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return (self._scheduler or self.worker_side).stats()
 
     @classmethod
+    @hook(lambda cls, data=None: None)
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return KVPoolStats(data or {})
 
     @classmethod
+    @hook(lambda cls, *args, **kwargs: None)
     def build_prom_metrics(
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> KVPoolPromMetrics:
+    ) -> KVPoolPromMetrics | None:
         return KVPoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @hook(lambda self: None)
     def shutdown(self) -> None:
         (self._scheduler or self.worker_side).shutdown()
 
     # Scheduler side, in the order of a step
 
+    def _computed(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """A request whose lookup has failed is computed."""
+        self.scheduler_side.miss(request)
+        return 0, False
+
+    def _load_fails(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """A load that could not be set up is reported as failed: vLLM waits for the report, and then computes."""
+        self.scheduler_side.fail_load(request, num_external_tokens)
+
+    def _reset_fails(self) -> bool | None:
+        """A reset that has failed leaves KV of old weights: nothing is shared any more."""
+        self.scheduler_side.turn_off()
+        return False
+
+    @hook(lambda self, gpu_block_pool: self.scheduler_side.turn_off())
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler_side.bind_block_pool(gpu_block_pool)
 
+    @hook(lambda self, metadata: self.scheduler_side.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self.scheduler_side.stages.handshake(metadata)
 
+    @hook(_computed)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
+    @hook(_load_fails)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler_side.after_alloc(request, blocks, num_external_tokens)
 
+    @hook(lambda self, scheduler_output: self.scheduler_side.bare_metadata(scheduler_output))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler_side.build_metadata(scheduler_output)
 
+    @hook(lambda self, connector_output: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.update(connector_output)
 
+    # Blocks of a request that has ended may be freed in any case: stores have references of their own, and vLLM keeps
+    # those of a load until the load is reported.
+    @hook(lambda *_: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler_side.request_finished(request, (block_ids,))
         return False, None
 
+    @hook(lambda *_: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler_side.request_finished(request, block_ids)
         return False, None
 
+    @hook(lambda self: False)
     def has_pending_block_frees(self) -> bool:
         return self.scheduler_side.has_pending_block_frees()
 
+    @hook(lambda self: False)
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pinned_blocks()
 
+    @hook(_reset_fails)
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.reset()
 
+    @hook(lambda _: ())
     def take_events(self) -> Iterable[Any]:
         return self.scheduler_side.take_events()
 
@@ -152,9 +197,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker_side.register_kv_caches(kv_caches)
 
+    @hook(lambda self: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker_side.handshake()
 
+    @hook(lambda self, forward_context, **kwargs: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.worker_side.start_loads(self._metadata())
 
@@ -166,12 +213,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Whole blocks are stored after the forward pass."""
 
+    @hook(lambda self: None)
     def wait_for_save(self) -> None:
         self.worker_side.start_stores(self._metadata())
 
+    @hook(lambda self, finished_req_ids: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker_side.transfer_results()
 
+    @hook(lambda self: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker_side.worker_metadata()
 

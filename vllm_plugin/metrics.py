@@ -12,6 +12,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vllm_plugin.guard import Guard, hook
+
 COUNTERS = {
     "lookups": "Lookups that the pool answered in time. A request that waits for a tier looks up several times.",
     "lookup_failures": "Lookups that failed or took too long; each is a miss.",
@@ -32,6 +34,7 @@ COUNTERS = {
     "saved_seconds": "Estimated compute time of loaded hits minus their load time, where that is positive.",
     "lost_seconds": "Estimated load time of loaded hits minus their compute time, where that is positive.",
     "breaker_openings": "Times that the scheduler or a rank stopped using the pool because its calls failed.",
+    "unexpected_errors": "Errors that the connector did not foresee; each costs a hit or a store, and never a request.",
     "connected_shm": "Times that the scheduler or a rank connected to the pool with transport shm.",
     "connected_tcp": "Times that the scheduler or a rank connected to the pool with transport tcp.",
     "connected_grpc": "Times that the scheduler or a rank connected to the pool with transport grpc, the slow one.",
@@ -39,7 +42,7 @@ COUNTERS = {
 }
 GAUGES = {
     "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",
-    "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset are in use.",
+    "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset, or in doubt, are in use.",
     "breaker_open": "1 if the scheduler or a rank did without the pool at the engine's last step, also at the start.",
 }
 HISTOGRAMS = {
@@ -58,12 +61,15 @@ class KVPoolStats(KVConnectorStats):
     vLLM aggregates over ranks and over time with the same call: a gauge must make sense with both, hence the highest.
     """
 
+    guard = Guard()
+
     def reset(self) -> None:
         self.data.clear()
 
     def is_empty(self) -> bool:
         return not self.data
 
+    @hook(lambda self, other: self)
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
             if name not in self.data:
@@ -74,6 +80,7 @@ class KVPoolStats(KVConnectorStats):
                 self.data[name] = self.data[name] + value
         return self
 
+    @hook(lambda self: {})
     def reduce(self) -> dict[str, int | float]:
         reduced: dict[str, int | float] = {}
         for name, value in sorted(self.data.items()):
@@ -85,9 +92,14 @@ class KVPoolStats(KVConnectorStats):
 
 
 class Recorder:
-    """Collects from the connector's threads; `take` hands over what has come together."""
+    """Collects from the connector's threads; `take` hands over what has come together.
+
+    Attributes:
+        guard: reports errors that the connector did not foresee, and counts them here.
+    """
 
     def __init__(self) -> None:
+        self.guard = Guard(lambda: self.add("unexpected_errors"))
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {}
         self._gauges: dict[str, int] = {}
@@ -126,6 +138,8 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
         metrics: by name, of all engines.
     """
 
+    guard = Guard()
+
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         # Any API server may be the one that hears of a step.
@@ -143,6 +157,7 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             for metric in self.metrics.values():
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
 
+    @hook(lambda self, transfer_stats_data, engine_idx=0: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in (transfer_stats_data or {}).items():

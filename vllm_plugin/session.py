@@ -40,6 +40,8 @@ MAX_EXPLAINED = 16
 AWAY = "kvpool is away: the engine computes without the pool and retries in the background: %s"
 MAX_WORDS = 200
 """Characters of what the log says of one difference between namespaces."""
+MAX_DIFFERENCES = 8
+"""Differences that one line of the log says: a namespace of another engine may have thousands of fields."""
 
 
 class Session:
@@ -137,16 +139,22 @@ class Session:
 
     def _keep_open(self) -> None:
         while not self._closed.is_set():
-            with self._lock:
-                wait_s = self._breaker.wait_s()
-            if wait_s is None:
-                if not self._wanted.wait(PING_EVERY_S):
-                    self._ping()
-                continue
-            # The system frees a dead server's shared memory once no process maps it, and the next server may need it.
-            self.client.attachment.detach()
-            if not self._closed.wait(wait_s):
-                self._probe()
+            with self._recorder.guard.part("a session's turn") as turn:
+                self._turn()
+            if turn.failed:  # Without this thread the engine would stay without a pool.
+                self._closed.wait(PING_EVERY_S)
+
+    def _turn(self) -> None:
+        with self._lock:
+            wait_s = self._breaker.wait_s()
+        if wait_s is None:
+            if not self._wanted.wait(PING_EVERY_S):
+                self._ping()
+            return
+        # The system frees a dead server's shared memory once no process maps it, and the next server may need it.
+        self.client.attachment.detach()
+        if not self._closed.wait(wait_s):
+            self._probe()
 
     def _ping(self) -> None:
         """Notices, before a request does, that the server is gone or has restarted."""
@@ -263,7 +271,7 @@ def _in_words(found: Sequence[Difference], other: NamespaceInfo) -> str:
     """The differences as text; without the values of private fields (tenant, salt) and of long ones (layer formats)."""
     said = []
     there = f"{other.fingerprint.hex()[:12]} ({other.opened})"
-    for difference in found:
+    for difference in found[:MAX_DIFFERENCES]:
         values = f"{difference.ours!r} here, {difference.theirs!r} in"
         is_said = not difference.is_private and len(values) <= MAX_WORDS
         said.append(f"{difference.field}: {values} {there}" if is_said else f"{difference.field} differs in {there}")

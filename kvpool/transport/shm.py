@@ -2,6 +2,9 @@
 
 Helpers copy and sum the caller's arrays beside it, and sum what its callbacks have copied.
 
+Other processes write to the arena as well, so a read sums the caller's own copy of the bytes and never the arena: a
+callback drains a private copy, of which the checksum is, unless the callback sums what it copies.
+
 The transport checks the deadline before each batch: a process that was stopped for longer than its ticket lives must
 not write when it continues, because its slots may belong to another ticket. A process that is stopped inside a batch
 can still write late; the server's quarantine of expired tickets covers that race, and the checksum behind it.
@@ -14,8 +17,22 @@ from collections.abc import Iterator, Sequence
 
 from kvpool.errors import PoolTimeoutError
 from kvpool.segment import Bytes, Segment
-from kvpool.transport.base import Buffers, Clock, Drain, Fill, Pieces, Sink, Source, Sum, Transfer, gather, scatter
+from kvpool.transport.base import (
+    Buffers,
+    Clock,
+    Drain,
+    Fill,
+    Pieces,
+    Sink,
+    Source,
+    Sum,
+    Transfer,
+    gather,
+    no_sum,
+    scatter,
+)
 from kvpool.transport.helpers import Help, Helpers
+from kvpool.transport.staging import Staging
 
 PART_BYTES = 1 << 20
 """What a thread copies and sums at once: about what stays in its core's cache."""
@@ -42,6 +59,7 @@ class ShmTransport:
         self.segment = segment
         self.num_movers = num_movers
         self._helpers = Helpers(num_movers - 1)
+        self._staging = Staging()
         self._clock = clock
         segment.map_ahead()
 
@@ -62,7 +80,10 @@ class ShmTransport:
     def read(self, transfer: Transfer, sink: Sink) -> None:
         if sink.rows is None:
             assert sink.drain is not None
-            self._visit(transfer, sink.drain, sink.sum)
+            if sink.sum is no_sum:  # The callback sums what it has copied.
+                self._visit(transfer, sink.drain, sink.sum)
+            else:
+                self._drain_copies(transfer, sink.drain, sink.sum)
         else:
             self._copy(transfer, sink.rows, sink.sum, is_write=False)
 
@@ -84,7 +105,7 @@ class ShmTransport:
         self._helpers.share(range(0, len(transfer.offsets), step), move)
 
     def _visit(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum) -> None:
-        """Shows the regions to a callback, batch by batch, and sums them behind it."""
+        """Shows the regions themselves to a callback, batch by batch, and sums them behind it."""
         arena, deadline = self._begin(transfer)
         summing: list[Help] = []
         try:
@@ -100,6 +121,28 @@ class ShmTransport:
             for each in summing:
                 each.drop()
             raise
+
+    def _drain_copies(self, transfer: Transfer, drain: Drain, sum_regions: Sum) -> None:
+        """Shows private copies of the regions to a callback, batch by batch, and sums the copies."""
+        arena, deadline = self._begin(transfer)
+        nbytes = transfer.region_bytes
+        largest = max((stop - start for start, stop in transfer.batches()), default=0)
+        with self._staging.borrowed(largest * nbytes, 1, transfer.timeout_s) as (staging,):
+            for start, stop in transfer.batches():
+                self._check(deadline, transfer)
+                copies = [staging[at * nbytes : (at + 1) * nbytes] for at in range(stop - start)]
+                for copy, region in zip(copies, _regions(arena, transfer, start, stop), strict=True):
+                    copy[:] = region
+                summing = list(self._sum(sum_regions, start, copies))
+                try:
+                    wait = drain(start, copies)
+                    if wait is not None:
+                        wait()
+                    for each in summing:
+                        each.finish()
+                finally:
+                    for each in summing:
+                        each.drop()
 
     def _sum(self, sum_regions: Sum, first: int, regions: Buffers) -> Iterator[Help]:
         """Sums regions, or lets a helper do it."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import ServerProcess
-from tests.support.toy.fixtures import one_thread, tiny_model, vllm_config
+from tests.support.toy.fixtures import loud, one_thread, tiny_model, vllm_config
 
-__all__ = ["one_thread", "tiny_model", "vllm_config"]
+__all__ = ["loud", "one_thread", "tiny_model", "vllm_config"]
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

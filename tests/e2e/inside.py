@@ -5,9 +5,11 @@ Every function gets the engine's `LLM` first, and takes and returns what JSON ca
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
@@ -101,3 +103,31 @@ def _answer(output: Any) -> dict[str, Any]:
 
 def _logprobs(completion: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+_broken: list[tuple[Any, pytest.MonkeyPatch]] = []
+
+
+def break_places(llm: LLM, places: Sequence[Sequence[str]], error: str, is_late: bool) -> None:
+    """Has functions of the connector raise, until `mend_places`; see `tests.support.saboteur`.
+
+    Args:
+        places: [class, method] each, by name.
+    """
+    from tests.support.saboteur import PLACES, Sabotage
+
+    owners = {owner.__name__: owner for owner in PLACES}
+    sabotage = Sabotage(
+        tuple((owners[owner], name) for owner, name in places), getattr(builtins, error), 1.0, is_late, 0
+    )
+    patch = pytest.MonkeyPatch()
+    patch.setattr("vllm_plugin.breaker.MAX_FLAP_WAIT_S", 0.25)  # The next test need not wait for a minute.
+    sabotage.apply(patch)
+    _broken.append((sabotage, patch))
+
+
+def mend_places(llm: LLM) -> int:
+    """Undoes it; returns how often something was raised."""
+    sabotage, patch = _broken.pop()
+    patch.undo()
+    return int(sabotage.raised.total())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ import pytest
 from kvpool import lookup_stream
 from kvpool.lookup_stream import LookupStream
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.v1.pool_pb2_grpc import PoolServicer, PoolStub, add_PoolServicer_to_server
+from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from tests.support.processes import wait_for
 
 TIMEOUT_S = 10.0
@@ -22,9 +22,16 @@ END, FAIL, SAY_MORE, WAIT, REFUSE, END_ONCE = 1, 2, 3, 4, 5, 6
 """What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
 
 
-def asking(ttl_ms: int) -> Callable[[], pb.LookupRequest]:
-    """What makes a lookup that asks for a lease of so many ms."""
-    return functools.partial(pb.LookupRequest, lease_ttl_ms=ttl_ms)
+@dataclass(frozen=True)
+class Asking:
+    """A lookup that asks for a lease of so many ms."""
+
+    ttl_ms: int
+    max_reply_bytes: int = 1_000
+    padding_bytes: int = 0
+
+    def __call__(self) -> pb.LookupRequest:
+        return pb.LookupRequest(lease_ttl_ms=self.ttl_ms, namespace=bytes(self.padding_bytes))
 
 
 class Whim(PoolServicer):
@@ -71,11 +78,10 @@ class Served:
         port = self.server.add_insecure_port("127.0.0.1:0")
         self.server.start()
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
-        self.lookups = LookupStream(self.stub.LookupStream)
+        self.lookups = LookupStream.on(self.channel)
 
     def ask(self, wish: int, timeout: float = TIMEOUT_S) -> int:
-        return int(self.lookups(asking(wish), timeout).lease_ttl_ms)
+        return int(self.lookups(Asking(wish), timeout).lease_ttl_ms)
 
     def code_of(self, wish: int, timeout: float = TIMEOUT_S) -> grpc.StatusCode:
         with pytest.raises(grpc.RpcError) as raised:
@@ -109,13 +115,12 @@ def test_many_threads_get_their_own_answers_over_one_call(served: Served) -> Non
 
 
 def test_what_is_sent_before_any_answer_is_answered_in_order(served: Served) -> None:
-    pending = [served.lookups.future(asking(ttl), TIMEOUT_S) for ttl in range(100, 400)]
+    pending = [served.lookups.future(Asking(ttl), TIMEOUT_S) for ttl in range(100, 400)]
     assert [each.result().lease_ttl_ms for each in pending] == list(range(100, 400))
 
 
 def test_large_requests_that_nobody_reads_wait_their_turn(served: Served) -> None:
-    large = pb.LookupRequest(lease_ttl_ms=WAIT, namespace=bytes(2 << 20))
-    pending = [served.lookups.future(lambda: large, TIMEOUT_S) for _ in range(8)]
+    pending = [served.lookups.future(Asking(WAIT, padding_bytes=2 << 20), TIMEOUT_S) for _ in range(8)]
     assert not any(each.done() for each in pending)
     served.whim.go_on.set()
     assert [each.result().lease_ttl_ms for each in pending] == [WAIT] * 8
@@ -142,7 +147,7 @@ def test_a_stream_that_ends_fails_what_waits_and_the_next_lookup_opens_another(
 
 
 def test_what_a_server_leaves_unanswered_is_asked_once_more(served: Served) -> None:
-    pending = [served.lookups.future(asking(wish), TIMEOUT_S) for wish in (100, END_ONCE, 101)]
+    pending = [served.lookups.future(Asking(wish), TIMEOUT_S) for wish in (100, END_ONCE, 101)]
     assert [each.result().lease_ttl_ms for each in pending] == [100, END_ONCE, 101]
     assert served.whim.num_streams == 2
     assert served.code_of(END) is grpc.StatusCode.UNAVAILABLE
@@ -153,7 +158,7 @@ def test_an_old_stream_is_renewed_and_still_answers_what_was_sent(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_stream, "RENEW_S", 0.0)
-    pending = served.lookups.future(asking(WAIT), TIMEOUT_S)
+    pending = served.lookups.future(Asking(WAIT), TIMEOUT_S)
     assert served.ask(100) == 100
     assert served.whim.num_streams == 2
     served.whim.go_on.set()
@@ -188,13 +193,13 @@ def test_a_callback_that_fails_ends_no_other_lookup(served: Served) -> None:
     def fail(_: Any) -> None:
         raise ZeroDivisionError
 
-    served.lookups.future(asking(100), TIMEOUT_S).add_done_callback(fail)
+    served.lookups.future(Asking(100), TIMEOUT_S).add_done_callback(fail)
     for ttl_ms in (101, 102):
-        assert served.lookups(asking(ttl_ms), TIMEOUT_S).lease_ttl_ms == ttl_ms
+        assert served.lookups(Asking(ttl_ms), TIMEOUT_S).lease_ttl_ms == ttl_ms
 
 
 def test_a_wait_of_less_than_nothing_is_none(served: Served) -> None:
-    lookup = served.lookups.future(asking(WAIT), TIMEOUT_S)
+    lookup = served.lookups.future(Asking(WAIT), TIMEOUT_S)
     for timeout_s in (-1, -0.5):
         with pytest.raises(grpc.FutureTimeoutError):
             lookup.result(timeout_s)
@@ -234,7 +239,7 @@ def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:
 
 
 def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:
-    pending = served.lookups.future(asking(WAIT), TIMEOUT_S)
+    pending = served.lookups.future(Asking(WAIT), TIMEOUT_S)
     served.lookups.close()
     with pytest.raises(grpc.RpcError) as raised:
         pending.result()
@@ -246,9 +251,8 @@ def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -
 
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with grpc.insecure_channel("127.0.0.1:1") as channel:
-        stub = PoolStub(channel)  # type: ignore[no-untyped-call]
-        lookups = LookupStream(stub.LookupStream)
+        lookups = LookupStream.on(channel)
         with pytest.raises(grpc.RpcError) as raised:
-            lookups(pb.LookupRequest, TIMEOUT_S)
+            lookups(Asking(100), TIMEOUT_S)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "Failed to connect to remote host" in raised.value.details()

@@ -18,6 +18,7 @@ import functools
 import itertools
 import logging
 import math
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from tests.support.toy.model import Sequences, answer
 from tests.support.vllm_objects import full_attention, make_request
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.guard import Guard
 from vllm_plugin.scheduler import (
     admission,
     load_policy,
@@ -421,23 +423,12 @@ def _speculative(num_drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_max=2)
 
 
-class _Log:
-    """The transfer threads' logger: an exception that they did not foresee is a broken promise."""
+def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: SimServer, is_loud: bool) -> None:
+    """Puts what the connector has of threads, time and network under a schedule's control.
 
-    def __init__(self, runtime: DeterministicRuntime):
-        self._runtime = runtime
-
-    def exception(self, text: str) -> None:
-        import traceback
-
-        self._runtime.broken.append(f"{text}\n{traceback.format_exc()}")
-
-    def warning(self, *_: Any) -> None:
-        """Expected here."""
-
-
-def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: SimServer) -> None:
-    """Puts what the connector has of threads, time and network under a schedule's control."""
+    Args:
+        is_loud: an error that the connector did not foresee is a broken promise.
+    """
     time, threading = runtime.time(), runtime.threading()
     for module in (
         admission,
@@ -459,7 +450,12 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     ids = itertools.count(1)
     patch.setattr(resets, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}")))
     patch.setattr(transfer, "queue", runtime.queue())
-    patch.setattr(transfer, "logger", _Log(runtime))
+
+    def broke(_: Guard, what: str, error: BaseException) -> None:
+        if is_loud:
+            runtime.broken.append("".join([f"{what}:\n", *traceback.format_exception(error)]))
+
+    patch.setattr(Guard, "failed", broke)
     patch.setattr(transfer, "PUT_BYTES", 3 * 2048)
     coroutines: dict[int, Any] = {}
 

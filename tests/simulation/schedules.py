@@ -54,7 +54,7 @@ class Schedule:
 class World:
     """Two engines and a pool. Every public method is an event."""
 
-    def __init__(self, schedule: Schedule, config: Any, patch: pytest.MonkeyPatch):
+    def __init__(self, schedule: Schedule, config: Any, patch: pytest.MonkeyPatch, is_loud: bool = True):
         self.runtime = DeterministicRuntime()
         self._prefixes = Prefixes(self.runtime)
         self.server = SimServer(
@@ -64,7 +64,8 @@ class World:
             self._prefixes,
             shares_memory=schedule.shares_memory,
         )
-        take_over(patch, self.runtime, self.server)
+        take_over(patch, self.runtime, self.server, is_loud)
+        self.server.is_lossless = is_loud  # Where errors are injected, some leases are left to expire.
         self._mix = random.Random(0)
         self._num_between = 0
         self._num_foreign = 0
@@ -310,18 +311,24 @@ class World:
             return 0
 
 
-def play(schedule: Schedule, config: Any, broken: Callable[[pytest.MonkeyPatch], None] | None = None) -> Counter[str]:
+def play(
+    schedule: Schedule,
+    config: Any,
+    broken: Callable[[pytest.MonkeyPatch], None] | None = None,
+    is_loud: bool = True,
+) -> Counter[str]:
     """Plays a schedule to its end; a broken promise is an AssertionError.
 
     Args:
         broken: breaks the code under test first.
+        is_loud: an error that the connector did not foresee is a broken promise.
     """
     with pytest.MonkeyPatch.context() as patch:
         if broken is not None:
             broken(patch)
         world = None
         try:
-            world = World(schedule, config, patch)
+            world = World(schedule, config, patch, is_loud)
             for name, *arguments in schedule.events:
                 getattr(world, str(name))(*arguments)
                 world.check()

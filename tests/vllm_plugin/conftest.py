@@ -19,13 +19,14 @@ from tests.support.toy.fixtures import (
     fleet,
     fleet_on,
     fresh_fleet,
+    loud,
     one_thread,
     tiny_model,
     toy_engine,
     vllm_config,
 )
 
-__all__ = ["fleet", "fleet_on", "fresh_fleet", "one_thread", "tiny_model", "toy_engine", "vllm_config"]
+__all__ = ["fleet", "fleet_on", "fresh_fleet", "loud", "one_thread", "tiny_model", "toy_engine", "vllm_config"]
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

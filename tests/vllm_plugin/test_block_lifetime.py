@@ -31,7 +31,7 @@ from tests.vllm_plugin.bugs import (
     submitted,
 )
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
+from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob
 from vllm_plugin.scheduler import stores
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.pins import Pins
@@ -118,18 +118,19 @@ def test_a_request_id_may_come_back_while_its_old_stores_live(fresh_fleet: Fresh
 
     @contextmanager
     def by_request() -> Iterator[None]:
-        add, update = StoreJobs.add, StoreJobs.update
+        add, reported = StoreJobs.add, StoreJobs.reported
 
         def named_by_request(self: StoreJobs, request: Any, *args: Any) -> Any:
             self._job_ids = itertools.repeat(hash(request.request_id))  # type: ignore[assignment]
             return add(self, request, *args)
 
-        def update_if_known(self: StoreJobs, metadata: WorkerMetadata) -> None:
-            update(self, WorkerMetadata({job_id: 1 for job_id in metadata.ended_stores if job_id in self._storing}))
+        def reported_if_known(self: StoreJobs, job_id: int, ranks: int, has_failed: bool) -> None:
+            if job_id in self._storing:
+                reported(self, job_id, 1, has_failed)
 
         with (
             patch.object(StoreJobs, "add", named_by_request),
-            patch.object(StoreJobs, "update", update_if_known),
+            patch.object(StoreJobs, "reported", reported_if_known),
         ):
             yield
 

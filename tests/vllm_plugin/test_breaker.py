@@ -13,6 +13,7 @@ from kvpool.errors import (
     ChecksumError,
     ConfigError,
     IncompatibleNamespaceError,
+    InvalidReplyError,
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
@@ -70,12 +71,21 @@ def test_it_begins_open_and_probes_at_once() -> None:
     assert breaker.wait_s() is None
 
 
-@pytest.mark.parametrize("error", [GONE, UnknownNamespaceError("restarted")])
+@pytest.mark.parametrize("error", [GONE, UnknownNamespaceError("restarted"), InvalidReplyError("nonsense")])
 def test_a_pool_that_is_gone_opens_it_at_once(error: KVPoolError) -> None:
     breaker = closed(FakeClock())
     assert breaker.failed("lookup", error)
     assert breaker.state is State.OPEN
     assert not breaker.failed("lookup", error), "it was open already"
+
+
+def test_a_server_that_breaks_the_protocol_is_tried_less_and_less_often() -> None:
+    clock = FakeClock()
+    breaker, waits = closed(clock), []
+    for _ in range(4):
+        breaker.failed("lookup", InvalidReplyError("nonsense"))
+        waits.append(probe(breaker, clock, True))
+    assert waits == sorted(set(waits))
 
 
 @pytest.mark.parametrize("error", [LATE, ChecksumError("bad"), LeaseExpiredError("late"), TransferError("cut")])

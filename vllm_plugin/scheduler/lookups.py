@@ -13,6 +13,7 @@ import enum
 import functools
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvpool.errors import KVPoolError, UnavailableError
@@ -174,7 +175,7 @@ class Lookups:
     def abandon(self, lookup: RequestLookup) -> None:
         """Waits no longer for the calls under way; their leases are released when they are answered."""
         for session, call in zip(self.stages.sessions, lookup.calls, strict=False):
-            call.on_done(functools.partial(_release_late, session))
+            call.on_done(functools.partial(self._release_late, session))
         lookup.calls = []
 
     def release(self, lease_ids: Sequence[int]) -> None:
@@ -189,11 +190,9 @@ class Lookups:
                 session.client.rpc.release_quietly(*lease_ids)
             self._released.clear()
 
-
-def _release_late(session: Session, pending: PendingLookup) -> None:
-    try:
-        found = pending.result(0)
-    except KVPoolError:
-        return
-    if found is not None:
-        session.client.rpc.release_quietly(found.lease_id)
+    def _release_late(self, session: Session, pending: PendingLookup) -> None:
+        """Releases the lease of an answer that nobody waits for. Runs on the thread that has received it."""
+        with self._recorder.guard.part("the release of a late answer's lease"), suppress(KVPoolError):
+            found = pending.result(0)
+            if found is not None:
+                session.client.rpc.release_quietly(found.lease_id)

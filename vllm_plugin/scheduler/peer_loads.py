@@ -64,6 +64,21 @@ class PeerLoads:
     def __len__(self) -> int:
         return len(self._held) + len(self._released) + len(self._invalid_from)
 
+    @property
+    def held_ids(self) -> set[int]:
+        """Ids of the jobs that are held, or that the next step's metadata has."""
+        return {job.job_id for job in (*self._released, *(job for _, job in self._held))}
+
+    @property
+    def loading_step(self) -> int:
+        """What the newest `prepare` returned, or was about to."""
+        return self._num_steps if self._loading and self._loading[-1] == self._num_steps else 0
+
+    def forget_held(self) -> None:
+        """Releases no held job any more: which of their blocks are valid is not known."""
+        self._held.clear()
+        self._released.clear()
+
     def bind(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
 

@@ -92,9 +92,12 @@ class Pins:
         return not job.remaining
 
     def unpin(self, job_id: int) -> int:
-        """Frees the blocks of a job that no rank will read any more; returns how many."""
+        """Frees the blocks of a job that no rank will read any more, if they are pinned; returns how many."""
         assert self._block_pool is not None
-        block_ids = self._jobs.pop(job_id).block_ids
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return 0
+        block_ids = job.block_ids
         self.num_blocks -= len(block_ids)
         blocks = self._block_pool.blocks
         # The deepest block first: it is the one to be reused first.

@@ -39,7 +39,8 @@ class Resets:
         pins: tell whether blocks of the engine are in use.
 
     Attributes:
-        is_pending: blocks of the engine are from before a reset; nothing is loaded or stored until they are free.
+        is_pending: blocks of the engine are from before a reset, or in doubt; nothing is loaded or stored until they
+            are free.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Resets:
         recorder: Recorder,
     ):
         self.is_pending = False
+        self._is_broken = False
         self._config = config
         self._stages = stages
         self._lookups = lookups
@@ -72,9 +74,22 @@ class Resets:
         self._change_namespace()
         return not self.is_pending
 
+    def distrust(self) -> None:
+        """Loads and stores nothing until no block of the engine is in use: some may not have the KV of their names."""
+        if not self.is_pending:
+            self._recorder.set("sharing_off", 1)
+            logger.warning("kvpool: KV sharing is off until the engine's blocks in use are free")
+        self.is_pending = True
+
+    def fail(self, why: str) -> None:
+        """Shares nothing any more: whether the engine's blocks have the KV that its namespace names is not known."""
+        self._is_broken = self.is_pending = True
+        self._recorder.set("sharing_off", 1)
+        logger.error("kvpool: KV sharing is off for this engine until it is started again: %s", why)
+
     def finish(self) -> None:
         """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
-        if not self.is_pending or len(self._pins) or not self._pins.nothing_in_use():
+        if not self.is_pending or self._is_broken or len(self._pins) or not self._pins.nothing_in_use():
             return
         if self._empty_own_cache is not None and not self._empty_own_cache():
             return
@@ -88,6 +103,12 @@ class Resets:
         A reset that vLLM refuses because requests run has changed nothing. One that it refuses because of our pins
         alone would have succeeded without a pool, so it is ended when they are gone.
         """
+        with self._recorder.guard.part("a reset of the engine's own cache") as part:
+            self._follow_own_cache(succeeded)
+        if part.failed:
+            self.fail("a reset has failed")
+
+    def _follow_own_cache(self, succeeded: bool) -> None:
         self._is_own_cache_empty = succeeded
         if self._config.on_reset == "leave" and (succeeded or self._pins.nothing_in_use()):
             self._change_namespace()

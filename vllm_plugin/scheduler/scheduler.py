@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 class KVPoolScheduler:
     """One engine.
 
-    Attributes: the parts that the engine's calls are handed to, in the order of their layers.
+    Attributes: the parts that the engine's calls are handed to, in the order of their layers; `guard` reports what they
+        did not foresee.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig):
@@ -49,6 +50,7 @@ class KVPoolScheduler:
         self._reads = transfer.is_kv_consumer
         self._writes = transfer.is_kv_producer
         self._recorder = recorder = Recorder()
+        self.guard = recorder.guard
         self._adapters = Adapters(vllm_config, config.share_adapters)
         self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, self._adapters)
         self._names = geometry.names
@@ -66,6 +68,8 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
+        self._begun_step = 0  # Number of the newest step that the load policy was told of.
+        self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
 
@@ -85,6 +89,12 @@ class KVPoolScheduler:
                 matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
         self._unallocated = None if matched is None else request
         return matched, bool(matched)
+
+    def miss(self, request: Request) -> None:
+        """`matched_tokens` has failed: the request is computed."""
+        self._unallocated = request
+        with self.guard.part("the end of a lookup"):
+            self.lookups.discard(request.request_id)
 
     def _may_load(self, request: Request, num_computed_tokens: int) -> bool:
         if not self._reads or self._resets.is_pending or self.stages.disagree:
@@ -128,10 +138,32 @@ class KVPoolScheduler:
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, lookup.asked, stop_tokens)
 
+    def fail_load(self, request: Request, num_external_tokens: int) -> None:
+        """`after_alloc` has failed: if vLLM waits for a load of the request, every rank reports it as failed."""
+        request_id = request.request_id
+        self._unallocated = None
+        with self.guard.part("the end of a lookup"):
+            self.lookups.discard(request_id)
+            self.loads.stop_waiting(request_id)
+        with self.guard.part("another connector's loads"):
+            self._peer_loads.admitted(request_id)
+        self.stores.distrust(request)
+        if num_external_tokens:
+            for job in self._new_loads:
+                if job.request_id == request_id:
+                    self.lookups.release(job.lease_ids)
+            self._new_loads = [job for job in self._new_loads if job.request_id != request_id]
+            self._new_loads.append(self._failing_load(request_id))
+
+    def _failing_load(self, request_id: str) -> LoadJob:
+        """A load without blocks, which every rank reports as failed."""
+        return LoadJob(request_id, (0,) * self.geometry.num_stages, [], self.stages.weights_epoch, own_clock())
+
     # Store
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
+        self.jobs.begin_step()
         self.lookups.flush()
         self._resets.finish()
         self.budget.new_step()
@@ -141,11 +173,31 @@ class KVPoolScheduler:
             # vLLM stops admitting requests at the first one that it has no blocks for.
             self.jobs.make_room(self.geometry.blocks_to_compute(self._unallocated.num_tokens))
             self._unallocated = None
-        loads, self._new_loads = self._new_loads, []
         loading_step = self._peer_loads.prepare(output)
-        stores = self.stores.build(output, self._may_store())
+        stores = self._peer_loads.hold(self.stores.build(output, self._may_store()))
         dropped = self.jobs.take_dropped()
-        return ConnectorMetadata(loads, self._peer_loads.hold(stores), dropped, self.stages.weights_epoch, loading_step)
+        metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, loading_step)
+        # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
+        self._new_loads, self._delivered_step = [], self.jobs.step
+        return metadata
+
+    def bare_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
+        """`build_metadata` has failed: the loads of the step, and no store; what was pinned for one is free again."""
+        self._unallocated = None
+        if self._delivered_step == self.jobs.step:  # It failed before the step had a number of its own.
+            self.jobs.begin_step()
+        self._delivered_step = self.jobs.step
+        self.budget.new_step()
+        if self._begun_step != self.jobs.step:
+            self._begun_step = self.jobs.step
+            with self.guard.part("the load policy"):
+                self.loads.policy.step_began(0, 0)
+        with self.guard.part("dropping stores"):
+            self.jobs.drop_lost(self._peer_loads.held_ids, undelivered_step=self.jobs.step)
+        if output.has_sync_kv_loads:
+            self._resets.distrust()  # Whether stores of blocks that such a load has failed would be held is not known.
+        loads, self._new_loads = self._new_loads, []
+        return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, self._peer_loads.loading_step)
 
     def _may_store(self) -> bool:
         return self._writes and not self._resets.is_pending and not self.stages.disagree and self.stages.are_open
@@ -160,6 +212,7 @@ class KVPoolScheduler:
                 tracked = requests.get(request_id)
                 if tracked is not None and tracked.request.num_computed_tokens < tracked.request.num_prompt_tokens:
                     prefill += count
+        self._begun_step = self.jobs.step
         self.loads.policy.step_began(prefill, total - prefill)
 
     def has_pinned_blocks(self) -> bool:
@@ -187,23 +240,44 @@ class KVPoolScheduler:
 
     def update(self, output: KVConnectorOutput) -> None:
         """Ranks have reported loads, stores, and their namespaces."""
+        part = self.guard.part
         metadata = output.kv_connector_worker_meta
         loaded_steps: set[int] = set()
         if isinstance(metadata, WorkerMetadata):
-            self.stages.compare(metadata.namespaces)
-            self.jobs.update(metadata)
             loaded_steps = metadata.loaded_steps
+            with part("the comparison of namespaces") as comparison:
+                self.stages.compare(metadata.namespaces)
+            if comparison.failed:
+                self._resets.fail("the namespaces of its ranks could not be compared")
+            for job_id, ranks in metadata.ended_stores.items():
+                with part("the report of a store"):
+                    self.jobs.reported(job_id, ranks, job_id in metadata.failed_stores)
+            with part("the end of stores"):
+                self.jobs.unpin_reported()
         if self.stages.disagree:
-            self.lookups.discard_all()
-        self._peer_loads.update(loaded_steps, output.invalid_block_ids)
+            with part("the end of lookups"):
+                self.lookups.discard_all()
+        with part("the end of another connector's load") as peer_loads:
+            self._peer_loads.update(loaded_steps, output.invalid_block_ids)
+        if peer_loads.failed:
+            self._resets.distrust()
+            self._peer_loads.forget_held()
+            with part("dropping stores"):
+                self.jobs.drop_lost(())
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.
             self._failed.add(request_id)
             self.stores.load_failed(request_id)
         for request_id in output.finished_recving or ():
-            self._load_ended(request_id, succeeded=request_id not in output.failed_recving)
-        self._resets.finish()
-        self.lookups.flush()
+            with part("the end of a load"):
+                self._load_ended(request_id, succeeded=request_id not in output.failed_recving)
+            self.loads.loading.pop(request_id, None)
+            if request_id not in self.stores.tracked:
+                self._failed.discard(request_id)
+        with part("the end of a reset"):
+            self._resets.finish()
+        with part("the release of leases"):
+            self.lookups.flush()
 
     def _load_ended(self, request_id: str, succeeded: bool) -> None:
         job = self.loads.ended(request_id, succeeded)
@@ -212,22 +286,34 @@ class KVPoolScheduler:
             for part in () if succeeded else job.groups:
                 for run in part.runs:
                     self.contents.missing(part.group_idx, run.block_hashes)
-        if request_id not in self.stores.tracked:
-            self._failed.discard(request_id)
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
-        self.lookups.discard(request.request_id)
-        self.lookups.flush()
-        self.loads.stop_waiting(request.request_id)
-        self._peer_loads.finished(request)
-        self._names.admitted(request.request_id)
-        self.stores.finish(request.request_id, tables if self._may_store() else None)
-        self._failed.discard(request.request_id)
+        part, request_id = self.guard.part, request.request_id
+        with part("the end of a lookup"):
+            self.lookups.discard(request_id)
+            self.lookups.flush()
+        with part("the end of a request"):
+            self.loads.stop_waiting(request_id)
+            self._peer_loads.finished(request)
+            self._names.admitted(request_id)
+        self._failed.discard(request_id)
+        with part("the last stores of a request") as stores:
+            self.stores.finish(request_id, tables if self._may_store() else None)
+        if stores.failed:
+            self.stores.tracked.pop(request_id, None)
+            with part("dropping stores"):
+                self.jobs.drop_lost(self._peer_loads.held_ids)
 
     def reset(self) -> bool:
         """See `Resets.reset`."""
         return self._resets.reset()
+
+    def turn_off(self) -> None:
+        """A hook has failed without which the connector cannot tell which KV is whose: nothing is shared any more."""
+        self._resets.fail("a hook has failed that it relies on")
+        for job in self._new_loads:
+            job.groups = []  # Such a load fails, and its request is computed.
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""
@@ -243,5 +329,6 @@ class KVPoolScheduler:
 
     def shutdown(self) -> None:
         """Ends the connections; the pool's leases expire by themselves. Idempotent."""
-        self._adapters.close()
+        with self.guard.part("the end of the adapters' thread"):
+            self._adapters.close()
         self.stages.close()

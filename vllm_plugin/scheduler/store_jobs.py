@@ -15,11 +15,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import GroupBlocks, StoreJob, WorkerMetadata
+from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.pins import Pins, let_resets_pass
@@ -41,7 +42,7 @@ class Storing:
     """A job that has not ended.
 
     Args:
-        is_sent: the ranks have been told of it.
+        sent_step: step whose metadata tells the ranks of it; 0: no rank has been told.
         is_held: it waits for the output of a step (`PeerLoads`), and no rank has been told of it.
         dropped_at: monotonic seconds and step at which it was dropped; None if it was not.
         has_failed: a rank has reported that it did not store it.
@@ -49,10 +50,15 @@ class Storing:
 
     request: Request
     job: StoreJob
-    is_sent: bool = False
+    sent_step: int = 0
     is_held: bool = False
     dropped_at: tuple[float, int] | None = None
     has_failed: bool = False
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the ranks have been told of it."""
+        return self.sent_step > 0
 
 
 class StoreJobs:
@@ -88,10 +94,13 @@ class StoreJobs:
 
     # A job's life
 
-    def new_step(self, may_store: bool) -> tuple[list[StoreJob], int]:
-        """The metadata of another step is built: its queued jobs, and how many blocks it may still offer."""
+    def begin_step(self) -> None:
+        """The metadata of another step is built."""
         self.step += 1
-        self._unpin_reported()
+
+    def new_step(self, may_store: bool) -> tuple[list[StoreJob], int]:
+        """The stores of a step that has begun are built: its queued jobs, and how many blocks it may still offer."""
+        self.unpin_reported()
         self._unpin_budget = budget = self.step_blocks
         if not may_store:
             self.drop_unsent()
@@ -115,27 +124,39 @@ class StoreJobs:
     def sent(self, jobs: list[StoreJob]) -> None:
         """The ranks are told of jobs with this step."""
         for job in jobs:
-            self._storing[job.job_id].is_sent = True
+            self._storing[job.job_id].sent_step = self.step
 
     def hold(self, job: StoreJob, is_held: bool = True) -> None:
         """A job of a step is not given to the ranks yet, or is given to them now."""
         storing = self._storing[job.job_id]
-        storing.is_held, storing.is_sent = is_held, not is_held
+        storing.is_held, storing.sent_step = is_held, 0 if is_held else self.step
 
     def cancel(self, job: StoreJob) -> Request:
         """Ends a job that no rank has been given; returns its request."""
         self.pins.unpin(job.job_id)
         return self._storing.pop(job.job_id).request
 
-    def update(self, metadata: WorkerMetadata) -> None:
-        """Ranks have reported jobs."""
-        for job_id, ranks in metadata.ended_stores.items():
-            self._storing[job_id].has_failed |= job_id in metadata.failed_stores
-            if self.pins.report(job_id, ranks):
-                self._reported.append(job_id)
-        self._unpin_reported()
+    def drop_lost(self, kept: Collection[int], undelivered_step: int = 0) -> None:
+        """Ends the jobs that a hook which has failed left pinned, and that no rank will ever report.
 
-    def _unpin_reported(self) -> None:
+        Args:
+            kept: ids of jobs that wait elsewhere.
+            undelivered_step: a step whose metadata the ranks do not get.
+        """
+        queued = {job.job_id for job in self._unsent}
+        for job_id, storing in list(self._storing.items()):
+            is_told = storing.is_sent and storing.sent_step != undelivered_step
+            if not is_told and job_id not in queued and job_id not in kept:
+                storing.has_failed = True
+                self._unpin(job_id)
+
+    def reported(self, job_id: int, ranks: int, has_failed: bool) -> None:
+        """Some ranks have ended a job. `unpin_reported` is due once all reports of a step are in."""
+        self._storing[job_id].has_failed |= has_failed
+        if self.pins.report(job_id, ranks):
+            self._reported.append(job_id)
+
+    def unpin_reported(self) -> None:
         """Unpins reported jobs of `step_blocks` blocks in one step; the next step unpins the others."""
         while self._reported and self._unpin_budget > 0:
             self._unpin_budget -= self._unpin(self._reported.popleft())

@@ -170,6 +170,11 @@ class Stores:
         while (job := self._job(tracked, tables, (), self._jobs.step_blocks)) is not None:
             self._jobs.queue(job)
 
+    def distrust(self, request: Request) -> None:
+        """A request whose blocks could not be tracked stores nothing."""
+        self.tracked.setdefault(request.request_id, TrackedRequest(request, [0] * len(self._groups)))
+        self.forbid(request.request_id)
+
     def forbid(self, request_id: str) -> None:
         """A request stores nothing until it is allowed to again."""
         if (tracked := self.tracked.get(request_id)) is not None:

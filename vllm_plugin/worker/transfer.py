@@ -18,6 +18,7 @@ from kvpool.errors import (
     KVPoolError,
     LeaseExpiredError,
     OutOfSpaceError,
+    TransferError,
     UnavailableError,
 )
 from kvpool.rpc import Namespace
@@ -45,6 +46,9 @@ class TransferThread(threading.Thread, Generic[Job]):
         mine: what this rank holds of each group.
     """
 
+    _call = ""
+    """As `Session.report` names the thread's jobs."""
+
     def __init__(
         self,
         name: str,
@@ -70,9 +74,10 @@ class TransferThread(threading.Thread, Generic[Job]):
 
     def submit(self, job: Job) -> None:
         """Queues a job; its copies begin once the device has done what it has been given so far."""
+        mark = self._copier.mark()
         with self._lock:
             self._num_submitted += 1
-            self._queued[self._num_submitted] = job, self._copier.mark()
+            self._queued[self._num_submitted] = job, mark
         self._turns.put(self._num_submitted)
 
     def take_ended(self) -> list[tuple[Job, bool]]:
@@ -95,10 +100,10 @@ class TransferThread(threading.Thread, Generic[Job]):
             succeeded = False
             try:
                 succeeded = self._transfer(job, mark)
-            except Exception:
-                logger.exception(
-                    "kvpool: a transfer of KV blocks failed with an unexpected error; the engine continues without it"
-                )
+            except Exception as error:
+                self._recorder.guard.failed(f"a {self._call}", error)
+                with self._recorder.guard.part("the report of a failure"):  # The job is reported in any case.
+                    self._session.report(TransferError(f"a {self._call} ended with {type(error).__name__}"), self._call)
             with self._lock:
                 self._ended.append((job, succeeded))
 
@@ -118,6 +123,8 @@ class TransferThread(threading.Thread, Generic[Job]):
 
 class SendThread(TransferThread[StoreJob]):
     """Stores blocks of the engine in the pool."""
+
+    _call = "store"
 
     def drop(self, job_ids: Collection[int]) -> None:
         """Ends jobs that have not begun, without storing them."""
@@ -173,6 +180,8 @@ class SendThread(TransferThread[StoreJob]):
 
 class ReceiveThread(TransferThread[LoadJob]):
     """Loads leased blocks from the pool into the engine."""
+
+    _call = "load"
 
     def _transfer(self, job: LoadJob, mark: Any) -> bool:
         started = time.perf_counter()

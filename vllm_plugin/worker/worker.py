@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import ConnectorMetadata, Handshake, StoreJob, WorkerMetadata
+from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.groups import make_groups, member_layers, rank_shards, scheduler_knows
 from vllm_plugin.model.identity import namespace_spec
@@ -41,6 +41,7 @@ class KVPoolWorker:
         spec: the namespace of this rank's pipeline stage.
         session: of that namespace.
         sender, receiver: its threads; None until the KV cache is registered.
+        guard: reports what the hooks did not foresee.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class KVPoolWorker:
         self._held: list[StoreJob] = []
         self._name = f"worker {tp_rank}" if parallel.pipeline_parallel_size == 1 else f"worker {stage}.{tp_rank}"
         self._recorder = Recorder()
+        self.guard = self._recorder.guard
+        self._ended_loads: list[tuple[LoadJob, bool]] = []  # To be reported, and whether each succeeded.
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self.session = Session(config.client_config(ranks), spec, self._name, self._recorder)
         self.sender: SendThread | None = None
@@ -96,18 +99,23 @@ class KVPoolWorker:
         self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
 
     def start_loads(self, metadata: ConnectorMetadata) -> None:
-        assert self.receiver is not None
-        if metadata.weights_epoch != self.spec.weights_epoch:
-            self.spec = replace(self.spec, weights_epoch=metadata.weights_epoch)
-            self.session.move(self.spec)
-        if metadata.dropped_stores:
-            self._drop(metadata.dropped_stores)
         if metadata.loading_step:
             self._report.loaded_steps.add(metadata.loading_step)
+        with self.guard.part("the move to another namespace"):
+            if metadata.weights_epoch != self.spec.weights_epoch:
+                self.spec = replace(self.spec, weights_epoch=metadata.weights_epoch)
+                self.session.move(self.spec)
+        with self.guard.part("dropping stores"):
+            if metadata.dropped_stores:
+                self._drop(metadata.dropped_stores)
         held, self._held = self._held, []
         self._submit(held)
         for job in metadata.loads:
-            self.receiver.submit(job)
+            with self.guard.part("the start of a load") as start:
+                assert self.receiver is not None
+                self.receiver.submit(job)
+            if start.failed:
+                self._ended_loads.append((job, False))
 
     def start_stores(self, metadata: ConnectorMetadata) -> None:
         """Queues the step's stores, once its forward pass has been launched on the device."""
@@ -125,23 +133,26 @@ class KVPoolWorker:
             self._end(job, succeeded=False)
 
     def _submit(self, jobs: list[StoreJob]) -> None:
-        assert self.sender is not None
         for job in jobs:
-            # A rank with a replica of the heads stores nothing: another rank stores the same bytes.
-            groups = [part for part in job.groups if self._mine[part.group_idx].writes]
-            if groups:
-                self.sender.submit(replace(job, groups=groups))
-            else:
-                self._end(job, succeeded=True)
+            with self.guard.part("the start of a store") as start:
+                assert self.sender is not None
+                # A rank with a replica of the heads stores nothing: another rank stores the same bytes.
+                groups = [part for part in job.groups if self._mine[part.group_idx].writes]
+                if groups:
+                    self.sender.submit(replace(job, groups=groups))
+            if start.failed or not groups:
+                self._end(job, succeeded=not start.failed)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Loads that have ended. A failed load is in both sets, so that vLLM computes its request from the start."""
         results = KVConnectorTransferResults()
         if self.receiver is not None:
-            for job, succeeded in self.receiver.take_ended():
-                results.finished_recving.add(job.request_id)
-                if not succeeded:
-                    results.failed_recving.add(job.request_id)
+            self._ended_loads += self.receiver.take_ended()
+        for job, succeeded in self._ended_loads:
+            results.finished_recving.add(job.request_id)
+            if not succeeded:
+                results.failed_recving.add(job.request_id)
+        self._ended_loads = []  # Last: vLLM waits for every load to be reported.
         return results
 
     def worker_metadata(self) -> WorkerMetadata | None:
@@ -159,7 +170,8 @@ class KVPoolWorker:
         threads = [thread for thread in (self.sender, self.receiver) if thread is not None]
         for thread in threads:
             thread.request_stop()
-        self.session.close()  # Ends the calls that a thread may be waiting for.
+        with self.guard.part("the end of a session"):
+            self.session.close()  # Ends the calls that a thread may be waiting for.
         for thread in threads:
             thread.join(STOP_TIMEOUT_S)
 

@@ -1,0 +1,331 @@
+"""A real pool in this process whose replies are altered on their way to a client, and what alters them.
+
+The client is the real one: its calls, its stream of lookups, and the checks of replies. Only gRPC is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import KVPoolError
+from kvpool.lookup_stream import LookupStream, StreamedError
+from kvpool.rpc import PoolRpc
+from kvpool.transport.choice import Choice
+from kvpool.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import status_of
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.pool import Pool
+from kvpool_server.service import PIECE_BYTES, PoolService
+from kvpool_server.tiering.tiered_pool import TieredPool
+from tests.support.clock import FakeClock
+from tests.support.memory_transport import MemoryTransport
+
+_METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
+_EXTENT_BYTES, _NUM_EXTENTS = 64 << 10, 16
+_NONCE = bytes(range(16))
+Alter = Callable[[str, Message], bytes]
+"""What becomes of a method's reply."""
+
+
+class LyingPool:
+    """See the module.
+
+    Attributes:
+        alter: None while the pool is honest.
+        clock: the pool's; leases and tickets that lies have left behind expire by it.
+        num_altered: replies that were altered.
+    """
+
+    def __init__(self) -> None:
+        ids = itertools.count(1)
+        self.clock = FakeClock()
+        self.alter: Alter | None = None
+        self.num_altered = 0
+        size = _EXTENT_BYTES * _NUM_EXTENTS
+        self.memory = np.zeros(size, np.uint8)
+        limits = Limits(max_batch_blocks=256)
+        self.pool = Pool(Arena(size, _EXTENT_BYTES), self.clock, lambda: next(ids), limits)
+        offer = Offer(
+            PIECE_BYTES,
+            SegmentInfo("/dev/shm/kvpool-1", size, _NONCE, size),
+            MooncakeInfo("127.0.0.1:12345", "tcp", 1 << 40, size, _NONCE, size),
+            DataPortInfo("127.0.0.1", 50_052, _NONCE),
+        )
+        tiered, stats = TieredPool(self.pool, self.memory), self.pool.stats
+        self._service = PoolService(tiered, self.memory, offer, 7, _NoMetrics(), stats)  # type: ignore[arg-type]
+        self._serving = threading.RLock()
+        for name in _METHODS:
+            setattr(self, name, _Method(self, name))
+
+    def client(self, config: ClientConfig) -> Client:
+        rpc = PoolRpc(config, self, LookupStream(self._lookup_stream), _NoChannel())
+        return Client(config, rpc, lambda *_: Choice(_Memory(self.memory), "memory"))
+
+    def serve(self, method: str, request: Any) -> Any:
+        """The reply, or the replies, as a client parses them. Raises grpc.RpcError."""
+        with self._serving:
+            try:
+                if method == "GetChunks":
+                    return [
+                        self._sent(method, reply) for reply in _run(_all(self._service.GetChunks(request, _Context())))
+                    ]
+                request = _stream(list(request)) if _METHODS[method].client_streaming else request
+                return self._sent(method, _run(getattr(self._service, method)(request, _Context())))
+            except KVPoolError as error:
+                raise StreamedError(status_of(error), str(error)) from None
+
+    def _sent(self, method: str, reply: Message) -> Any:
+        if self.alter is None:
+            return reply
+        try:
+            return type(reply).FromString(self._altered(method, reply))
+        except DecodeError:
+            raise StreamedError(grpc.StatusCode.INTERNAL, "Exception deserializing response!") from None
+
+    def _altered(self, method: str, reply: Message) -> bytes:
+        assert self.alter is not None
+        self.num_altered += 1
+        return self.alter(method, reply)
+
+    def _lookup_stream(self, requests: Iterator[pb.LookupRequest], timeout: float) -> _Replies:
+        def replies() -> Iterator[bytes]:
+            for request in requests:
+                with self._serving:
+                    reply = self._service._answer(request)
+                if request.runs or not request.release:
+                    whole = reply.SerializeToString()
+                    yield whole if self.alter is None else self._altered("LookupStream", reply)
+
+        return _Replies(replies())
+
+
+class _Memory(MemoryTransport):
+    name = "shm"  # Engines count connections by the name.
+
+
+class _Replies:
+    """The part of a streaming call that clients use."""
+
+    def __init__(self, replies: Iterator[Any]):
+        self._replies = replies
+        self._cancelled = threading.Event()
+
+    def __iter__(self) -> _Replies:
+        return self
+
+    def __next__(self) -> Any:
+        if self._cancelled.is_set():
+            raise StreamedError(grpc.StatusCode.CANCELLED, "cancelled")
+        return next(self._replies)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+class _Method:
+    def __init__(self, pool: LyingPool, name: str):
+        self._pool, self._name = pool, name
+
+    def __call__(self, request: Any, timeout: float) -> Any:
+        reply = self._pool.serve(self._name, request)
+        return _Replies(iter(reply)) if isinstance(reply, list) else reply
+
+    def future(self, request: Any, timeout: float) -> _Ended:
+        try:
+            return _Ended(self(request, timeout), None)
+        except grpc.RpcError as error:
+            return _Ended(None, error)
+
+
+class _Ended:
+    """The part of `grpc.Future` that clients use, of a call that has ended."""
+
+    def __init__(self, reply: Any, error: grpc.RpcError | None):
+        self._reply, self._error = reply, error
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._reply
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    def cancel(self) -> None:
+        """Nothing to end."""
+
+
+class _Context:
+    """What the service asks of gRPC."""
+
+    def time_remaining(self) -> float:
+        return 5.0
+
+
+class _NoChannel:
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _NoMetrics:
+    def add_bytes(self, *_: Any) -> None:
+        """Counts nothing."""
+
+    def timed(self, _: str) -> threading.RLock:
+        return threading.RLock()  # A context manager that does nothing here.
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as returned:
+        return returned.value
+    raise AssertionError("a call waits for something")
+
+
+async def _all(replies: Any) -> list[Any]:
+    return [reply async for reply in replies]
+
+
+async def _stream(requests: list[Any]) -> Any:
+    for request in requests:
+        yield request
+
+
+# What alters replies
+
+_INTS = (0, 1, 2, 7, 8, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+_TEXTS = (
+    "",
+    "x",
+    "a" * 5_000,
+    "[/bold][red]",
+    "one\ntwo\x1b[31m",
+    "\u202etxt",
+    "0.0.0.0:0",
+    "[::]:99999",
+    "/etc/passwd",
+)
+_FLOATS = (0.0, -1.0, 1e308, float("inf"), float("nan"))
+_MAX_SIZE = 300
+
+
+def altered(message: Message, dice: random.Random) -> bytes:
+    """A reply that is nearly like `message`, has only its type, or is no message at all."""
+    roll = dice.random()
+    if roll < 0.1:
+        return _random_message(message, dice).SerializeToString()
+    if roll < 0.25:
+        return _flipped(message.SerializeToString(), dice)
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for _ in range(dice.choice((1, 1, 2, 4))):
+        _alter_field(dice.choice(_messages(copy)), dice)
+    return copy.SerializeToString()
+
+
+def _flipped(packed: bytes, dice: random.Random) -> bytes:
+    mutable = bytearray(packed)
+    for _ in range(dice.randrange(1, 4)):
+        at = dice.randrange(len(mutable) + 1)
+        match dice.randrange(4):
+            case 0 if mutable:
+                mutable[at % len(mutable)] ^= 1 << dice.randrange(8)
+            case 1:
+                del mutable[at : at + dice.randrange(1, 9)]
+            case 2:
+                mutable[at:at] = dice.randbytes(dice.randrange(1, 9))
+            case _:
+                mutable[at:at] = mutable[: dice.randrange(64)]
+    return bytes(mutable)
+
+
+def _messages(message: Message) -> list[Message]:
+    """The message and those inside it."""
+    found = [message]
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_MESSAGE and not _is_map(field):
+            for inner in value if field.is_repeated else [value]:
+                found += _messages(inner)
+    return found
+
+
+def _random_message(like: Message, dice: random.Random, depth: int = 0) -> Message:
+    made = type(like)()
+    for field in made.DESCRIPTOR.fields:
+        if dice.random() < 0.7:
+            _alter_field(made, dice, field, depth)
+    return made
+
+
+def _alter_field(message: Message, dice: random.Random, field: FieldDescriptor | None = None, depth: int = 0) -> None:
+    field = field or dice.choice(message.DESCRIPTOR.fields)
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        match dice.randrange(5):
+            case 0:
+                message.ClearField(field.name)
+            case 1 if len(value) and not _is_map(field):
+                del value[dice.randrange(len(value))]
+            case 2 if len(value) and not _is_map(field):
+                value.extend(list(value))
+            case _:
+                _extend(value, field, dice, depth)
+    elif field.type == FieldDescriptor.TYPE_MESSAGE:
+        if dice.random() < 0.3 or depth > 3:
+            message.ClearField(field.name)
+        else:
+            value.CopyFrom(_random_message(value, dice, depth + 1))
+    elif field.type == FieldDescriptor.TYPE_BOOL:
+        setattr(message, field.name, not value)
+    else:
+        setattr(message, field.name, _scalar(field, value, dice))
+
+
+def _extend(value: Any, field: FieldDescriptor, dice: random.Random, depth: int) -> None:
+    size = dice.choice((1, 2, 3, _MAX_SIZE))
+    if _is_map(field):
+        content = field.message_type.fields_by_name["value"]
+        for nth in range(size):
+            value[dice.choice(_TEXTS) + str(nth)[: dice.randrange(3)]] = _scalar(content, None, dice)
+    elif field.type == FieldDescriptor.TYPE_MESSAGE:
+        made = GetMessageClass(field.message_type)()
+        for _ in range(size if depth < 2 else 1):
+            value.append(_random_message(made, dice, depth + 1))
+    else:
+        value.extend(_scalar(field, value[0] if len(value) else None, dice) for _ in range(size))
+
+
+def _scalar(field: FieldDescriptor, value: Any, dice: random.Random) -> Any:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_DOUBLE:
+            return dice.choice(_FLOATS)
+        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
+            old = value or b""
+            return dice.choice((b"", old[:-1], old + b"\0", old + old, _flipped(old, dice), dice.randbytes(_MAX_SIZE)))
+        case FieldDescriptor.CPPTYPE_STRING:
+            return dice.choice((*_TEXTS, (value or "") + dice.choice(_TEXTS)))
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return dice.random() < 0.5
+    most = (1 << 32) - 1 if field.cpp_type == FieldDescriptor.CPPTYPE_UINT32 else (1 << 64) - 1
+    near = (max(0, (value or 0) - 1), (value or 0) + 1)
+    return min(most, dice.choice((*_INTS, *near)))
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
