@@ -30,6 +30,7 @@ from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.transport.base import Transport
 from kvpool.types import BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
+from kvpool.unix_socket import grpc_target
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
@@ -116,7 +117,7 @@ class PoolRpc:
     @classmethod
     def connect(cls, config: ClientConfig) -> PoolRpc:
         """Makes the connection; the server is reached with the first call."""
-        channel = grpc.insecure_channel(config.endpoint, options=_CHANNEL_OPTIONS)
+        channel = grpc.insecure_channel(grpc_target(config.endpoint), options=_CHANNEL_OPTIONS)
         stub = PoolStub(channel)  # type: ignore[no-untyped-call]
         return cls(config, stub, LookupStream(stub.LookupStream), channel)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -11,10 +13,12 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
 from kvpool.errors import KVPoolError
+from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.socket_path import bind_path, cannot_bind
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -83,9 +87,17 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
 
 class GrpcServer:
-    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen."""
+    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
-    def __init__(self, listen: str, service: PoolService, metrics: RpcMetrics):
+    Args:
+        listen: HOST:PORT.
+        unix_path: of a Unix socket, where gRPC listens, too; empty: none.
+        unix_mode: permissions of that socket.
+    """
+
+    def __init__(
+        self, listen: str, service: PoolService, metrics: RpcMetrics, unix_path: str = "", unix_mode: int = 0o600
+    ):
         self._service = service
         self._server = grpc.aio.server(
             interceptors=[RpcInterceptor(SERVICE_NAME, metrics)],
@@ -103,6 +115,14 @@ class GrpcServer:
             self.port = self._server.add_insecure_port(listen)
         except RuntimeError:
             raise cannot_listen(listen, "gRPC", "--listen", why_not_listening(listen)) from None
+        if unix_path:
+            target = grpc_target(SCHEME + unix_path)
+            try:
+                bind_path(unix_path, unix_mode, lambda: self._server.add_insecure_port(target))
+            except OSError as error:
+                raise cannot_bind(unix_path, error) from None
+            except RuntimeError:
+                raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
 
     async def start(self) -> None:
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 import grpc
 import pytest
@@ -43,23 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def shm_dir() -> Iterator[str]:
-    """A RAM-backed directory of this test run, so that no other server sweeps it."""
-    path = tempfile.mkdtemp(prefix="test-kvpool-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def ram_dir(shm_dir: str) -> Iterator[Path]:
-    """A RAM-backed directory of the test's own."""
-    with tempfile.TemporaryDirectory(dir=shm_dir) as path:
-        yield Path(path)
-
-
-@pytest.fixture(scope="session")
-def _shared_process(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[tuple[ServerProcess, Client]]:
-    server = ServerProcess(tmp_path_factory.mktemp("shared"), shm_dir, "--memory", "64MiB", "--grace-ms", "100")
+def _shared_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Client]]:
+    server = ServerProcess(tmp_path_factory.mktemp("shared"), "--memory", "64MiB", "--grace-ms", "100")
     with Client(ClientConfig(endpoint=server.endpoint, timeout_ms=60_000)) as client:
         yield server, client
     server.stop()
@@ -78,13 +60,13 @@ def shared_server(_shared_process: tuple[ServerProcess, Client]) -> ServerProces
 
 
 @pytest.fixture
-def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[StartServer]:
+def pool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Starts servers of the test's own: `pool_server("--grace-ms", "100")`."""
     log_dir = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
 
-        def start(*flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment)
+        def start(*flags: str, environment: Mapping[str, str] = {}) -> ServerProcess:
+            server = ServerProcess(log_dir, *flags, environment=environment)
             stack.callback(server.stop)
             return server
 

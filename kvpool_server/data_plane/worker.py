@@ -21,7 +21,6 @@ import numpy as np
 
 from kvpool.data_port import MAGIC, NO_ROOM, Signer
 from kvpool.segment import Segment
-from kvpool.types import SegmentInfo
 from kvpool_server.child_process import exit_with_server, receive_settings
 from kvpool_server.data_plane.connection import Connection
 
@@ -36,7 +35,7 @@ class WorkerSettings:
     """What the server tells a worker at its start.
 
     Args:
-        path, nbytes, segment_nonce: of the arena's segment.
+        segment_fd, nbytes: of the arena's segment.
         listen_fd: descriptor of the listening socket.
         tally_fd: descriptor of the memory where payload bytes are counted: uint64 [workers, TALLY_COLUMNS].
         row: this worker's row in that memory.
@@ -44,9 +43,8 @@ class WorkerSettings:
         nonce: sent in greetings; names this boot of the server.
     """
 
-    path: str
+    segment_fd: int
     nbytes: int
-    segment_nonce: bytes
     listen_fd: int
     tally_fd: int
     row: int
@@ -56,7 +54,7 @@ class WorkerSettings:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WorkerSettings:
         """The settings as a worker receives them: bytes as hex."""
-        decoded = {name: bytes.fromhex(fields[name]) for name in ("segment_nonce", "key", "nonce")}
+        decoded = {name: bytes.fromhex(fields[name]) for name in ("key", "nonce")}
         return cls(**{**fields, **decoded})
 
 
@@ -123,7 +121,7 @@ def main() -> None:
     """Serves until the server ends."""
     settings = WorkerSettings.from_json(receive_settings())
     exit_with_server()
-    segment = Segment.attach(SegmentInfo(settings.path, settings.nbytes, settings.segment_nonce, settings.nbytes))
+    segment = Segment(settings.segment_fd, settings.nbytes)
     tallies = np.frombuffer(mmap.mmap(settings.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
     listener = socket.socket(fileno=settings.listen_fd)
     worker = DataWorker(listener, segment.bytes.data, settings.key, settings.nonce, tallies[settings.row])

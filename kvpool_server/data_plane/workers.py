@@ -16,7 +16,8 @@ import numpy as np
 import structlog
 
 from kvpool.data_port import NONCE_BYTES, Signer
-from kvpool.types import DataPortInfo, SegmentInfo
+from kvpool.segment import Segment
+from kvpool.types import DataPortInfo
 from kvpool_server.child_process import ChildProcess
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
 
@@ -54,13 +55,14 @@ class DataWorkers:
     Args:
         host, port: where to listen; port 0 takes a free one.
         told_host: the host that clients are told to connect to; empty: the host of the server's endpoint.
+        segment: the arena's; open as long as the workers.
 
     Attributes:
         signer: makes the permits that the workers accept.
         info: what clients are told.
     """
 
-    def __init__(self, host: str, port: int, told_host: str, count: int, segment: SegmentInfo):
+    def __init__(self, host: str, port: int, told_host: str, count: int, segment: Segment):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._segment = segment
@@ -84,9 +86,8 @@ class DataWorkers:
         return {"read": read, "write": written}
 
     def _spawn(self, row: int) -> ChildProcess:
-        fds = (self._listener.fileno(), self._tally_fd)
-        segment = self._segment
-        settings = WorkerSettings(segment.path, segment.nbytes, segment.nonce, *fds, row, self._key, self._nonce)
+        fds = (self._segment.fd, self._listener.fileno(), self._tally_fd)
+        settings = WorkerSettings(fds[0], self._segment.nbytes, *fds[1:], row, self._key, self._nonce)
         return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:

@@ -136,8 +136,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _e2e_process(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), shm_dir, "--memory", "256MiB", "--grace-ms", "100")
+def _e2e_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), "--memory", "256MiB", "--grace-ms", "100")
     yield server
     server.stop()
 

@@ -19,8 +19,8 @@ from testbed.ports import free_endpoint
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
-_WELCOME = re.compile(r" on (\S+); metrics and health: (\S+)")
-_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "metrics_and_health": "(\S+)"')
+_WELCOME = re.compile(r" on (\S+)(?: and unix:\S+)?; metrics and health: (\S+)")
+_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": \S+, "metrics_and_health": "(\S+)"')
 
 Found = TypeVar("Found")
 
@@ -62,12 +62,11 @@ class ServerProcess:
         started_s: seconds from the start of the process until Ping was answered.
     """
 
-    def __init__(self, log_dir: Path, shm_dir: str, *flags: str, environment: Mapping[str, str] = {}):
+    def __init__(self, log_dir: Path, *flags: str, environment: Mapping[str, str] = {}):
         defaults = {
             "--listen": free_endpoint(),
             "--http-listen": "127.0.0.1:0",
             "--memory": "8MiB",
-            "--shm-dir": shm_dir,
         }
         missing = [part for flag, value in defaults.items() if flag not in flags for part in (flag, value)]
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from tests.support.processes import wait_for
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    made = Segment.create("/dev/shm", 1 << 20)
+    made = Segment.create(1 << 20)
     yield made
     made.close()
 
@@ -27,7 +27,7 @@ def segment() -> Iterator[Segment]:
 def test_a_worker_that_cannot_be_replaced_is_replaced_later(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPLACE_S", (0.01, 0.05))
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", 1, segment.info())
+    workers = DataWorkers("127.0.0.1", 0, "", 1, segment)
     refused = []
 
     def refuse_twice(*arguments: Any, **options: Any) -> ChildProcess:
