@@ -951,9 +951,7 @@ def test_a_client_that_shares_no_memory_falls_back_to_the_stream_or_says_so(
     choice = choose(client.config, offer, client.rpc.channel)
     with contextlib.closing(choice.transport):
         assert choice.transport.name == "tcp"
-    with pytest.raises(
-        TransferError, match="memory socket cannot be reached from here: Connection refused"
-    ):
+    with pytest.raises(TransferError, match="memory socket cannot be reached from here: Connection refused"):
         choose(dataclasses.replace(client.config, transport="shm"), offer, client.rpc.channel)
 
 

@@ -19,8 +19,8 @@ from testbed.ports import free_endpoint
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
-_WELCOME = re.compile(r" on (\S+)(?: and unix:\S+)?; metrics and health: (\S+)")
-_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": \S+, "metrics_and_health": "(\S+)"')
+_WELCOME = re.compile(r" on (\S+)(?: and unix:[^;]+)?; metrics and health: (\S+)")
+_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": [^,]+, "metrics_and_health": "(\S+)"')
 
 Found = TypeVar("Found")
 
