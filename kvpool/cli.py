@@ -47,7 +47,7 @@ QUIET_S = 5.0
 CLEAR_TIMEOUT_MS = 20_000
 """`kvpool clear` waits for tiers, too."""
 
-Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
+Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT or unix:PATH of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -127,10 +127,10 @@ class MemorySocket:
         """Hands out nothing more. Memory that clients have mapped stays theirs. Idempotent."""
         if self._listener.fileno() < 0:
             return
+        if isinstance(self._address, str):
+            with suppress(OSError):
+                os.unlink(self._address)  # First: a socket that nobody listens on may be replaced by a successor's.
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for client in list(self._waiting):
             self._hang_up(client)
-        if isinstance(self._address, str):
-            with suppress(OSError):
-                os.unlink(self._address)

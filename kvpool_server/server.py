@@ -141,6 +141,8 @@ class Server:
     async def _create_segment(self) -> Segment:
         """Creates the arena's memory. Waits a little where engines still map the memory of a predecessor."""
         deadline = time.monotonic() + PREDECESSOR_S
+        if free_bytes() < self.config.memory:
+            log.info("waits for memory that engines of a predecessor may still map", longest_s=PREDECESSOR_S)
         while free_bytes() < self.config.memory and time.monotonic() < deadline:
             await asyncio.sleep(EXPIRE_EVERY_S)
         check_free(self.config.memory)

@@ -24,12 +24,11 @@ def bind_path(path: str, mode: int, bind: Callable[[], object]) -> None:
         if _is_live(path):
             raise ConfigError(f"another server listens on {path}; stop that server, or give --unix-listen another path")
         os.unlink(path)
-    before = os.umask(0o077)  # Until the mode is set, only this user may connect.
+    before = os.umask(0o777 & ~mode)  # A chmod after the bind would follow a link that has taken the socket's place.
     try:
         bind()
     finally:
         os.umask(before)
-    os.chmod(path, mode)
 
 
 def _is_live(path: str) -> bool:
