@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -37,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((nth for nth, path in enumerate(LONG_FILES) if item.nodeid.startswith(path)), len(LONG_FILES))
 
     items.sort(key=rank)
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A directory for Unix sockets, whose paths must be short. Other users may enter it, too."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -53,13 +53,13 @@ def test_the_server_says_how_to_point_vllm_at_it(shared_server: ServerProcess) -
     assert f'"endpoint":"{shared_server.endpoint}"' in shared_server.stdout
 
 
-def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer, tmp_path: Path) -> None:
-    path = tmp_path / "socket"
+def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer, socket_dir: Path) -> None:
+    path = socket_dir / "socket"
     server = pool_server("--unix-listen", str(path))
-    assert sorted(os.listdir(tmp_path)) == ["socket", "socket.memory"]
+    assert sorted(os.listdir(socket_dir)) == ["socket", "socket.memory"]
     server.terminate()
     assert server.wait() == 0
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(socket_dir) == []
     assert "Traceback" not in server.stderr
 
 

@@ -52,7 +52,7 @@ def _abstract_sockets() -> set[str]:
 
 
 @pytest.mark.parametrize("refused", ["listen", "http_listen", "data_listen", "kv_events", "tier"])
-def test_a_start_that_fails_leaves_nothing_behind(refused: str, tmp_path: Path) -> None:
+def test_a_start_that_fails_leaves_nothing_behind(refused: str, tmp_path: Path, socket_dir: Path) -> None:
     threads, children = _threads(), _children()
     tmp_path.joinpath("a file").touch()
     ports = {name: free_endpoint() for name in ("listen", "http_listen", "data_listen", "kv_events")}
@@ -66,12 +66,12 @@ def test_a_start_that_fails_leaves_nothing_behind(refused: str, tmp_path: Path) 
             kv_events=f"tcp://{told['kv_events']}",
             tier=(f"file:{directory},size=64MiB,create=yes",),
             memory=ByteSize(16 << 20),
-            unix_listen=str(tmp_path / "socket"),
+            unix_listen=str(socket_dir / "socket"),
         )
         server = Server(config)  # Referred to until the end: nothing that was left open is freed by chance.
         with pytest.raises(ConfigError, match="a file" if refused == "tier" else taken):
             asyncio.run(server.start())
-        assert not list(tmp_path.glob("socket*")) and not _abstract_sockets()
+        assert not list(socket_dir.iterdir()) and not _abstract_sockets()
         for address in ports.values():
             host, port = address.split(":")
             socket.create_server((host, int(port))).close()

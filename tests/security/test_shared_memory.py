@@ -7,8 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -144,14 +143,6 @@ def _store_a(server: ServerProcess, connect: Connect) -> str:
     return payload("a", CHUNK).tobytes().hex()
 
 
-@pytest.fixture
-def open_dir() -> Iterator[Path]:
-    """A directory that every user can enter; pytest's are the runner's own."""
-    with tempfile.TemporaryDirectory() as path:
-        os.chmod(path, 0o755)
-        yield Path(path)
-
-
 AS_A_STRANGER = """
 become(65534)
 token = load_a(sys.argv[1])
@@ -203,9 +194,9 @@ def test_a_client_takes_no_memory_from_another_user() -> None:
 @needs_root
 @pytest.mark.parametrize(("mode", "transport"), [("0666", "shm"), ("0600", "")])
 def test_the_mode_of_the_unix_socket_says_which_users_share_memory(
-    mode: str, transport: str, pool_server: StartServer, connect: Connect, open_dir: Path
+    mode: str, transport: str, pool_server: StartServer, connect: Connect, socket_dir: Path
 ) -> None:
-    path = open_dir / "kvpool.sock"
+    path = socket_dir / "kvpool.sock"
     server = pool_server("--unix-listen", str(path), "--unix-mode", mode)
     for each in (path, Path(memory_path(str(path)))):
         assert each.stat().st_mode & 0o777 == int(mode, 8)
@@ -238,9 +229,9 @@ except OSError:
     reason="this system gives users no namespaces of their own",
 )
 def test_a_container_shares_memory_by_the_directory_of_the_socket_alone(
-    pool_server: StartServer, connect: Connect, tmp_path: Path
+    pool_server: StartServer, connect: Connect, socket_dir: Path
 ) -> None:
-    path = tmp_path / "kvpool.sock"
+    path = socket_dir / "kvpool.sock"
     server = pool_server("--unix-listen", str(path))
     block = _store_a(server, connect)
     choice, loaded = _in_another_process(IN_A_CONTAINER, f"unix:{path}", server.endpoint, prefix=ISOLATED)

@@ -58,6 +58,7 @@ class ServerProcess:
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
+        unix_endpoint: unix:PATH; empty without --unix-listen.
         http_url: of /metrics and /healthz.
         started_s: seconds from the start of the process until Ping was answered.
     """
@@ -68,6 +69,7 @@ class ServerProcess:
             "--http-listen": "127.0.0.1:0",
             "--memory": "8MiB",
         }
+        self.unix_endpoint = f"unix:{flags[flags.index('--unix-listen') + 1]}" if "--unix-listen" in flags else ""
         missing = [part for flag, value in defaults.items() if flag not in flags for part in (flag, value)]
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))
