@@ -304,7 +304,7 @@ class SegmentInfo:
     nbytes: int
     nonce: bytes
     nonce_offset: int
-    token: bytes = b""
+    token: bytes
 
 
 @dataclass(frozen=True, slots=True)

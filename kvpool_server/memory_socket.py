@@ -100,6 +100,8 @@ class MemorySocket:
             descriptor = self._descriptor_of(request[len(MAGIC) :]) if is_request else None
             if descriptor is not None:
                 socket.send_fds(client, [MAGIC], [descriptor])
+                pid, uid = peer_of(client)
+                log.debug("handed out shared memory", pid=pid, uid=uid)
             elif request:
                 self._refuse(client, "not the token of this server's memory")
         except BlockingIOError:

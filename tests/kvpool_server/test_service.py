@@ -40,6 +40,7 @@ from kvpool.hashing import checksum
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
 from kvpool.rpc import Namespace, PendingLookup
+from kvpool.segment import NAME
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.transport.choice import choose
@@ -905,9 +906,9 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
     assert _leading(other, theirs, run_of("new")) == 0
     wait_for(lambda: other.admin.stats().num_tickets == 0, "the old handle's ticket is given back")
 
-    assert f"kvpool-{old_pid}-" in Path("/proc/self/maps").read_text() or transport == "tcp"
+    assert f"/memfd:{NAME}{old_pid} " in Path("/proc/self/maps").read_text() or transport == "tcp"
     reopened = client.open_namespace(spec)
-    wait_for(lambda: f"kvpool-{old_pid}-" not in Path("/proc/self/maps").read_text(), "the old memory is let go")
+    wait_for(lambda: f"/memfd:{NAME}{old_pid} " not in Path("/proc/self/maps").read_text(), "the old memory is let go")
     assert reopened.boot_token == theirs.boot_token
     assert _load(client, reopened, run) == [payload("anew", CHUNK).tobytes()]
     assert _leading(client, reopened, run_of("b")) == 0
