@@ -19,6 +19,7 @@ from kvpool.unix_socket import memory_path, socket_path
 
 MAGIC = b"kvpoolm1"
 TOKEN_BYTES = 16
+NAME_BYTES = 16
 REQUEST_BYTES = len(MAGIC) + TOKEN_BYTES
 _ABSTRACT_PREFIX = b"\0kvpool-"
 _MAX_DESCRIPTORS = 8
@@ -30,7 +31,7 @@ Address = str | bytes
 
 def abstract_name(token: bytes) -> bytes:
     """The name of the memory socket for clients that reach gRPC by TCP. It does not give the token away."""
-    return _ABSTRACT_PREFIX + hashlib.blake2b(token, digest_size=16).hexdigest().encode()
+    return _ABSTRACT_PREFIX + hashlib.blake2b(token, digest_size=NAME_BYTES).hexdigest().encode()
 
 
 def memory_address(endpoint: str, token: bytes) -> Address:
