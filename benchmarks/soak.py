@@ -112,7 +112,7 @@ class World:
     def _server(self, nth: int, endpoint: str, master_port: int) -> Process:
         command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", ""]
         command += ["--data-listen", "127.0.0.1:0", "--memory", MEMORY, "--grace-ms", "200", "--max-ttl-ms", "5000"]
-        command += ["--shm-dir", "/dev/shm", "--log-level", "error"]
+        command += ["--log-level", "error"]
         write = "back" if nth == SERVERS - 1 else "through"
         command += ["--tier", f"file:{self.tier},size={TIER},name=server-{nth},write={write},create=yes"]
         if nth:  # The first has the directory alone: a dead master is then no excuse for a miss.

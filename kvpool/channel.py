@@ -16,6 +16,7 @@ from kvpool.errors import ConfigError
 from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.tls import WatchedIdentity
 from kvpool.tokens import read_token
+from kvpool.unix_socket import grpc_target, socket_path
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import WatchedFiles
 from kvpool.wire import MAX_MESSAGE_BYTES
@@ -61,18 +62,21 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
             f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
             "with the authority of the server's certificate (ca)"
         )
-    if not (config.insecure_network or is_loopback(config.endpoint.rpartition(":")[0])):
+    is_here = bool(socket_path(config.endpoint)) or is_loopback(config.endpoint.rpartition(":")[0])
+    if not (config.insecure_network or is_here):
         raise ConfigError(
             f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
             "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network"
         )
-    return grpc.insecure_channel(config.endpoint, options=_OPTIONS)
+    return grpc.insecure_channel(grpc_target(config.endpoint), options=_OPTIONS)
 
 
 def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:
     files = identity.value
     credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
-    return grpc.secure_channel(endpoint, credentials, options=_OPTIONS)
+    # A Unix socket has no host name for the server's certificate to prove; every certificate of ours names this one.
+    authority = [("grpc.default_authority", "localhost")] if socket_path(endpoint) else []
+    return grpc.secure_channel(grpc_target(endpoint), credentials, options=[*_OPTIONS, *authority])
 
 
 class RenewedChannel(grpc.Channel):

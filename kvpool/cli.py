@@ -54,7 +54,7 @@ CLEAR_TIMEOUT_MS = 20_000
 _TRUST: ContextVar[dict[str, Any]] = ContextVar("options of all commands")
 """Fields of `ClientConfig`, from the options that stand before the command."""
 
-Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT of the server.")]
+Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT or unix:PATH of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

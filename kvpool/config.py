@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
 from kvpool.tls import TlsFiles
+from kvpool.unix_socket import check_path, socket_path
 
 TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mooncake", "stream")
 """What `ClientConfig.transport` accepts; `kvpool.transport.choice` says which transports each value tries."""
@@ -15,7 +16,16 @@ MAX_CONNECTIONS = 16
 
 
 def check_endpoint(endpoint: str) -> str:
-    """Returns `endpoint`; raises ConfigError unless it has the form HOST:PORT."""
+    """Returns `endpoint`; raises ConfigError unless it has the form HOST:PORT or unix:PATH."""
+    if endpoint.startswith("unix://"):
+        path = endpoint.removeprefix("unix://")
+        raise ConfigError(f"endpoint {endpoint!r} is not unix:PATH; leave out //, and give {'unix:' + path!r}")
+    if endpoint.startswith("unix:"):
+        try:
+            check_path(socket_path(endpoint))
+        except ValueError as error:
+            raise ConfigError(f"endpoint {endpoint!r}: {error}") from None
+        return endpoint
     if "://" in endpoint:
         scheme, _, rest = endpoint.partition("://")
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT; leave out {scheme}://, and give {rest!r}")
@@ -38,7 +48,7 @@ class ClientConfig:
     """How a client reaches its pool.
 
     Args:
-        endpoint: HOST:PORT of the server.
+        endpoint: HOST:PORT of the server, or unix:PATH of its Unix socket.
         transport: how bytes travel: "shm" (same host), "tcp" (the server's data port), "grpc" (slow), "mooncake"
             (Transfer Engine), or "auto": the first that works of shm, mooncake over RDMA, tcp, grpc. "stream" is "auto"
             without shm.
@@ -72,6 +82,11 @@ class ClientConfig:
         check_endpoint(self.endpoint)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.transport in ("tcp", "mooncake") and socket_path(self.endpoint):
+            raise ConfigError(
+                f"transport={self.transport} needs an endpoint HOST:PORT; over the Unix socket {self.endpoint!r} bytes "
+                "travel by shm or grpc"
+            )
         if not isinstance(self.stream_connections, int) or not 0 <= self.stream_connections <= MAX_CONNECTIONS:
             raise ConfigError(f"stream_connections is {self.stream_connections!r}; give 0 to {MAX_CONNECTIONS}")
         if not isinstance(self.local_clients, int) or self.local_clients < 1:

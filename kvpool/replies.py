@@ -23,6 +23,7 @@ from kvpool import wire
 from kvpool.data_port import NONCE_BYTES, PERMIT_BYTES, PERMIT_KEY_BYTES
 from kvpool.errors import InvalidReplyError, InvalidRequestError
 from kvpool.holdings import NamespaceInfo, escaped
+from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
 from kvpool.types import (
     HASH_BYTES,
@@ -55,7 +56,6 @@ MAX_ENTRIES = 4_096
 """Most namespaces, quotas, counters or tiers in one answer."""
 MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
-MAX_PATH_CHARS = 4_096
 MAX_HOST_CHARS = 253
 
 METHOD_LIMITS = {"Get": 40 << 20, "ListNamespaces": 8 << 20, "GetChunks": wire.MAX_MESSAGE_BYTES,
@@ -115,9 +115,7 @@ def offer(reply: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
         _in("segment.nbytes", reply.segment.nbytes, 1, MAX_ARENA_BYTES)
         _is("segment.nonce's size", len(reply.segment.nonce), NONCE_BYTES)
         _is("segment.nonce_offset", reply.segment.nonce_offset, reply.segment.nbytes)
-        _text("segment.path", reply.segment.path, MAX_PATH_CHARS)
-        if not reply.segment.path.isprintable():
-            raise InvalidReplyError("the server's segment.path has characters that cannot be printed")
+        _is("segment.token's size", len(reply.segment.token), TOKEN_BYTES)
     if reply.HasField("mooncake"):
         engine = reply.mooncake
         _in("mooncake.nbytes", engine.nbytes, 1, MAX_ARENA_BYTES)

@@ -1,10 +1,8 @@
-"""The shared-memory object that holds the arena, and how another process proves that it sees the same one.
+"""The memory that holds the arena: an anonymous file (memfd), which other processes map by a descriptor of it.
 
-The file is in a RAM-backed directory (/dev/shm). Its last page holds a nonce: a client that reads the same nonce there
-as the server sent over gRPC shares the server's memory, whatever container or host name either of them has.
-
-The creator keeps an exclusive flock on the file. A file without a lock belongs to a dead server; the next server
-removes it (`sweep`).
+The file has no path: a process inherits the descriptor, or receives it from the memory socket. The file is sealed:
+nobody can shrink or grow it, so no process can end another by SIGBUS. Its last page holds a nonce: a client that reads
+the nonce there that came over gRPC shares the memory of that server, and of that boot.
 """
 
 from __future__ import annotations
@@ -14,19 +12,21 @@ import ctypes
 import fcntl
 import mmap
 import os
-import re
 import secrets
+import stat
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError, TransferError
+from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.types import SegmentInfo
 
-PREFIX = "kvpool-"
+NAME = "kvpool-"
+"""With the server's process id behind it: /proc/PID/maps shows which server's memory a process maps."""
+
 TRAILER_BYTES = mmap.PAGESIZE
 NONCE_BYTES = 16
 MAP_STEP_BYTES = 4 << 20
@@ -35,9 +35,8 @@ IDLE_NICE = 19
 MAP_AHEAD = "kvpool-map-ahead"
 MAP_POLL_S = 0.1
 MAP_AHEAD_S = 600.0
-MEMORY_FILE_SYSTEM = "tmpfs"
-"""Neither ramfs, which does not report its free space, nor hugetlbfs, which does not support write(2)."""
-_ESCAPED = re.compile(r"\\([0-7]{3})")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MFD_NOEXEC_SEAL = 8
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,13 +48,19 @@ class Segment:
     """A mapped segment. `bytes` is the arena, uint8 [nbytes], writable; `whole` is the arena with the trailer page.
 
     Threads may read and write disjoint parts of `bytes` freely; `close` only after they have ended.
+
+    Args:
+        fd: of the file; closed with the segment.
+        nbytes: of the arena.
+
+    Attributes:
+        token: clients present it at the memory socket; in the process that made the segment alone, else empty.
     """
 
-    def __init__(self, fd: int, path: str, nbytes: int, owner: bool):
-        self.path = path
+    def __init__(self, fd: int, nbytes: int):
         self.nbytes = nbytes
+        self.token = b""
         self._fd = fd
-        self._owner = owner
         self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = np.frombuffer(self._map, dtype=np.uint8)
         self.whole: Bytes = whole
@@ -64,67 +69,58 @@ class Segment:
         self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
 
     def __repr__(self) -> str:
-        return f"Segment({self.path}, {self.nbytes} bytes, {'owner' if self._owner else 'attached'})"
+        return f"Segment({self.nbytes} bytes, descriptor {self._fd})"
 
     @classmethod
-    def create(cls, directory: str, nbytes: int) -> Segment:
-        """Makes a segment of `nbytes`, not yet backed by memory (see `populate`).
-
-        Raises ConfigError if the directory cannot hold the segment.
-        """
-        path = os.path.join(directory, f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
-        unlocked = os.path.join(directory, f".{os.path.basename(path)}")  # A name that `sweep` skips.
+    def create(cls, nbytes: int) -> Segment:
+        """Makes a segment of `nbytes`, not yet backed by memory (see `populate`). Raises ConfigError if that fails."""
         try:
-            _require_memory(directory)
-            space = os.statvfs(directory)
-            available = space.f_bavail * space.f_frsize
-            if nbytes + TRAILER_BYTES > available:
-                raise ConfigError(
-                    f"{directory} has {available} bytes free, and the arena needs {nbytes}; "
-                    "lower --memory, or give the directory more (docker: --shm-size)"
-                )
-            fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = _anonymous_file(f"{NAME}{os.getpid()}")
         except OSError as error:
-            raise ConfigError(f"cannot make shared memory in {directory!r}: {error}; see --shm-dir") from error
+            raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, nbytes + TRAILER_BYTES)
             os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
-            segment = cls(fd, path, nbytes, owner=True)
-            os.rename(unlocked, path)
+            segment = cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            Path(unlocked).unlink(missing_ok=True)
-            raise ConfigError(f"cannot make {nbytes} bytes of shared memory in {directory!r}: {error}") from error
+            raise ConfigError(
+                f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory"
+            ) from error
+        segment.token = secrets.token_bytes(TOKEN_BYTES)
         segment._advise(0, nbytes, _MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # See `is_sealed`.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         return segment
 
     @classmethod
-    def attach(cls, info: SegmentInfo) -> Segment:
-        """Maps another process's segment.
+    def attach(cls, fd: int, info: SegmentInfo) -> Segment:
+        """Maps memory whose descriptor another process has sent. `fd` is closed with the segment, or on failure.
 
-        Raises TransferError if the segment is not on this host, or belongs to another server.
+        Raises TransferError if it is not the sealed memory that the server has announced.
         """
         try:
-            fd = os.open(info.path, os.O_RDWR | os.O_CLOEXEC)
+            _check(fd, info)
+            return cls(fd, info.nbytes)
         except OSError as error:
-            raise TransferError(f"no shared memory at {info.path}: {error.strerror}") from error
-        try:
-            if os.fstat(fd).st_size != info.nbytes + TRAILER_BYTES:
-                raise TransferError(f"the shared memory at {info.path} has another size than the server's")
-            segment = cls(fd, info.path, info.nbytes, owner=False)
-        except BaseException as error:
             os.close(fd)
-            if isinstance(error, (OSError, ValueError)):
-                raise TransferError(f"cannot map the shared memory at {info.path}: {error}") from error
+            raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
+        except BaseException:
+            os.close(fd)
             raise
-        if segment.nonce != info.nonce:
-            segment.close()
-            raise TransferError(f"the shared memory at {info.path} is another server's")
-        return segment
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file; -1 once closed."""
+        return self._fd
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the size is fixed. If the system has no seals, no client may map the memory."""
+        return _seals(self._fd) & SEALS == SEALS
 
     def info(self) -> SegmentInfo:
-        return SegmentInfo(self.path, self.nbytes, self.nonce, self.nbytes)
+        return SegmentInfo(self.nbytes, self.nonce, self.nbytes, self.token)
 
     def populate(self, start: int, nbytes: int) -> None:
         """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
@@ -172,7 +168,7 @@ class Segment:
         return 0 if _libc.madvise(address, ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
 
     def close(self) -> None:
-        """Unmaps (once the last view is gone) and, for the owner, removes the file. Idempotent."""
+        """Unmaps, once the last view is gone. The memory is free when no process maps it any more. Idempotent."""
         if self._fd < 0:
             return
         self.whole = self.bytes = np.empty(0, np.uint8)
@@ -180,64 +176,35 @@ class Segment:
             self._map.close()
         except BufferError:
             pass  # A view still exists; the mapping ends with it.
-        if self._owner:
-            Path(self.path).unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
 
 
-def _require_memory(directory: str) -> None:
-    """Raises ConfigError if a directory is not on a tmpfs, OSError if it cannot be read."""
-    real = os.path.realpath(directory, strict=True)
-    kind, mount_point = mount_of(real, Path("/proc/self/mountinfo").read_text())
-    if kind != MEMORY_FILE_SYSTEM:
-        raise ConfigError(
-            f"{directory} is on a file system of type {kind} (mounted at {mount_point}), and the arena has to be in "
-            "memory; give a directory on a tmpfs, such as /dev/shm (Kubernetes: an emptyDir with medium: Memory); "
-            "see --shm-dir"
-        )
-
-
-def mount_of(path: str, mountinfo: str) -> tuple[str, str]:
-    """Type and mount point of the file system of an absolute path without links.
-
-    Args:
-        mountinfo: as in /proc/self/mountinfo, see proc(5).
-    """
-    found = ("unknown", "")
-    for line in mountinfo.splitlines():
-        mount, _, source = line.partition(" - ")
-        mount_point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount.split()[4])
-        is_below = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
-        if is_below and len(mount_point) >= len(found[1]):  # A later mount on the same point hides the earlier.
-            found = (source.split()[0], mount_point)
-    return found
-
-
-def could_hold(directory: str, nbytes: int) -> bool:
-    """Whether a segment would fit into the directory if it were empty."""
+def _anonymous_file(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        _require_memory(directory)
-        space = os.statvfs(directory)
-    except (ConfigError, OSError):
-        return False
-    return nbytes + TRAILER_BYTES <= space.f_blocks * space.f_frsize
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError:  # Linux before 6.3 has no MFD_NOEXEC_SEAL, which later systems may demand (vm.memfd_noexec).
+        return os.memfd_create(name, flags)
 
 
-def sweep(directory: str) -> list[str]:
-    """Removes the segments of dead servers; returns their paths."""
-    removed = []
-    for path in Path(directory).glob(f"{PREFIX}*"):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # Of another user, or gone.
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(str(path))
-        except BlockingIOError:
-            pass  # Its server lives.
-        finally:
-            os.close(fd)
-    return removed
+def _seals(fd: int) -> int:
+    """The seals of a file; 0 if files of its kind have none."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0
+
+
+def _check(fd: int, info: SegmentInfo) -> None:
+    """Raises TransferError if a file is not the memory that a server has announced. Nothing is mapped before that."""
+    found = os.fstat(fd)
+    why = ""
+    if not stat.S_ISREG(found.st_mode) or _seals(fd) & SEALS != SEALS:  # Only memory can be sealed.
+        why = "no memory whose size is sealed"
+    elif found.st_size != info.nbytes + TRAILER_BYTES:
+        why = f"memory of another size than it announced ({found.st_size - TRAILER_BYTES} for {info.nbytes} bytes)"
+    elif os.pread(fd, NONCE_BYTES, info.nbytes) != info.nonce:
+        why = "another server's memory"
+    if why:
+        raise TransferError(f"no shared memory: the server's memory socket sent {why}")

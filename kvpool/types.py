@@ -293,12 +293,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """Where the arena's shared memory is, and the nonce that a client must find there."""
+    """The arena's shared memory.
 
-    path: str
+    Args:
+        nbytes: of the arena.
+        nonce: also in the memory, at `nonce_offset`.
+        token: what the memory socket demands before it hands the memory out.
+    """
+
     nbytes: int
     nonce: bytes
     nonce_offset: int
+    token: bytes
 
 
 @dataclass(frozen=True, slots=True)

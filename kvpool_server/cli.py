@@ -17,6 +17,7 @@ import typer
 
 from kvpool.errors import ConfigError
 from kvpool.quotas import size_text
+from kvpool.unix_socket import SCHEME
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
@@ -43,6 +44,8 @@ def serve(
     listen: Annotated[str | None, typer.Option(help=_help("listen"))] = None,
     memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
+    unix_listen: Annotated[str | None, typer.Option(help=_help("unix_listen"))] = None,
+    unix_mode: Annotated[str | None, typer.Option(help=_help("unix_mode"))] = None,
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
     data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
     tls_cert: Annotated[str | None, typer.Option(help=_help("tls_cert"))] = None,
@@ -54,7 +57,6 @@ def serve(
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
     tier: Annotated[list[str] | None, typer.Option(help=_help("tier"))] = None,
     quota: Annotated[list[str] | None, typer.Option(help=_help("quota"))] = None,
-    shm_dir: Annotated[str | None, typer.Option(help=_help("shm_dir"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
     mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,
@@ -123,16 +125,18 @@ async def _run(settings: ServerConfig) -> None:
             "--data-listen; give it an address that they can reach"
         )
     endpoint = f"{host}:{server.port}"
-    transfer_config = _kv_transfer_config(endpoint)
+    unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
+    transfer_config = _kv_transfer_config(unix_endpoint or endpoint)
     if settings.log_format == "json":
         log.info(
             "ready",
             endpoint=endpoint,
+            unix_endpoint=unix_endpoint or None,
             metrics_and_health=_http_url(server),
             kv_transfer_config=transfer_config,
         )
     else:
-        typer.echo(_welcome(endpoint, server, transfer_config))
+        typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
     try:
         await stopping
     finally:
@@ -153,9 +157,9 @@ def _kv_transfer_config(endpoint: str) -> dict[str, Any]:
     }
 
 
-def _welcome(endpoint: str, server: Server, transfer_config: dict[str, Any]) -> str:
+def _welcome(endpoints: str, server: Server, transfer_config: dict[str, Any]) -> str:
     size = size_text(server.pool.arena.arena_bytes)
-    return f"""kvpool-server {__version__}: {size} on {endpoint}; metrics and health: {_http_url(server)}
+    return f"""kvpool-server {__version__}: {size} on {endpoints}; metrics and health: {_http_url(server)}
 Point vLLM at it:
   vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\
     '{json.dumps(transfer_config, separators=(",", ":"))}'

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.quotas import parse_quota
+from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.tiers.registry import parse
@@ -52,6 +53,16 @@ class ServerConfig(BaseModel):
     http_listen: str = Field(
         "127.0.0.1:50052",
         description="HOST:PORT for /metrics and /healthz; port 0 takes any free port. Empty: no HTTP.",
+    )
+    unix_listen: str = Field(
+        "",
+        description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
+        "Engines in other containers that mount its directory share memory (endpoint unix:PATH). Empty: none.",
+    )
+    unix_mode: str = Field(
+        "0600",
+        description="Permissions of both Unix sockets, in octal: who may connect may read and write the pool. 0660 for "
+        "a common group, 0666 for everybody who sees the path.",
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
@@ -109,10 +120,6 @@ class ServerConfig(BaseModel):
         "namespace:PREFIX=SIZE with the first characters of a fingerprint. Repeat the flag for several quotas; in the "
         "environment, separate them with commas.",
     )
-    shm_dir: str = Field(
-        "/dev/shm",
-        description="RAM-backed directory (tmpfs) for the arena's shared memory, which clients on this host map.",
-    )
     mooncake: Literal["off", "tcp", "rdma"] = Field(
         "off", description="Whether clients may also move bytes through Mooncake's Transfer Engine: off, tcp or rdma."
     )
@@ -167,6 +174,18 @@ class ServerConfig(BaseModel):
     def _check_address(cls, value: str, info: ValidationInfo) -> str:
         if value or info.field_name == "listen":
             split_address(value)
+        return value
+
+    @field_validator("unix_listen")
+    @classmethod
+    def _check_unix_listen(cls, value: str) -> str:
+        return check_path(value) if value else value
+
+    @field_validator("unix_mode")
+    @classmethod
+    def _check_unix_mode(cls, value: str) -> str:
+        if not re.fullmatch("0?[0-7]{3}", value):
+            raise ValueError("not permissions; give three octal digits, such as 0660")
         return value
 
     @field_validator("policy")
@@ -232,6 +251,10 @@ class ServerConfig(BaseModel):
         if value < 1 << 20:
             raise ValueError("give at least 1MiB")
         return value
+
+    @property
+    def unix_mode_bits(self) -> int:
+        return int(self.unix_mode, 8)
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -11,12 +13,14 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
 from kvpool.errors import KVPoolError, PermissionDeniedError, UnauthenticatedError
+from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
 from kvpool_server.access.caller import CALLER, Context, Who, check_call
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.socket_path import bind_path, cannot_bind
 
 INBOUND_BYTES = 4 << 20
 """What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
@@ -129,7 +133,10 @@ class GrpcServer:
     """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
     Args:
-        credentials: of TLS; None: plaintext.
+        listen: HOST:PORT.
+        unix_path: of a Unix socket, where gRPC listens, too; empty: none.
+        unix_mode: permissions of that socket.
+        credentials: of TLS, on both; None: plaintext.
         who, audit: as of `RpcInterceptor`.
     """
 
@@ -138,6 +145,8 @@ class GrpcServer:
         listen: str,
         service: PoolService,
         metrics: RpcMetrics,
+        unix_path: str = "",
+        unix_mode: int = 0o600,
         credentials: grpc.ServerCredentials | None = None,
         who: Who | None = None,
         audit: AuditLog | None = None,
@@ -160,12 +169,22 @@ class GrpcServer:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         try:
-            if credentials is None:
-                self.port = self._server.add_insecure_port(listen)
-            else:
-                self.port = self._server.add_secure_port(listen, credentials)
+            self.port = self._add_port(listen, credentials)
         except RuntimeError:
             raise cannot_listen(listen, "gRPC", "--listen", why_not_listening(listen)) from None
+        if unix_path:
+            target = grpc_target(SCHEME + unix_path)
+            try:
+                bind_path(unix_path, unix_mode, lambda: self._add_port(target, credentials))
+            except OSError as error:
+                raise cannot_bind(unix_path, error) from None
+            except RuntimeError:
+                raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
+
+    def _add_port(self, target: str, credentials: grpc.ServerCredentials | None) -> int:
+        if credentials is None:
+            return self._server.add_insecure_port(target)
+        return self._server.add_secure_port(target, credentials)
 
     async def start(self) -> None:
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)

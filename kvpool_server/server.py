@@ -14,10 +14,12 @@ import structlog
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
+from kvpool.memory_socket import abstract_name
 from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
-from kvpool.segment import Segment, could_hold, sweep
+from kvpool.segment import Segment
 from kvpool.types import MooncakeInfo, Offer, PoolStats
+from kvpool.unix_socket import memory_path
 from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.caller import Certificates, Tokens, Who
@@ -39,8 +41,9 @@ from kvpool_server.events.publisher import Publisher
 from kvpool_server.exposure import check_exposure, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
+from kvpool_server.memory_socket import MemorySocket
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
-from kvpool_server.prefault import Prefault, check_fits
+from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
@@ -95,7 +98,7 @@ class Server:
         log.info(
             "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{self.port}",
             http_port=self.http_port or None, data_port=self.data.info.port if self.data else None,
-            arena_bytes=self.pool.arena.arena_bytes, segment=self._segment.path,
+            unix=self.config.unix_listen or None, arena_bytes=self.pool.arena.arena_bytes,
         )  # fmt: skip
 
     async def _start(self) -> None:
@@ -119,6 +122,7 @@ class Server:
         self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [each.write == "back" for each in options])
         self._prefault = Prefault(self._segment, self.pool.arena)
         self._open.push_async_callback(self._prefault.close)
+        self._hand_out_memory()
         metrics = self._serve_http()
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
@@ -162,20 +166,29 @@ class Server:
 
     async def _create_segment(self) -> Segment:
         """Creates the arena's memory. Waits a little where engines still map the memory of a predecessor."""
-        directory, nbytes = self.config.shm_dir, self.pool.arena.arena_bytes
-        for path in sweep(directory):
-            log.info("removed the memory of a dead server", path=path)
         deadline = time.monotonic() + PREDECESSOR_S
-        while True:
-            try:
-                segment = Segment.create(directory, nbytes)
-            except ConfigError:
-                if time.monotonic() > deadline or not could_hold(directory, nbytes):
-                    raise
-            else:
-                self._open.callback(segment.close)
-                return segment
+        if free_bytes() < self.config.memory:
+            log.info("waits for memory that engines of a predecessor may still map", longest_s=PREDECESSOR_S)
+        while free_bytes() < self.config.memory and time.monotonic() < deadline:
             await asyncio.sleep(EXPIRE_EVERY_S)
+        check_free(self.config.memory)
+        segment = Segment.create(self.pool.arena.arena_bytes)
+        self._open.callback(segment.close)
+        return segment
+
+    def _hand_out_memory(self) -> None:
+        """Opens the sockets by which clients get the arena's memory; they need no gRPC to answer."""
+        segment, config = self._segment, self.config
+        if not segment.is_sealed:
+            log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
+            return
+
+        def descriptor_of(token: bytes) -> int | None:
+            return segment.fd if secrets.compare_digest(token, segment.token) else None
+
+        self._open.callback(MemorySocket(abstract_name(segment.token), descriptor_of).close)
+        if path := config.unix_listen:
+            self._open.callback(MemorySocket(memory_path(path), descriptor_of, config.unix_mode_bits).close)
 
     def _serve_http(self) -> RpcMetrics:
         registry = CollectorRegistry()
@@ -200,7 +213,7 @@ class Server:
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
         try:
-            workers = DataWorkers(host, port, told, self._segment.info(), permits)
+            workers = DataWorkers(host, port, told, self._segment, permits)
         except OSError as error:
             raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._open.push_async_callback(asyncio.to_thread, workers.stop)
@@ -237,6 +250,7 @@ class Server:
 
     def _offer(self) -> Offer:
         segment, engine = self._segment.info(), self.engine
+        shared = segment if self._segment.is_sealed else None
         data_port = self.data.info if self.data is not None else None
         mooncake = None
         if engine is not None:
@@ -244,7 +258,7 @@ class Server:
             mooncake = MooncakeInfo(
                 engine.session, engine.protocol, address, segment.nbytes, segment.nonce, segment.nonce_offset
             )
-        return Offer(PIECE_BYTES, segment, mooncake, data_port)
+        return Offer(PIECE_BYTES, shared, mooncake, data_port)
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         service = PoolService(
@@ -257,12 +271,13 @@ class Server:
             self._permits,
             self._who,
         )
-        audit = None
-        if self.config.audit_log:
-            audit = AuditLog(self.config.audit_log)
+        config, audit = self.config, None
+        if config.audit_log:
+            audit = AuditLog(config.audit_log)
             self._open.push_async_callback(asyncio.to_thread, audit.close)
         credentials = None if self._credentials is None else self._credentials.for_grpc()
-        self._grpc = GrpcServer(self.config.listen, service, metrics, credentials, self._who, audit)
+        unix = config.unix_listen, config.unix_mode_bits
+        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, self._who, audit)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()

@@ -26,7 +26,15 @@ from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolS
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
-from kvpool_server.access.caller import CALLER, Who, check_all_tenants, check_tenant, is_visible, may_see_quota
+from kvpool_server.access.caller import (
+    CALLER,
+    Who,
+    check_all_tenants,
+    check_tenant,
+    is_visible,
+    may_see_quota,
+    may_use_memory,
+)
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.data_plane.permits import PermitTable
@@ -333,7 +341,9 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
-        return wire.encode_pong(__version__, uptime, self._offer, self._boot_token, self._pool.num_opened)
+        # Where memory lies, and the token that hands it out, are for those who may use it.
+        offer = self._offer if may_use_memory() else dataclasses.replace(self._offer, segment=None, mooncake=None)
+        return wire.encode_pong(__version__, uptime, offer, self._boot_token, self._pool.num_opened)
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
         caller = CALLER.get()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -43,24 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-@pytest.fixture(scope="session")
-def shm_dir() -> Iterator[str]:
-    """A RAM-backed directory of this test run, so that no other server sweeps it."""
-    path = tempfile.mkdtemp(prefix="test-kvpool-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.fixture
-def ram_dir(shm_dir: str) -> Iterator[Path]:
-    """A RAM-backed directory of the test's own."""
-    with tempfile.TemporaryDirectory(dir=shm_dir) as path:
+def socket_dir() -> Iterator[Path]:
+    """A directory for Unix sockets, whose paths must be short. Other users may enter it, too."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-") as path:
+        os.chmod(path, 0o755)
         yield Path(path)
 
 
 @pytest.fixture(scope="session")
-def _shared_process(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[tuple[ServerProcess, Client]]:
-    server = ServerProcess(tmp_path_factory.mktemp("shared"), shm_dir, "--memory", "64MiB", "--grace-ms", "100")
+def _shared_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Client]]:
+    server = ServerProcess(tmp_path_factory.mktemp("shared"), "--memory", "64MiB", "--grace-ms", "100")
     with Client(ClientConfig(endpoint=server.endpoint, timeout_ms=60_000)) as client:
         yield server, client
     server.stop()
@@ -79,15 +72,13 @@ def shared_server(_shared_process: tuple[ServerProcess, Client]) -> ServerProces
 
 
 @pytest.fixture
-def pool_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[StartServer]:
+def pool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Starts servers of the test's own: `pool_server("--grace-ms", "100")`."""
     log_dir = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
 
-        def start(
-            *flags: str, shm_dir: str = shm_dir, environment: Mapping[str, str] = {}, **client: Any
-        ) -> ServerProcess:
-            server = ServerProcess(log_dir, shm_dir, *flags, environment=environment, **client)
+        def start(*flags: str, environment: Mapping[str, str] = {}, **client: Any) -> ServerProcess:
+            server = ServerProcess(log_dir, *flags, environment=environment, **client)
             stack.callback(server.stop)
             return server
 

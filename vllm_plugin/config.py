@@ -31,7 +31,7 @@ class ConnectorConfig:
     """The keys of `kv_connector_extra_config`.
 
     Args:
-        endpoint: HOST:PORT of the kvpool-server.
+        endpoint: HOST:PORT of the kvpool-server, or unix:PATH of its Unix socket.
         transport: "auto", "shm", "tcp", "grpc", "mooncake" or "stream"; see `ClientConfig`.
         lookup_timeout_ms: a lookup that takes longer is a miss, and a load without progress for so long fails.
         promotion_wait_ms: the longest time that a request waits for blocks on their way up from a tier of the pool;

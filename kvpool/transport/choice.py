@@ -16,6 +16,7 @@ import grpc
 
 from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import KVPoolError, TransferError
+from kvpool.memory_socket import memory_address, receive_memory
 from kvpool.mooncake import Engine, address_towards
 from kvpool.segment import Segment
 from kvpool.transport.base import Transport
@@ -25,6 +26,7 @@ from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.tcp import UNSUMMED_CONNECTIONS, TcpTransport, peer_of
 from kvpool.types import Offer
+from kvpool.unix_socket import socket_path
 
 PROVE_S = 3.0
 """Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
@@ -58,7 +60,9 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
     Raises:
         TransferError, UnavailableError, PoolTimeoutError, ConfigError: the last candidate does not work.
     """
-    *others, (_, attach_last) = CANDIDATES[config.transport].items()
+    has_host = not socket_path(config.endpoint)
+    candidates = CANDIDATES[config.transport].items()
+    *others, (_, attach_last) = [each for each in candidates if has_host or each[0] not in _BY_HOST]
     reasons: list[str] = []
     trouble = ""
     for name, attach in others:
@@ -78,8 +82,12 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.segment is None:
         raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; use transport=tcp")
+    token = offer.segment.token
+    timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)
+    fd = receive_memory(memory_address(config.endpoint, token), token, timeout_s)
+    segment = Segment.attach(fd, offer.segment)
     movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients)
-    return Choice(ShmTransport(Segment.attach(offer.segment), movers), "shm", "client and server share memory")
+    return Choice(ShmTransport(segment, movers), "shm", "client and server share memory")
 
 
 def _mooncake_over_rdma(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
@@ -144,6 +152,9 @@ CANDIDATES: dict[str, dict[str, Choose]] = {
     "mooncake": {"mooncake": _mooncake},
 }
 """For each value of `ClientConfig.transport`: what to try, in order. The first that attaches is used."""
+
+_BY_HOST = frozenset({"mooncake", "tcp"})
+"""Transports that reach the server by the host of the endpoint; the endpoint unix:PATH has none."""
 
 
 class Attachment:

@@ -135,3 +135,9 @@ def may_see_quota(subject: str) -> bool:
     """Whether the caller may know of a quota; a tenant knows of its own."""
     caller = CALLER.get()
     return caller is None or not caller.role.has_tenant or subject == f"tenant:{caller.tenant}"
+
+
+def may_use_memory() -> bool:
+    """Whether the caller may be told how bytes travel: whoever may open namespaces, which says so as well."""
+    caller = CALLER.get()
+    return caller is None or may_call(caller.role, "OpenNamespace")

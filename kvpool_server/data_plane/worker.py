@@ -22,7 +22,6 @@ import numpy as np
 from kvpool.data_port import MAGIC, NO_ROOM, Signer
 from kvpool.sealed_socket import RANDOM_BYTES
 from kvpool.segment import Segment
-from kvpool.types import SegmentInfo
 from kvpool_server.child_process import exit_with_server, receive_settings
 from kvpool_server.data_plane.admission import MAX_SEATS, Admission, Seat
 from kvpool_server.data_plane.connection import Connection
@@ -38,7 +37,7 @@ class WorkerSettings:
     """What the server tells a worker at its start.
 
     Args:
-        path, nbytes, segment_nonce: of the arena's segment.
+        segment_fd, nbytes: of the arena's segment.
         listen_fd: descriptor of the listening socket.
         tally_fd: descriptor of the memory where payload bytes are counted: uint64 [workers, TALLY_COLUMNS].
         entries_fd: descriptor of the table of live tickets and leases, see `permits.py`.
@@ -49,9 +48,8 @@ class WorkerSettings:
         sealed: whether connections are.
     """
 
-    path: str
+    segment_fd: int
     nbytes: int
-    segment_nonce: bytes
     listen_fd: int
     tally_fd: int
     entries_fd: int
@@ -64,7 +62,7 @@ class WorkerSettings:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WorkerSettings:
         """The settings as a worker receives them: bytes as hex."""
-        decoded = {name: bytes.fromhex(fields[name]) for name in ("segment_nonce", "key", "nonce")}
+        decoded = {name: bytes.fromhex(fields[name]) for name in ("key", "nonce")}
         return cls(**{**fields, **decoded})
 
 
@@ -152,7 +150,7 @@ def main() -> None:
     """Serves until the server ends."""
     settings = WorkerSettings.from_json(receive_settings())
     exit_with_server()
-    segment = Segment.attach(SegmentInfo(settings.path, settings.nbytes, settings.segment_nonce, settings.nbytes))
+    segment = Segment(settings.segment_fd, settings.nbytes)
     tallies = np.frombuffer(mmap.mmap(settings.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
     listener = socket.socket(fileno=settings.listen_fd)
     entries = map_words(settings.entries_fd, writable=False)

@@ -16,7 +16,8 @@ import numpy as np
 import structlog
 
 from kvpool.data_port import NONCE_BYTES
-from kvpool.types import DataPortInfo, SegmentInfo
+from kvpool.segment import Segment
+from kvpool.types import DataPortInfo
 from kvpool_server.child_process import ChildProcess
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
@@ -55,13 +56,14 @@ class DataWorkers:
     Args:
         host, port: where to listen; port 0 takes a free one.
         told_host: the host that clients are told to connect to; empty: the host of the server's endpoint.
+        segment: the arena's; open as long as the workers.
         permits: which permits the workers accept. It says how many workers there are.
 
     Attributes:
         info: what clients are told.
     """
 
-    def __init__(self, host: str, port: int, told_host: str, segment: SegmentInfo, permits: PermitTable):
+    def __init__(self, host: str, port: int, told_host: str, segment: Segment, permits: PermitTable):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._segment = segment
@@ -85,11 +87,9 @@ class DataWorkers:
         return {"read": read, "write": written}
 
     def _spawn(self, row: int) -> ChildProcess:
-        segment, permits = self._segment, self._permits
-        fds = (self._listener.fileno(), self._tally_fd, permits.entries_fd, permits.words_fd)
-        settings = WorkerSettings(
-            segment.path, segment.nbytes, segment.nonce, *fds, row, permits.key, self._nonce, permits.sealed
-        )
+        permits = self._permits
+        fds = (self._segment.fd, self._listener.fileno(), self._tally_fd, permits.entries_fd, permits.words_fd)
+        settings = WorkerSettings(fds[0], self._segment.nbytes, *fds[1:], row, permits.key, self._nonce, permits.sealed)
         return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:

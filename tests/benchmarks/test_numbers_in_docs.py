@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "configuration.md": {
         "a 64th of it (or into 32 MiB": "kvpool_server.cache.allocator.arena: MIN_EXTENT_BYTES",
         "(64 MiB at most); who missed more": "kvpool_server.events.history: MAX_BYTES",
+        "`listen`, 100 bytes at most": "kvpool.unix_socket: MAX_PATH_BYTES",
         "this server may take there, 4 MiB at least": ELSEWHERE,
         "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",
         "gives to the cluster, 16 MiB at least": "kvpool_server.tiers.mooncake.tier: MIN_SEGMENT_BYTES",
@@ -51,7 +52,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
-        "of a container is 64 MiB": ELSEWHERE,
         "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
         "more than `drain_ms` and 5 s": "kvpool_server.server: HANDOVER_S",
         "at most 0.5 ms a step": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
@@ -86,6 +86,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "none follows within 20 ms": "kvpool.lookup_stream: RELEASE_WITHIN_S",
         "fingerprint have 32 bytes": "kvpool.types: HASH_BYTES",
         "greets: 8 bytes": "kvpool.data_port: len(MAGIC) # bytes",
+        "sends one message: 8 bytes": "kvpool.memory_socket: len(MAGIC) # bytes",
+        "with one message: 8 bytes": "kvpool.memory_socket: len(MAGIC) # bytes",
+        "the 16 bytes of a BLAKE2b": "kvpool.memory_socket: NAME_BYTES",
+        "`Segment.token`, of 16 bytes": "kvpool.memory_socket: TOKEN_BYTES",
         "16 bytes nonce": "kvpool.data_port: NONCE_BYTES",
         "the deadline (8 bytes": ELSEWHERE,
         "no permit in force after 5 s": "kvpool_server.data_plane.connection: PROVE_S",

@@ -17,8 +17,8 @@ if importlib.util.find_spec("vllm") is None:
 
 
 @pytest.fixture(scope="package")
-def conformance_server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+def conformance_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of the suite's own: it is stopped for a while, and its memory is spoilt."""
-    server = ServerProcess(tmp_path_factory.mktemp("conformance"), shm_dir, "--memory", "64MiB", "--grace-ms", "100")
+    server = ServerProcess(tmp_path_factory.mktemp("conformance"), "--memory", "64MiB", "--grace-ms", "100")
     yield server
     server.stop()

@@ -56,13 +56,13 @@ def reference() -> Subject:
     return Subject("ReferenceConnector", "tests.conformance.reference", {"store": store}, spoil=spoil)
 
 
-def kvpool(server: ServerProcess, shm_dir: str, **extra: Any) -> Subject:
+def kvpool(server: ServerProcess, **extra: Any) -> Subject:
     return Subject(
         "KVPoolConnector",
         "vllm_plugin.connector",
         {"endpoint": server.endpoint, "salt": f"conformance {next(_numbers)}", **_PATIENT, **extra},
         stall=lambda: stopped(server),
-        spoil=lambda: flip_arena(server, shm_dir),
+        spoil=lambda: flip_arena(server),
     )
 
 
@@ -87,32 +87,30 @@ def test_the_reference_connector(scenario: str, vllm_config: MakeConfig) -> None
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @EVERY_SCENARIO
-def test_kvpool(
-    scenario: str, transport: str, vllm_config: MakeConfig, conformance_server: ServerProcess, shm_dir: str
-) -> None:
-    assert run(scenario, kvpool(conformance_server, shm_dir, transport=transport), vllm_config) == []
+def test_kvpool(scenario: str, transport: str, vllm_config: MakeConfig, conformance_server: ServerProcess) -> None:
+    assert run(scenario, kvpool(conformance_server, transport=transport), vllm_config) == []
 
 
 @pytest.mark.parametrize("shape", ["gemma3", "qwen3-next"])
 @EVERY_SCENARIO
 def test_kvpool_with_several_groups(
-    scenario: str, shape: str, vllm_config: MakeConfig, conformance_server: ServerProcess, shm_dir: str
+    scenario: str, shape: str, vllm_config: MakeConfig, conformance_server: ServerProcess
 ) -> None:
-    assert run(scenario, replace(kvpool(conformance_server, shm_dir), specs=SHAPES[shape]), vllm_config) == []
+    assert run(scenario, replace(kvpool(conformance_server), specs=SHAPES[shape]), vllm_config) == []
 
 
 @EVERY_SCENARIO
 def test_kvpool_beside_another_connector(
-    scenario: str, vllm_config: MakeConfig, conformance_server: ServerProcess, shm_dir: str
+    scenario: str, vllm_config: MakeConfig, conformance_server: ServerProcess
 ) -> None:
-    assert run(scenario, multi(kvpool(conformance_server, shm_dir), reference()), vllm_config) == []
+    assert run(scenario, multi(kvpool(conformance_server), reference()), vllm_config) == []
 
 
 @pytest.mark.parametrize("scenario", ["warm", "warm-ranks", "preemption", "abort-at-each-stage", "failed-loads"])
 def test_kvpool_behind_another_connector(
-    scenario: str, vllm_config: MakeConfig, conformance_server: ServerProcess, shm_dir: str
+    scenario: str, vllm_config: MakeConfig, conformance_server: ServerProcess
 ) -> None:
-    assert run(scenario, multi(reference(), kvpool(conformance_server, shm_dir)), vllm_config) == []
+    assert run(scenario, multi(reference(), kvpool(conformance_server)), vllm_config) == []
 
 
 @EVERY_SCENARIO

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -136,10 +137,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _e2e_process(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path_factory.mktemp("e2e-server"), shm_dir, "--memory", "256MiB", "--grace-ms", "100")
-    yield server
-    server.stop()
+def _e2e_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log_dir = tmp_path_factory.mktemp("e2e-server")
+    with tempfile.TemporaryDirectory(prefix="kvpool-") as sockets:
+        flags = ("--unix-listen", f"{sockets}/kvpool.sock", "--memory", "256MiB", "--grace-ms", "100")
+        server = ServerProcess(log_dir, *flags)
+        yield server
+        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -204,14 +204,12 @@ def test_a_pool_too_small_for_its_prompts(
     wait_until_nothing_is_held(server)
 
 
-def test_memory_that_changes_is_not_believed(
-    faulty: Engine, server: ServerProcess, plain_engine: Engine, shm_dir: str
-) -> None:
+def test_memory_that_changes_is_not_believed(faulty: Engine, server: ServerProcess, plain_engine: Engine) -> None:
     prompts = prompts_of("corrupt")
     expected = plain_engine.generate(prompts)
     faulty.generate(prompts)
     drain(faulty)
-    flip_arena(server, shm_dir)
+    flip_arena(server)
     wait_until_all_hit(faulty, prompts, expected)
     # However many loads the breaker or a late lookup put off: each block that an answer rests on was found out once.
     assert pool_stats(server).counters["corrupt_blocks"] == sum(HITS) // BLOCK_TOKENS

@@ -22,10 +22,8 @@ FULL = hit_tokens(LENGTH)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(
-        tmp_path_factory.mktemp("sessions-server"), shm_dir, "--memory", "64MiB", "--grace-ms", "100"
-    )
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path_factory.mktemp("sessions-server"), "--memory", "64MiB", "--grace-ms", "100")
     yield server
     server.stop()
 

@@ -44,7 +44,7 @@ LENGTHS = (31, 97, 400, 1000)
 
 @pytest.mark.parametrize("shape", [pytest.param(name, marks=MARKS.get(name, ())) for name in SHAPES])
 def test_what_one_engine_computed_another_loads(
-    shape: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, pool_server: StartServer, shm_dir: str
+    shape: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, pool_server: StartServer
 ) -> None:
     alignment, options = SHAPES[shape]
     server = pool_server("--memory", "256MiB", "--grace-ms", "100")
@@ -76,7 +76,7 @@ def test_what_one_engine_computed_another_loads(
         loaded = one_by_one(reader, longer)
         assert_same(loaded, expected, tolerance=1e-3)
         assert loaded[0].cached_tokens >= 1000 // alignment * alignment
-        flip_arena(server, shm_dir)
+        flip_arena(server)
         drain(reader)
         assert_same(one_by_one(reader, prompts), cold, tolerance=1e-3)
         drain(reader)

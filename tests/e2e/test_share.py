@@ -18,9 +18,9 @@ PROMPTS = [prompt(length, f"share {length}") for length in LENGTHS]
 
 @pytest.fixture(scope="module")
 def others(start_engines: StartEngines, e2e_server: ServerProcess) -> list[Engine]:
-    """One that loads over shared memory, and one over gRPC that does not store what it decodes."""
+    """One that shares memory by a Unix socket, and one over TCP that does not store what it decodes."""
     return start_engines(
-        kvpool_transfer_config(e2e_server.endpoint, transport="shm", **PATIENT),
+        kvpool_transfer_config(e2e_server.unix_endpoint, **PATIENT),
         kvpool_transfer_config(e2e_server.endpoint, transport="tcp", store_decoded=False, **PATIENT),
     )
 

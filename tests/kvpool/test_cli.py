@@ -48,8 +48,8 @@ class Cli:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> object:
-    server = ServerProcess(tmp_path_factory.mktemp("cli"), shm_dir)
+def server(tmp_path_factory: pytest.TempPathFactory) -> object:
+    server = ServerProcess(tmp_path_factory.mktemp("cli"))
     yield server
     server.stop()
 

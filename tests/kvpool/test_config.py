@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from kvpool.transport.choice import CANDIDATES
 TIMES = [field.name for field in dataclasses.fields(ClientConfig) if field.name.endswith("_ms")]
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:1", "10.0.0.7:65535", "[::1]:50051", "pool.example.org:50051"])
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:1", "10.0.0.7:65535", "[::1]:50051", "unix:/run/pool", "unix:a b.sock"]
+)
 def test_endpoints(endpoint: str) -> None:
     assert check_endpoint(endpoint) == endpoint
 
@@ -20,6 +23,25 @@ def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"is not HOST:PORT, for example '127\.0\.0\.1:50051'") as caught:
         ClientConfig(endpoint=endpoint)
     assert repr(endpoint) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("unix:///run/pool", "'unix:///run/pool' is not unix:PATH; leave out //, and give 'unix:/run/pool'"),
+        ("unix:", "'' is not the path of a Unix socket; give one such as /run/kvpool/kvpool.sock"),
+        ("unix:" + 200 * "x", "has 200 bytes, and a Unix socket's path 100 at most; give a shorter path"),
+    ],
+)
+def test_a_unix_endpoint_that_is_none_says_what_to_write(endpoint: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        ClientConfig(endpoint=endpoint)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mooncake"])
+def test_transports_that_need_a_host_are_refused_with_a_unix_endpoint(transport: str) -> None:
+    with pytest.raises(ConfigError, match=f"transport={transport} needs an endpoint HOST:PORT"):
+        ClientConfig(endpoint="unix:/run/pool", transport=transport)
 
 
 def test_every_transport_setting_has_candidates() -> None:

@@ -55,7 +55,7 @@ specs = st.builds(
     format_version=u32,
 )
 mooncakes = st.one_of(st.none(), st.builds(MooncakeInfo, texts, texts, u64, u64, st.binary(max_size=16), u64))
-segments = st.one_of(st.none(), st.builds(SegmentInfo, texts, u64, st.binary(max_size=16), u64))
+segments = st.one_of(st.none(), st.builds(SegmentInfo, u64, st.binary(max_size=16), u64, st.binary(max_size=16)))
 offers = st.builds(Offer, u64, segments, mooncakes)
 stats = st.builds(PoolStats, *[u64] * 8, counters=st.dictionaries(texts, u64, max_size=4))
 

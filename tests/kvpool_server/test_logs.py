@@ -50,7 +50,7 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
     [
         (("--memory", "lots"), "kvpool-server: setting memory = 'lots'"),
         (("--memory", "1000TiB", *NOWHERE), "kvpool-server: memory = 1000.0TiB"),
-        (("--shm-dir", "/proc", "--memory", "1MiB", *NOWHERE), "type proc"),
+        (("--unix-listen", "/no/such/socket", "--memory", "1MiB", *NOWHERE), "/no/such/socket.memory"),
         (("--tier", "file:/no/such,size=64MiB", "--memory", "1MiB", *NOWHERE), "/no/such does not exist"),
         (("--config", "/no/such.toml"), "config file /no/such.toml"),
         (("--no-such-flag",), "No such option"),
@@ -70,8 +70,8 @@ def test_a_setting_that_is_wrong_is_said_as_its_own_file_wants(tmp_path: Path) -
         assert "unknown key memry" in said["event"] and said["level"] == "critical"
 
 
-def test_what_grpc_writes_past_every_logger(shared_server: ServerProcess, shm_dir: str) -> None:
-    flags = ("--listen", shared_server.endpoint, "--http-listen", "", "--memory", "1MiB", "--shm-dir", shm_dir)
+def test_what_grpc_writes_past_every_logger(shared_server: ServerProcess) -> None:
+    flags = ("--listen", shared_server.endpoint, "--http-listen", "", "--memory", "1MiB")
     by_grpc, _ = run_command(*server_command(*flags)).stderr.splitlines()
     assert "Failed to add port to server" in by_grpc
     said = _records(run_command(*server_command(*flags, *JSON)).stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.metrics import GAUGES
-from kvpool_server.server import PREDECESSOR_S
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -38,10 +36,6 @@ def _http(url: str) -> tuple[int, str]:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def _segments_of(pid: int) -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"kvpool-{pid}-")]
 
 
 def _metrics(server: ServerProcess) -> dict[str, float]:
@@ -59,12 +53,13 @@ def test_the_server_says_how_to_point_vllm_at_it(shared_server: ServerProcess) -
     assert f'"endpoint":"{shared_server.endpoint}"' in shared_server.stdout
 
 
-def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer) -> None:
-    server = pool_server(shm_dir="/dev/shm")
-    assert len(_segments_of(server.pid)) == 1
+def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer, socket_dir: Path) -> None:
+    path = socket_dir / "socket"
+    server = pool_server("--unix-listen", str(path))
+    assert sorted(os.listdir(socket_dir)) == ["socket", "socket.memory"]
     server.terminate()
     assert server.wait() == 0
-    assert _segments_of(server.pid) == []
+    assert os.listdir(socket_dir) == []
     assert "Traceback" not in server.stderr
 
 
@@ -111,17 +106,8 @@ def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
         assert isinstance(call.exception(timeout=10), grpc.RpcError)
 
 
-def test_a_directory_for_memory_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    nowhere = str(tmp_path / "nowhere")
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", nowhere))
-    assert done.returncode == 2
-    assert f"cannot make shared memory in {nowhere!r}" in done.stderr and "see --shm-dir" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: ServerProcess, shm_dir: str) -> None:
-    common = ("--memory", "1MiB", "--shm-dir", shm_dir)
-    segments = os.listdir(shm_dir)
+def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: ServerProcess) -> None:
+    common = ("--memory", "1MiB")
     done = run_command(*server_command("--listen", shared_server.endpoint, "--http-listen", "127.0.0.1:0", *common))
     assert done.returncode == 2
     sentence = f"kvpool-server: cannot listen on {shared_server.endpoint} for gRPC: Address already in use"
@@ -133,44 +119,14 @@ def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: Serve
     assert done.returncode == 2
     assert f"cannot listen on {http} for /metrics: Address already in use" in done.stderr and way_out in done.stderr
     assert "Traceback" not in done.stderr
-    assert os.listdir(shm_dir) == segments, "a server that did not start left its memory behind"
 
 
-def test_more_memory_than_there_is_is_refused_with_a_sentence(shm_dir: str) -> None:
-    segments = os.listdir(shm_dir)
+def test_more_memory_than_there_is_is_refused_with_a_sentence() -> None:
     done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1000TiB"))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("kvpool-server: memory = 1000.0TiB is more than ")
     assert "lower --memory" in done.stderr
-    assert os.listdir(shm_dir) == segments
-
-
-def test_a_killed_servers_memory_is_removed_by_the_next(pool_server: StartServer, ram_dir: Path) -> None:
-    directory = str(ram_dir)
-    first = pool_server("--memory", "1MiB", shm_dir=directory)
-    (left,) = os.listdir(directory)
-    first.kill()
-    assert os.listdir(directory) == [left]
-    second = pool_server("--memory", "1MiB", shm_dir=directory)
-    (own,) = os.listdir(directory)
-    assert own.startswith(f"kvpool-{second.pid}-")
-    assert left in second.stderr
-
-
-def test_a_living_servers_memory_is_left_alone(pool_server: StartServer, ram_dir: Path) -> None:
-    for _ in range(2):
-        pool_server("--memory", "1MiB", shm_dir=str(ram_dir))
-    assert len(os.listdir(ram_dir)) == 2
-
-
-@pytest.mark.parametrize("directory", ["/", "/proc"])  # With room, and without.
-def test_memory_on_a_disk_is_refused_at_once_with_a_sentence(directory: str) -> None:
-    started = time.monotonic()
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--memory", "1MiB", "--shm-dir", directory))
-    assert done.returncode == 2 and f"{directory} is on a file system of type " in done.stderr
-    assert time.monotonic() - started < PREDECESSOR_S
-    assert "Traceback" not in done.stderr
 
 
 def test_healthz(shared_server: ServerProcess) -> None:

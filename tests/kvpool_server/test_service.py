@@ -40,14 +40,17 @@ from kvpool.hashing import checksum
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
 from kvpool.rpc import Namespace, PendingLookup
-from kvpool.segment import Segment
+from kvpool.segment import NAME
 from kvpool.sums import Checksums
 from kvpool.transport.base import Buffers
+from kvpool.transport.choice import choose
 from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool.wire import decode_opened, encode_runs, encode_spec
+from kvpool.wire import encode_runs, encode_spec
+from tests.support.faults import offer_elsewhere
+from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess, clean_environment, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.vanishing_writer import CHUNK_BYTES as VANISHING_CHUNK_BYTES
@@ -791,25 +794,20 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
     assert stats.counters["expired_tickets"] == 1
 
 
-def _flip_a_byte(client: Client, stub: PoolStub, namespace: Namespace, run: BlockRun) -> None:
+def _flip_a_byte(client: Client, server: ServerProcess, namespace: Namespace, run: BlockRun) -> None:
     """As a stray writer, or a broken DIMM, would."""
-    reply = stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(namespace.spec)), timeout=10)
-    info = decode_opened(reply).offer.segment
-    assert info is not None
     lease_id = client.lookup(namespace, [run]).lease_id
     offset = client.rpc.locate(namespace, lease_id, [run], WHOLE).offsets[0]
     client.release([lease_id])
-    segment = Segment.attach(info)
-    segment.bytes[offset + CHUNK // 2] ^= 0x01
-    segment.close()
+    np.memmap(arena_file(server.pid), np.uint8, "r+")[offset + CHUNK // 2] ^= 0x01
 
 
 def test_a_corrupted_block_is_an_error_once_and_then_a_miss(
-    client: Client, stub: PoolStub, namespace: Namespace
+    client: Client, shared_server: ServerProcess, namespace: Namespace
 ) -> None:
     run = _store(client, namespace, "a", "b", "c")
     bad = run_of("b")
-    _flip_a_byte(client, stub, namespace, bad)
+    _flip_a_byte(client, shared_server, namespace, bad)
     dropped = client.admin.stats().counters.get("corrupt_blocks", 0)
     lease_id = client.lookup(namespace, [run]).lease_id
     with pytest.raises(
@@ -824,20 +822,20 @@ def test_a_corrupted_block_is_an_error_once_and_then_a_miss(
 
 
 def test_a_corrupted_block_is_a_miss_for_inline_gets_and_is_dropped(
-    client: Client, stub: PoolStub, namespace: Namespace
+    client: Client, shared_server: ServerProcess, namespace: Namespace
 ) -> None:
     run = _store(client, namespace, "a")
-    _flip_a_byte(client, stub, namespace, run)
+    _flip_a_byte(client, shared_server, namespace, run)
     dropped = client.admin.stats().counters.get("corrupt_blocks", 0)
     assert client.chunks.get([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None]
     assert client.admin.stats().counters["corrupt_blocks"] == dropped + 1
     assert _leading(client, namespace, run) == 0
 
 
-def test_verify_drops_what_has_changed(client: Client, stub: PoolStub, namespace: Namespace) -> None:
+def test_verify_drops_what_has_changed(client: Client, shared_server: ServerProcess, namespace: Namespace) -> None:
     run = _store(client, namespace, "a", "b")
     assert client.admin.verify(namespace, [run]) == (2, 0)
-    _flip_a_byte(client, stub, namespace, run_of("a"))
+    _flip_a_byte(client, shared_server, namespace, run_of("a"))
     assert client.admin.verify(namespace, [run]) == (2, 1)
     assert client.admin.verify(namespace, [run]) == (1, 0)
 
@@ -908,9 +906,9 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
     assert _leading(other, theirs, run_of("new")) == 0
     wait_for(lambda: other.admin.stats().num_tickets == 0, "the old handle's ticket is given back")
 
-    assert f"kvpool-{old_pid}-" in Path("/proc/self/maps").read_text() or transport == "tcp"
+    assert f"/memfd:{NAME}{old_pid} " in Path("/proc/self/maps").read_text() or transport == "tcp"
     reopened = client.open_namespace(spec)
-    wait_for(lambda: f"kvpool-{old_pid}-" not in Path("/proc/self/maps").read_text(), "the old memory is let go")
+    wait_for(lambda: f"/memfd:{NAME}{old_pid} " not in Path("/proc/self/maps").read_text(), "the old memory is let go")
     assert reopened.boot_token == theirs.boot_token
     assert _load(client, reopened, run) == [payload("anew", CHUNK).tobytes()]
     assert _leading(client, reopened, run_of("b")) == 0
@@ -947,15 +945,15 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(pool_serv
 
 
 def test_a_client_that_shares_no_memory_falls_back_to_the_stream_or_says_so(
-    pool_server: StartServer, connect: Connect, spec: NamespaceSpec, ram_dir: Path
+    shared_server: ServerProcess, connect: Connect
 ) -> None:
-    directory = ram_dir / "shm"
-    directory.mkdir()
-    server = pool_server("--memory", "1MiB", shm_dir=str(directory))
-    directory.rename(ram_dir / "elsewhere")  # As a container that does not mount it would see it.
-    assert connect(server, transport="auto").open_namespace(spec).transport.name == "tcp"
-    with pytest.raises(TransferError, match=f"no shared memory at {directory}"):
-        connect(server, transport="shm").open_namespace(spec)
+    client = connect(shared_server, transport="auto")
+    offer = offer_elsewhere(client)
+    choice = choose(client.config, offer, client.rpc.channel)
+    with contextlib.closing(choice.transport):
+        assert choice.transport.name == "tcp"
+    with pytest.raises(TransferError, match="memory socket cannot be reached from here: Connection refused"):
+        choose(dataclasses.replace(client.config, transport="shm"), offer, client.rpc.channel)
 
 
 # Inline

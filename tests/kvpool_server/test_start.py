@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import os
 import queue
+import re
 import socket
 import subprocess
 import threading
@@ -22,6 +23,8 @@ from kvpool_server.http import LOOP_TIMEOUT_S
 from kvpool_server.server import Server
 from testbed.ports import free_endpoint
 from tests.support.processes import wait_for
+
+MEMORY_SOCKET = re.compile("@kvpool-[0-9a-f]{32}")
 
 
 @contextlib.contextmanager
@@ -41,8 +44,15 @@ def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvpool")}
 
 
+def _abstract_sockets() -> set[str]:
+    """Inodes of this process's sockets that are memory sockets."""
+    listed = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    inodes = {f"socket:[{fields[6]}]" for fields in listed if MEMORY_SOCKET.fullmatch(fields[-1])}
+    return inodes & {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+
+
 @pytest.mark.parametrize("refused", ["listen", "http_listen", "data_listen", "kv_events", "tier"])
-def test_a_start_that_fails_leaves_nothing_behind(refused: str, ram_dir: Path, tmp_path: Path) -> None:
+def test_a_start_that_fails_leaves_nothing_behind(refused: str, tmp_path: Path, socket_dir: Path) -> None:
     threads, children = _threads(), _children()
     tmp_path.joinpath("a file").touch()
     ports = {name: free_endpoint() for name in ("listen", "http_listen", "data_listen", "kv_events")}
@@ -56,12 +66,12 @@ def test_a_start_that_fails_leaves_nothing_behind(refused: str, ram_dir: Path, t
             kv_events=f"tcp://{told['kv_events']}",
             tier=(f"file:{directory},size=64MiB,create=yes",),
             memory=ByteSize(16 << 20),
-            shm_dir=str(ram_dir),
+            unix_listen=str(socket_dir / "socket"),
         )
         server = Server(config)  # Referred to until the end: nothing that was left open is freed by chance.
         with pytest.raises(ConfigError, match="a file" if refused == "tier" else taken):
             asyncio.run(server.start())
-        assert os.listdir(ram_dir) == []
+        assert not list(socket_dir.iterdir()) and not _abstract_sockets()
         for address in ports.values():
             host, port = address.split(":")
             socket.create_server((host, int(port))).close()
@@ -78,13 +88,12 @@ def _get(port: int, path: str) -> tuple[int, str]:
         return reply.status, reply.read().decode()
 
 
-def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape(ram_dir: Path) -> None:
+def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape() -> None:
     config = ServerConfig(
         listen="127.0.0.1:0",
         http_listen="127.0.0.1:0",
         data_listen="",
         memory=ByteSize(1 << 20),
-        shm_dir=str(ram_dir),
     )
     go_on = threading.Event()
 

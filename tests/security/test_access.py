@@ -75,11 +75,11 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[Deployment]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     started: list[ServerProcess] = []
 
     def start(*flags: str, tls: TlsFiles) -> ServerProcess:
-        started.append(ServerProcess(tmp_path_factory.mktemp("server"), shm_dir, *flags, tls=tls))
+        started.append(ServerProcess(tmp_path_factory.mktemp("server"), *flags, tls=tls))
         return started[-1]
 
     try:

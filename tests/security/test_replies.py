@@ -52,9 +52,9 @@ MAX_GROWTH_MIB = 300
 RUN = run_of("a", "b", "c")
 NONCE = bytes(16)
 OFFER = {"piece_bytes": 1 << 20}
-SEGMENT = {"path": "/dev/shm/kvpool-1", "nbytes": 1 << 20, "nonce": NONCE, "nonce_offset": 1 << 20}
+SEGMENT = {"token": bytes(16), "nbytes": 1 << 20, "nonce": NONCE, "nonce_offset": 1 << 20}
 ENGINE = {**SEGMENT, "session": "10.0.0.1:12345", "protocol": "tcp", "base_address": 1 << 40}
-del ENGINE["path"]
+del ENGINE["token"]
 PORT = {"host": "10.0.0.1", "port": 50_052, "nonce": NONCE}
 
 
@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "pieces of none": (replies.opened, opened(piece_bytes=0), "piece_bytes is 0"),
     "segment's nonce": (replies.opened, opened(segment=pb.Segment(**{**SEGMENT, "nonce": b""})), "segment.nonce's size is 0"),
     "segment's size": (replies.opened, opened(segment=pb.Segment(**{**SEGMENT, "nbytes": 1 << 63})), "segment.nbytes is"),
-    "segment's path": (replies.opened, opened(segment=pb.Segment(**{**SEGMENT, "path": "a\nb"})), "cannot be printed"),
+    "segment's token": (replies.opened, opened(segment=pb.Segment(**{**SEGMENT, "token": b"x"})), "segment.token"),
     "engine's address": (replies.opened, opened(mooncake=pb.MooncakeEngine(**{**ENGINE, "base_address": (1 << 64) - 9})), "base_address is"),
     "engine's name": (replies.opened, opened(mooncake=pb.MooncakeEngine(**{**ENGINE, "session": "a b:1"})), "session is 'a b:1'"),
     "engine's port": (replies.opened, opened(mooncake=pb.MooncakeEngine(**{**ENGINE, "session": "a:99999"})), "session is 'a:99999'"),

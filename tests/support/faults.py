@@ -6,11 +6,16 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
-from kvpool.segment import PREFIX, TRAILER_BYTES
+from kvpool.client import Client
+from kvpool.memory_socket import TOKEN_BYTES
+from kvpool.segment import TRAILER_BYTES
+from kvpool.types import Offer
+from kvpool.wire import decode_offer
+from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess
 
 
@@ -24,8 +29,15 @@ def stopped(server: ServerProcess) -> Iterator[None]:
         os.kill(server.pid, signal.SIGCONT)
 
 
-def flip_arena(server: ServerProcess, shm_dir: str) -> None:
+def offer_elsewhere(client: Client) -> Offer:
+    """What a server offers to a client that does not share its network namespace."""
+    offer = decode_offer(client.rpc.ping())
+    assert offer.segment is not None
+    return replace(offer, segment=replace(offer.segment, token=bytes(TOKEN_BYTES)))
+
+
+def flip_arena(server: ServerProcess) -> None:
     """Inverts every byte that the server holds."""
-    (path,) = Path(shm_dir).glob(f"{PREFIX}{server.pid}-*")
+    path = arena_file(server.pid)
     arena = np.memmap(path, np.uint8, "r+", shape=(path.stat().st_size - TRAILER_BYTES,))
     np.invert(arena, out=arena)

@@ -20,8 +20,8 @@ from testbed.ports import free_endpoint
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
-_WELCOME = re.compile(r" on (\S+); metrics and health: (\S+)")
-_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "metrics_and_health": "(\S+)"')
+_WELCOME = re.compile(r" on (\S+)(?: and unix:[^;]+)?; metrics and health: (\S+)")
+_JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": [^,]+, "metrics_and_health": "(\S+)"')
 
 Found = TypeVar("Found")
 
@@ -62,6 +62,7 @@ class ServerProcess:
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
+        unix_endpoint: unix:PATH; empty without --unix-listen.
         http_url: of /metrics and /healthz.
         started_s: seconds from the start of the process until Ping was answered.
     """
@@ -69,7 +70,6 @@ class ServerProcess:
     def __init__(
         self,
         log_dir: Path,
-        shm_dir: str,
         *flags: str,
         environment: Mapping[str, str] = {},
         tls: TlsFiles | None = None,
@@ -79,8 +79,8 @@ class ServerProcess:
             "--listen": free_endpoint(),
             "--http-listen": "127.0.0.1:0",
             "--memory": "8MiB",
-            "--shm-dir": shm_dir,
         }
+        self.unix_endpoint = f"unix:{flags[flags.index('--unix-listen') + 1]}" if "--unix-listen" in flags else ""
         missing = [part for flag, value in defaults.items() if flag not in flags for part in (flag, value)]
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))

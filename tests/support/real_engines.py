@@ -27,7 +27,7 @@ def drain(engine: Engine) -> None:
 def wait_until_connected(engine: Engine, transfer: dict[str, Any] | None) -> None:
     """Waits until scheduler and a worker have found each pool that is there: the first prompt is stored then, too."""
     for endpoint in re.findall(r'"endpoint": "([^"]+)"', json.dumps(transfer)):
-        if is_listening(int(endpoint.rpartition(":")[2])):
+        if endpoint.startswith("unix:") or is_listening(int(endpoint.rpartition(":")[2])):
             line = re.compile(rf"(scheduler|worker)[^:\n]*: kvpool at {re.escape(endpoint)},")
             wait_for(
                 lambda line=line: set(line.findall(engine.log())) == {"scheduler", "worker"},

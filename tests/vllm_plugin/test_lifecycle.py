@@ -194,13 +194,13 @@ def test_requests_aborted_at_every_moment_leave_nothing_behind(fleet: Fleet) -> 
 
 
 def test_corrupt_blocks_are_never_read_and_never_asked_for_twice(
-    fleet_on: Callable[[str], Fleet], pool_server: StartServer, shm_dir: str
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
     server = pool_server("--memory", "4MiB")
     fleet = fleet_on(server.endpoint)
     prompts = [tokens(100, nth) for nth in range(2)]  # Fewer than what opens the breaker.
     fleet.start().generate(*prompts)
-    flip_arena(server, shm_dir)
+    flip_arena(server)
     engine = fleet.start()
     assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
     assert engine.counted("load_failures") == 2
@@ -230,13 +230,13 @@ def test_a_pool_that_dies_under_loads_costs_a_recomputation(
 
 
 def test_where_load_failures_are_fatal_the_request_fails_and_nothing_else(
-    fleet_on: Callable[[str], Fleet], pool_server: StartServer, shm_dir: str
+    fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
     server = pool_server("--memory", "4MiB")
     fleet = fleet_on(server.endpoint)
     bad, good = tokens(100, "bad"), tokens(100, "good")
     fleet.start().generate(bad)
-    flip_arena(server, shm_dir)
+    flip_arena(server)
     engine = fleet.start()
     engine.scheduler.recompute_kv_load_failures = False
     engine.add("bad", bad)
@@ -357,7 +357,7 @@ def test_an_engine_outlives_its_pool_and_finds_the_next_one(
 @pytest.mark.vllm
 @pytest.mark.parametrize("seed", some(2, range(5)))
 def test_whatever_happens_answers_are_right_and_nothing_is_left(
-    seed: int, fleet_on: Callable[[str], Fleet], pool_server: StartServer, shm_dir: str
+    seed: int, fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
     chance = random.Random(seed)
     endpoint = free_endpoint()
@@ -397,7 +397,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(
                     server.kill()
                     server = pool_server(*flags)
                 case "flip":
-                    flip_arena(server, shm_dir)
+                    flip_arena(server)
     for idx, engine in enumerate(engines):
         engine.run()
         assert {key[1]: engine.answers[key[1]] for key in wanted if key[0] == idx} == {

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +34,11 @@ from kvpool.errors import (
 )
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport import choice
+from kvpool.transport.shm import ShmTransport
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped
+from tests.support.memory_files import mapped_bytes
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 from tests.support.workers import workers_stopped
@@ -413,10 +414,6 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
     assert not closer.is_alive()
 
 
-def _mapped(path: str) -> bool:
-    return path in Path("/proc/self/maps").read_text()
-
-
 def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     open_session: Open, pool_server: StartServer
 ) -> None:
@@ -425,10 +422,12 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
     before = session.namespace
-    path = session.client.attachment.choice.transport.segment.path
-    assert _mapped(path)
+    choice = session.client.attachment.choice
+    assert choice is not None and isinstance(choice.transport, ShmTransport)
+    inode = os.fstat(choice.transport.segment.fd).st_ino
+    assert mapped_bytes(inode)
     server.kill()
-    wait_for(lambda: session.namespace is None and not _mapped(path), "the old memory to be let go", HEALED_S)
+    wait_for(lambda: session.namespace is None and not mapped_bytes(inode), "the old memory to be let go", HEALED_S)
     pool_server("--listen", server.endpoint)
     wait_for(lambda: is_open(session) and session.namespace is not before, "the new server to be found", HEALED_S)
 

@@ -248,7 +248,6 @@ def test_pool_that_fails_in_a_storm(
     mode: dict[str, Any],
     fleet_on: Callable[[str], Fleet],
     pool_server: StartServer,
-    shm_dir: str,
 ) -> None:
     server = pool_server()
     fleet = fleet_on(server.endpoint)
@@ -261,7 +260,7 @@ def test_pool_that_fails_in_a_storm(
     with ExitStack() as stack:
         match fault:
             case "corrupt":
-                flip_arena(server, shm_dir)
+                flip_arena(server)
             case _:
                 engine.step_until(lambda: engine.connector.held()["loads"], "a load")
                 if fault == "killed":

@@ -17,10 +17,10 @@ from tests.support.processes import ServerProcess
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One without a data port: all bytes go through gRPC."""
     flags = ("--memory", "64MiB", "--grace-ms", "100", "--data-listen", "")
-    server = ServerProcess(tmp_path_factory.mktemp("grpc"), shm_dir, *flags)
+    server = ServerProcess(tmp_path_factory.mktemp("grpc"), *flags)
     yield server
     server.stop()
 

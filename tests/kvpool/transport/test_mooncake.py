@@ -30,7 +30,7 @@ from kvpool.types import MooncakeInfo, Offer
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
-from tests.support.faults import flip_arena, stopped
+from tests.support.faults import flip_arena, offer_elsewhere, stopped
 from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -41,8 +41,8 @@ FLAGS = ("--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp", "--insec
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path_factory.mktemp("mooncake"), shm_dir, *FLAGS)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tmp_path_factory.mktemp("mooncake"), *FLAGS)
     yield server
     server.stop()
 
@@ -119,13 +119,13 @@ def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, c
         np.testing.assert_array_equal(block, expected)
 
 
-def test_a_flipped_bit_never_arrives_as_a_block(start_server: StartServer, shm_dir: str, connect: Connect) -> None:
+def test_a_flipped_bit_never_arrives_as_a_block(start_server: StartServer, connect: Connect) -> None:
     server = start_server()
     client = connect(server, transport="mooncake")
     namespace = client.open_namespace(namespace_spec())
     client.put_blocks(namespace, run_of("a"), [payload("a", 256)])
     found = client.lookup(namespace, [run_of("a")])
-    flip_arena(server, shm_dir)
+    flip_arena(server)
     with pytest.raises(ChecksumError, match="1 blocks differ from their checksums"):
         client.get_blocks(namespace, found.lease_id, run_of("a"))
     assert client.lookup(namespace, [run_of("a")]).hits[0].num_leading == 0
@@ -360,18 +360,15 @@ def test_a_server_without_an_engine_says_how_to_get_one(shared_server: ServerPro
         connect(shared_server, transport="mooncake").open_namespace(namespace_spec())
 
 
-def test_auto_takes_shared_memory_before_it_and_tcp_before_its_tcp(
-    start_server: StartServer, connect: Connect, ram_dir: Path
-) -> None:
-    directory = ram_dir / "shm"
-    directory.mkdir()
-    client = connect(start_server(shm_dir=str(directory)))
+def test_auto_takes_shared_memory_before_it_and_tcp_before_its_tcp(start_server: StartServer, connect: Connect) -> None:
+    client = connect(start_server())
     with closing(client.admin.try_transport().transport) as transport:
         assert transport.name == "shm"
-    directory.rename(ram_dir / "elsewhere")  # As a container that does not mount it would see it.
-    choice = client.admin.try_transport()
-    assert choice.transport.name == "tcp"
-    assert "no shm: no shared memory at" in choice.why and "the server offers no RDMA" in choice.why
+    choice = choose(client.config, offer_elsewhere(client), client.rpc.channel)
+    with closing(choice.transport):
+        assert choice.transport.name == "tcp"
+    assert "no shm: no shared memory: the server's memory socket cannot be reached" in choice.why
+    assert "the server offers no RDMA" in choice.why
 
 
 def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server: ServerProcess) -> None:

@@ -2,7 +2,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +28,8 @@ class TestContract(TransportContract):
 
 
 @pytest.fixture
-def segment(ram_dir: Path) -> Iterator[Segment]:
-    made = Segment.create(str(ram_dir), 1 << 16)
+def segment() -> Iterator[Segment]:
+    made = Segment.create(1 << 16)
     yield made
     made.close()
 
@@ -90,7 +89,7 @@ def test_a_transfer_ends_well_although_the_transport_is_closed_meanwhile(
     assert (read == 7).all()
 
 
-def test_no_thread_sums_any_more_once_a_transfer_has_failed(ram_dir: Path) -> None:
+def test_no_thread_sums_any_more_once_a_transfer_has_failed() -> None:
     begun, ended = threading.Semaphore(0), []
 
     def sum_regions(first: int, regions: object) -> None:
@@ -104,7 +103,7 @@ def test_no_thread_sums_any_more_once_a_transfer_has_failed(ram_dir: Path) -> No
         if first == 3:  # Both helpers have begun.
             assert begun.acquire(timeout=10) and begun.acquire(timeout=10)
 
-    segment = Segment.create(str(ram_dir), 4 * MIN_SHARED_BYTES)
+    segment = Segment.create(4 * MIN_SHARED_BYTES)
     offsets = range(0, 4 * MIN_SHARED_BYTES, MIN_SHARED_BYTES)
     with closing(ShmTransport(segment, 3)) as transport, pytest.raises(KeyError):
         transport.write(Transfer(1, offsets, MIN_SHARED_BYTES, 5.0, 1), Source(fill, sum=sum_regions))

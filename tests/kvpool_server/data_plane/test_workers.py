@@ -24,7 +24,7 @@ from tests.support.processes import wait_for
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    made = Segment.create("/dev/shm", 1 << 20)
+    made = Segment.create(1 << 20)
     yield made
     made.close()
 
@@ -40,7 +40,7 @@ def test_a_worker_that_cannot_be_replaced_is_replaced_later(
 ) -> None:
     monkeypatch.setattr(module, "REPLACE_S", (0.01, 0.05))
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", segment.info(), permits)
+    workers = DataWorkers("127.0.0.1", 0, "", segment, permits)
     refused = []
 
     def refuse_twice(*arguments: Any, **options: Any) -> ChildProcess:

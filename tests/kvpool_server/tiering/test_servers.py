@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -283,14 +282,14 @@ def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connec
 
 
 def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
-    pool_server: StartServer, connect: Connect, tmp_path: Path, shm_dir: str
+    pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
     """A rolling update: the new server starts while the old one still answers, and drains."""
     spec, tier = _spec(), _file(tmp_path, write="back")
     old = pool_server("--memory", "64MiB", "--drain-ms", "20000", *tier)
     _put(client := connect(old), client.open_namespace(spec), NAMES)
     with ThreadPoolExecutor() as threads:
-        starting = threads.submit(ServerProcess, tmp_path / "new", shm_dir, "--memory", "64MiB", *tier)
+        starting = threads.submit(ServerProcess, tmp_path / "new", "--memory", "64MiB", *tier)
         log = tmp_path / "new" / "server-0.err"
         wait_for(lambda: log.exists() and "waits for another server" in log.read_text(), "it waits", 60)
         _put(client, client.open_namespace(spec), LATER)
@@ -307,12 +306,11 @@ def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
 
 
 def test_a_server_whose_predecessor_does_not_stop_says_so_and_harms_nothing(
-    pool_server: StartServer, connect: Connect, tmp_path: Path, shm_dir: str
+    pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
     tier = _file(tmp_path)
     old = pool_server("--memory", "64MiB", *tier)
     _put(client := connect(old), namespace := client.open_namespace(_spec()), NAMES)
-    segments = os.listdir(shm_dir)
     flags = (
         "--listen",
         "127.0.0.1:0",
@@ -320,26 +318,20 @@ def test_a_server_whose_predecessor_does_not_stop_says_so_and_harms_nothing(
         "",
         "--memory",
         "8MiB",
-        "--shm-dir",
-        shm_dir,
         "--drain-ms",
         "0",
     )
     done = run_command(*server_command(*flags, *tier), timeout_s=60)
     assert done.returncode == 2 and "belongs to another running server" in done.stderr
     assert "stop that server, or give this one another path" in done.stderr and "Traceback" not in done.stderr
-    assert os.listdir(shm_dir) == segments
     wait_for(lambda: _demoted(client) == len(NAMES), "the old one goes on writing")
     assert _hits(client, namespace, NAMES) == len(NAMES)
 
 
-def test_a_server_that_waits_for_its_predecessor_ends_at_sigterm(
-    pool_server: StartServer, tmp_path: Path, shm_dir: str
-) -> None:
+def test_a_server_that_waits_for_its_predecessor_ends_at_sigterm(pool_server: StartServer, tmp_path: Path) -> None:
     tier = _file(tmp_path)
     pool_server(*tier)
-    segments = os.listdir(shm_dir)
-    flags = ("--listen", "127.0.0.1:0", "--http-listen", "", "--shm-dir", shm_dir, "--drain-ms", "600000", *tier)
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "", "--drain-ms", "600000", *tier)
     with subprocess.Popen(server_command(*flags), stderr=subprocess.PIPE, env=clean_environment()) as new:
         assert new.stderr is not None
         for line in new.stderr:
@@ -347,7 +339,6 @@ def test_a_server_that_waits_for_its_predecessor_ends_at_sigterm(
                 break
         new.terminate()
         assert new.wait(30) == 0
-    assert os.listdir(shm_dir) == segments
 
 
 def test_a_path_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -213,14 +213,12 @@ def test_a_lease_that_is_over_fails_the_load(start: Start, shared_server: Server
     assert rank.counted()["load_failures"] == 1
 
 
-def test_bytes_that_changed_fail_the_load_and_leave_the_pool(
-    start: Start, pool_server: StartServer, shm_dir: str
-) -> None:
+def test_bytes_that_changed_fail_the_load_and_leave_the_pool(start: Start, pool_server: StartServer) -> None:
     server = pool_server("--memory", "1MiB")
     rank = start(server)
     assert rank.store("ab", [0, 1])
     lease_id = rank.lease("ab")
-    flip_arena(server, shm_dir)
+    flip_arena(server)
     assert not rank.load(lease_id, "ab", [5, 6])
     stats = rank.session.client.admin.stats()
     assert stats.counters["corrupt_blocks"] == 2

@@ -29,9 +29,9 @@ MIXED = kv_cache(full_attention(), mla(), num_blocks=8)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, shm_dir: str) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server without the blocks, leases and quarantined slots of other files' tests: every store must find room."""
-    server = ServerProcess(tmp_path_factory.mktemp("server"), shm_dir, "--memory", "16MiB")
+    server = ServerProcess(tmp_path_factory.mktemp("server"), "--memory", "16MiB")
     yield server
     server.stop()
 

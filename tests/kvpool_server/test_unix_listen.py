@@ -1,0 +1,166 @@
+"""A server that engines reach by a Unix socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError
+from kvpool.unix_socket import MAX_PATH_BYTES, memory_path
+from tests.conftest import StartServer
+from tests.support.processes import ServerProcess, run_command, server_command
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+CHUNK = 100_000
+NOWHERE = ("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB")
+
+
+@pytest.fixture
+def path(socket_dir: Path) -> str:
+    return str(socket_dir / "100% kvpool?#ü.sock")  # gRPC takes paths as parts of a URI.
+
+
+def _config(path: str, **fields: object) -> ClientConfig:
+    return ClientConfig(f"unix:{path}", **{"timeout_ms": 10_000, "data_timeout_ms": 10_000, **fields})  # type: ignore[arg-type]
+
+
+def _round_trip(config: ClientConfig) -> str:
+    """Stores blocks and loads them; returns the name of the transport."""
+    with Client(config) as client:
+        namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+        run = run_of("a", "b")
+        client.put_blocks(namespace, run, [payload(name, CHUNK) for name in "ab"])
+        blocks = client.get_blocks(namespace, client.lookup(namespace, [run]).lease_id, run)
+        assert [block is not None and block.tobytes() for block in blocks] == [
+            payload(name, CHUNK).tobytes() for name in "ab"
+        ]
+        return namespace.transport.name
+
+
+@pytest.mark.parametrize(
+    ("transport", "taken"), [("auto", "shm"), ("shm", "shm"), ("stream", "grpc"), ("grpc", "grpc")]
+)
+def test_blocks_travel_through_a_unix_socket_alone(
+    transport: str, taken: str, pool_server: StartServer, path: str
+) -> None:
+    pool_server("--unix-listen", path)
+    assert _round_trip(_config(path, transport=transport)) == taken
+
+
+def test_a_relative_path_is_as_good(pool_server: StartServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = pool_server("--unix-listen", path)
+    monkeypatch.chdir(Path(path).parent)
+    assert _round_trip(_config(Path(path).name)) == "shm"
+    assert json.dumps({"endpoint": f"unix:{path}"}, separators=(",", ":")) in server.stdout
+
+
+def test_tcp_clients_of_the_same_server_share_the_blocks(pool_server: StartServer, path: str) -> None:
+    server = pool_server("--unix-listen", path)
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
+    with Client(ClientConfig(server.endpoint, "tcp", timeout_ms=10_000)) as one, Client(_config(path)) as other:
+        one.put_blocks(one.open_namespace(spec), run_of("a"), [payload("a", CHUNK)])
+        namespace = other.open_namespace(spec)
+        (block,) = other.get_blocks(namespace, other.lookup(namespace, [run_of("a")]).lease_id, run_of("a"))
+        assert block is not None and block.tobytes() == payload("a", CHUNK).tobytes()
+
+
+def test_a_client_that_gets_no_memory_goes_through_grpc_and_says_why(pool_server: StartServer, path: str) -> None:
+    pool_server("--unix-listen", path)
+    os.unlink(memory_path(path))
+    with Client(_config(path)) as client:
+        choice = client.admin.try_transport()
+        with closing(choice.transport):
+            assert choice.transport.name == "grpc" and choice.is_fallback
+            assert f"{memory_path(path)!r} cannot be reached from here: No such file or directory" in choice.route
+    assert _round_trip(_config(path)) == "grpc"
+
+
+def test_ping_takes_a_unix_socket(pool_server: StartServer, path: str) -> None:
+    pool_server("--unix-listen", path)
+    done = run_command(str(Path(sys.executable).with_name("kvpool")), "ping", "--endpoint", f"unix:{path}")
+    assert done.returncode == 0 and "by shm: client and server share memory" in done.stdout
+
+
+def test_the_sockets_of_a_killed_server_are_replaced(pool_server: StartServer, path: str) -> None:
+    pool_server("--unix-listen", path).kill()
+    assert os.path.exists(path) and os.path.exists(memory_path(path))
+    pool_server("--unix-listen", path)
+    assert _round_trip(_config(path)) == "shm"
+
+
+@pytest.mark.parametrize("which", ["grpc", "memory"])
+def test_a_live_servers_socket_is_left_to_it(which: str, pool_server: StartServer, path: str) -> None:
+    pool_server("--unix-listen", path)
+    if which == "grpc":  # Its memory socket is the first that a second server would find.
+        os.unlink(memory_path(path))
+    done = run_command(*server_command(*NOWHERE, "--unix-listen", path))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    named = path if which == "grpc" else memory_path(path)
+    assert f"another server listens on {named}; stop that server, or give --unix-listen another path" in done.stderr
+    assert _round_trip(_config(path)) == ("grpc" if which == "grpc" else "shm")
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_socket_is_not_replaced(make: object, path: str) -> None:
+    assert callable(make)
+    make(Path(path))
+    done = run_command(*server_command(*NOWHERE, "--unix-listen", path))
+    assert done.returncode == 2 and f"{path} exists and is not a socket" in done.stderr
+    assert Path(path).is_symlink() or Path(path).exists()
+    assert not os.path.exists(memory_path(path)), "a server that did not start left a socket"
+
+
+def test_a_directory_that_is_not_there_is_one_sentence(socket_dir: Path) -> None:
+    done = run_command(*server_command(*NOWHERE, "--unix-listen", str(socket_dir / "no" / "socket")))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "see --unix-listen: No such file or directory; make its directory first" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (
+            "x" * (MAX_PATH_BYTES + 1),
+            f"has {MAX_PATH_BYTES + 1} bytes, and a Unix socket's path {MAX_PATH_BYTES} at most",
+        ),
+        ("ü" * (MAX_PATH_BYTES // 2 + 1), "at most; give a shorter path"),
+        ("/run/", "is not the path of a Unix socket"),
+        ("a\0b", "is not the path of a Unix socket"),
+    ],
+)
+def test_paths_at_which_no_socket_can_be(bad: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ClientConfig(f"unix:{bad}")
+    if "\0" not in bad:
+        done = run_command(*server_command(*NOWHERE, "--unix-listen", bad))
+        assert done.returncode == 2 and says in done.stderr
+
+
+def test_the_longest_path_serves(pool_server: StartServer, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(socket_dir)
+    longest = "x" * MAX_PATH_BYTES
+    pool_server("--unix-listen", longest)
+    assert _round_trip(_config(longest)) == "shm"
+
+
+@pytest.mark.parametrize("mode", ["660x", "0999", "rw", "77", "01777"])
+def test_a_mode_that_is_none_is_refused(mode: str) -> None:
+    done = run_command(*server_command(*NOWHERE, "--unix-mode", mode))
+    assert done.returncode == 2 and "not permissions; give three octal digits, such as 0660" in done.stderr
+
+
+def test_two_servers_that_start_on_two_paths_are_two_pools(pool_server: StartServer, socket_dir: Path) -> None:
+    servers: list[ServerProcess] = [pool_server("--unix-listen", str(socket_dir / name)) for name in "ab"]
+    for server, name in zip(servers, "ab", strict=True):
+        with Client(_config(str(socket_dir / name))) as client:
+            client.open_namespace(namespace_spec())
+            assert client.admin.namespaces()
+        server.stop()
+    assert not list(socket_dir.iterdir())
