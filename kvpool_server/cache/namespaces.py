@@ -24,7 +24,7 @@ class PoolNamespace:
     """An open namespace and its groups.
 
     Attributes:
-        family: equal for namespaces of one model that differ in their weights only.
+        spec_without_weights, family: equal for namespaces of one model that differ in their weights only.
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
         superseded: a namespace with newer weights was opened after it, and no engine has used it since.
         lookup_blocks, lookup_hits: blocks that lookups asked for, and the complete ones of them.
@@ -34,8 +34,8 @@ class PoolNamespace:
 
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
         self.last_use = 0
-        # The digest would take the place of the model's name.
-        self.family = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="").fingerprint()
+        self.spec_without_weights = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
+        self.family = hash(self.spec_without_weights)  # Tells almost all others apart, in no time.
         self.opened_at = self.used_at = now
         self.opened_by = opened_by
         self.superseded = False
@@ -118,7 +118,11 @@ class Namespaces:
     def superseded(self, newest: PoolNamespace) -> list[PoolNamespace]:
         """Namespaces opened before `newest` that differ from it in their weights only, oldest first."""
         older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
-        return [namespace for namespace in older if namespace.family == newest.family]
+        return [
+            namespace
+            for namespace in older
+            if namespace.family == newest.family and namespace.spec_without_weights == newest.spec_without_weights
+        ]
 
     def _make_room(self, spec_bytes: int, now: float) -> None:
         """Closes unused namespaces so that another one may be opened. Raises OutOfSpaceError if there are too few."""

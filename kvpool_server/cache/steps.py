@@ -13,7 +13,7 @@ STEP_BLOCKS = 128
 """Blocks of one step that inserts or drops entries: less than 1 ms."""
 LOOKUP_STEP_BLOCKS = 4_096
 """Blocks of one step that finds entries: about 1 ms."""
-SETTLED_PER_CALL = 512
+SETTLED_PER_CALL = 256
 """Entries whose lease, ticket or quarantine has ended that each call of the pool takes care of; later calls follow."""
 
 Value = TypeVar("Value")
