@@ -207,7 +207,8 @@ def measure(
     before = client.admin.stats()
     rounds = _Rounds(client, block, shards or ShardRange(0, block.num_shards), clock)
     try:
-        wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_batch_blocks))
+        whole = ShardRange(0, block.num_shards)
+        wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
         most = max(1, min(wanted, _room(before) // block.slot_bytes))
         count = rounds.warm_up(most)
         taken: list[_Seconds] = []

@@ -44,6 +44,7 @@ from kvpool.types import (
     PutReceipt,
     PutStatus,
     ShardRange,
+    in_parts,
     in_two,
     join_located,
 )
@@ -247,7 +248,12 @@ class Client:
         first = 0
         parts: list[Located] = []
         if leased is None:
-            split = in_two(runs, head_blocks) if head_blocks > 0 else [runs]
+            most = namespace.max_blocks(shards)
+            split = [
+                part
+                for half in (in_two(runs, head_blocks) if head_blocks > 0 else [runs])
+                for part in in_parts(half, most)
+            ]
         else:
             if len(leased) != (count := sum(map(len, runs))):
                 raise InvalidRequestError(f"{len(leased)} leased slots for {count} blocks; give one a block")
@@ -320,7 +326,8 @@ class Client:
         differs = [one != other for one, other in zip(checksums, located.checksums, strict=True)]
         bad = [name for nth, name in enumerate(present) if any(differs[nth * num_shards :][:num_shards])]
         with suppress(KVPoolError):
-            self.admin.verify(namespace, [BlockRun(runs[0].group_idx, bad)])
+            for part in in_parts([BlockRun(runs[0].group_idx, bad)], namespace.max_batch_blocks):
+                self.admin.verify(namespace, part)
         raise ChecksumError(f"{len(bad)} blocks differ from their checksums, the first is {bad[0].hex()}")
 
     def get_blocks(

@@ -14,7 +14,12 @@ from kvpool.types import Chunk, PoolKey, PutStatus
 from kvpool.v1 import pool_pb2 as pb
 
 MESSAGE_BYTES = 4 << 20
-"""Payload after which a message is sent."""
+"""Most bytes of one message, which are a server's limit, but for a single chunk."""
+MAX_CHUNKS = 4_096
+"""Most chunks of one message."""
+
+
+_FRAME_BYTES = 8
 
 
 class InlineChunks:
@@ -63,10 +68,12 @@ class InlineChunks:
 def _messages(chunks: Sequence[Chunk]) -> Iterator[pb.PutChunksRequest]:
     message, nbytes = pb.PutChunksRequest(), 0
     for chunk in chunks:
-        message.chunks.append(wire.encode_chunk(chunk))
-        nbytes += len(chunk.payload)
-        if nbytes >= MESSAGE_BYTES:
+        encoded = wire.encode_chunk(chunk)
+        size = encoded.ByteSize() + _FRAME_BYTES
+        if message.chunks and (nbytes + size > MESSAGE_BYTES or len(message.chunks) == MAX_CHUNKS):
             yield message
             message, nbytes = pb.PutChunksRequest(), 0
+        message.chunks.append(encoded)
+        nbytes += size
     if message.chunks:
         yield message

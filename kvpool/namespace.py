@@ -93,6 +93,14 @@ class NamespaceSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra", tuple(sorted(self.extra)))
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes its texts have."""
+        texts = [self.model, self.revision, self.weights_digest, self.weights_epoch, self.tenant, self.salt]
+        texts += [text for pair in self.extra for text in pair]
+        texts += [text for group in self.groups for text in (*group.layer_names, *group.layer_formats)]
+        return sum(map(len, texts))
+
     def fingerprint(self) -> bytes:
         """SHA-256 of the canonical JSON encoding, 32 bytes."""
         fields = dataclasses.asdict(self)

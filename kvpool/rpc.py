@@ -30,7 +30,7 @@ from kvpool.lookup_stream import LookupStream
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.replies import LookupQuestion
 from kvpool.transport.base import Transport
-from kvpool.types import BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
+from kvpool.types import MAX_BATCH_CHUNKS, BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
@@ -45,7 +45,7 @@ class Namespace:
     Args:
         fingerprint: its name, `HASH_BYTES`.
         transport: how its bytes travel.
-        max_batch_blocks: most blocks of one put, get or lookup.
+        max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
         arena_bytes: bound of every region.
     """
 
@@ -55,6 +55,10 @@ class Namespace:
     transport: Transport
     max_batch_blocks: int
     arena_bytes: int = replies.MAX_ARENA_BYTES
+
+    def max_blocks(self, shards: ShardRange) -> int:
+        """Most blocks of which one put or get can move these shards."""
+        return max(1, min(self.max_batch_blocks, MAX_BATCH_CHUNKS // max(1, shards.count)))
 
     def group(self, group_idx: int) -> GroupSpec:
         """Raises InvalidRequestError if there is no such group."""

@@ -9,7 +9,7 @@ import enum
 import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,10 @@ from kvpool.errors import InvalidRequestError
 INT_BYTES = 8
 HASH_BYTES = 32
 """Length of a block hash and of a namespace fingerprint (SHA-256)."""
+MAX_RUNS = 1_024
+"""Most runs that a server takes in one request."""
+MAX_BATCH_CHUNKS = 65_536
+"""Most chunks (blocks x shards) that a server takes in one put or get."""
 MIN_PREFIX = 8
 """Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 
@@ -66,6 +70,26 @@ def in_two(runs: Sequence[BlockRun], count: int) -> list[list[BlockRun]]:
         head.append(run)
         count -= len(run)
     raise AssertionError("fewer blocks than were counted")
+
+
+def in_parts(runs: Sequence[BlockRun], max_blocks: int, max_runs: int = MAX_RUNS) -> Iterator[list[BlockRun]]:
+    """The runs in parts of at most `max_blocks` blocks and `max_runs` runs."""
+    part: list[BlockRun] = []
+    room = max_blocks
+    for run in runs:
+        at = 0
+        while at < len(run):
+            if not room or len(part) == max_runs:
+                yield part
+                part, room = [], max_blocks
+            piece = run
+            if at or len(run) > room:
+                parent = run.block_hashes[at - 1] if at else run.parent_hash
+                piece = BlockRun(run.group_idx, run.block_hashes[at : at + room], parent)
+            part.append(piece)
+            at, room = at + len(piece), room - len(piece)
+    if part:
+        yield part
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
 from kvpool_server.access.caller import CALLER, Context, Who, check_call
 from kvpool_server.addresses import cannot_listen, why_not_listening
+from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
 from kvpool_server.socket_path import bind_path, cannot_bind
@@ -25,6 +27,9 @@ from kvpool_server.socket_path import bind_path, cannot_bind
 INBOUND_BYTES = 4 << 20
 """What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
 for fast senders, without a bound that could be told."""
+MAX_CALLS = 4_096
+"""Calls at once, streams of lookups included; gRPC refuses further ones as RESOURCE_EXHAUSTED."""
+MAX_METADATA_BYTES = 16 << 10
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -69,6 +74,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(self._replies(name, handler.unary_stream), *serializers)
         assert handler.stream_stream is not None
+        if inspect.isasyncgenfunction(handler.stream_stream):  # One request, which the handler reads.
+            return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
         return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
 
     def _admit(self, name: str, context: Context) -> None:
@@ -103,7 +110,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                     reply = await behavior(request, context)
             except KVPoolError as error:
                 await self._refuse(name, context, error)
-            if self._audit is not None and (details := audited(name, request, reply)) is not None:
+            if self._audit is not None and (details := audited(name, REQUEST.get(), reply)) is not None:
                 self._audit.write(name, "OK", caller=CALLER.get(), peer=context.peer(), **details)
             return reply
 
@@ -159,8 +166,11 @@ class GrpcServer:
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", INBOUND_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_DATA_BYTES),
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ],
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         add_service(service, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

@@ -2,21 +2,35 @@
 
 Threads serve the requests, and the event loop owns the pool. So the threads ask the loop for the pool's numbers, with a
 deadline: a loop that has stopped is reported, and holds up no scrape.
+
+Whoever reaches the port may connect and say nothing. So each connection has a deadline; when there are too many, the
+oldest is closed, and a probe that comes meanwhile is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 LOOP_TIMEOUT_S = 2.0
+MAX_CONNECTIONS = 16
+"""Connections at once; a further one closes the oldest."""
+MAX_THREADS = 2 * MAX_CONNECTIONS
+"""Connections with those whose threads are about to end; a further one is closed unanswered."""
+CONNECTION_S = 5.0
+"""How long one connection may last."""
+CLOSE_EVERY_S = 0.25
 SERVING = "ok"
 TEXT = "text/plain"
 
@@ -39,6 +53,58 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> C
     return called
 
 
+class _BoundedServer(ThreadingHTTPServer):
+    """A thread for each connection, with bounds on the number and the time of connections."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+        self.address_family = family
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # The oldest first -> its deadline; until its thread ends.
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_refused = len(self._open) >= MAX_THREADS
+            for connection in itertools.islice(self._open, max(0, len(self._open) - MAX_CONNECTIONS + 1)):
+                _close(connection)
+            if not is_refused:
+                self._open[request] = time.monotonic() + CONNECTION_S
+        if is_refused:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Closes connections whose time is over; called every `CLOSE_EVERY_S`, and after each connection."""
+        now = time.monotonic()
+        with self._lock:
+            for connection, deadline in self._open.items():
+                if deadline > now:
+                    break
+                _close(connection)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up, or is hung up on, is not reported."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+def _close(connection: socket.socket) -> None:
+    """Ends what its thread reads or writes; the thread then closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class OperatorHttp:
     """Listens and serves once it is made, on the bound `port`. Raises OSError if it cannot listen.
 
@@ -49,7 +115,7 @@ class OperatorHttp:
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], str]):
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10
+            timeout = CONNECTION_S
 
             def do_GET(self) -> None:
                 try:
@@ -79,13 +145,12 @@ class OperatorHttp:
             def log_message(self, format: str, *args: object) -> None:
                 """Scrapes and probes are not logged."""
 
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-
-        self._server = Server((host, port), Handler)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = _BoundedServer(family, (host, port), Handler)
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvpool-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(CLOSE_EVERY_S,), name="kvpool-http", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

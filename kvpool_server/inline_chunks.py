@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 
+MAX_CHUNK_BYTES = 4 << 20
 TTL_MS = 60_000
 PROMOTION_TIMEOUT_S = 2.0
 """How long a get waits for a block to be promoted from a tier. The client has no lease, so it cannot look up again."""
@@ -47,17 +48,27 @@ def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk) -> PutSta
 
 
 async def get_chunk(
-    tiered: TieredPool, memory: npt.NDArray[np.uint8], key: PoolKey, verify: Callable[[bytes, list[BlockRun]], object]
+    tiered: TieredPool,
+    memory: npt.NDArray[np.uint8],
+    key: PoolKey,
+    verify: Callable[[bytes, list[BlockRun]], Awaitable[object]],
 ) -> Chunk | None:
     """The chunk at an address; None if the block is missing or its bytes have changed.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
         verify: called with a namespace's fingerprint and runs whose bytes differ from their checksums.
+
+    Raises InvalidRequestError if the group's chunks are larger than a message may be.
     """
     pool = tiered.pool
     run = BlockRun(key.group_idx, [key.block_hash])
     nbytes = pool.chunk_bytes(key.namespace, run)
+    if nbytes > MAX_CHUNK_BYTES:
+        raise InvalidRequestError(
+            f"group {key.group_idx}'s chunks have {nbytes} bytes; GetChunks sends at most {MAX_CHUNK_BYTES}: look "
+            "up and read instead"
+        )
     lease_id = await _lease(tiered, key.namespace, run)
     if not lease_id:
         return None
@@ -68,7 +79,7 @@ async def get_chunk(
     # The event loop runs no other call between the release and this copy.
     payload = memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
     if checksum(payload) != located.checksums[0]:
-        verify(key.namespace, [run])
+        await verify(key.namespace, [run])
         return None
     return Chunk(key, payload, located.checksums[0])
 

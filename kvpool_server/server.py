@@ -29,6 +29,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.transfers import NoTransfers
 from kvpool_server.config import ServerConfig
 from kvpool_server.data_plane.admission import MAX_SEATS
@@ -41,6 +42,7 @@ from kvpool_server.events.publisher import Publisher
 from kvpool_server.exposure import check_exposure, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
+from kvpool_server.loop_lag import LoopLag
 from kvpool_server.memory_socket import MemorySocket
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
@@ -48,6 +50,7 @@ from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
+from kvpool_server.turns import Turns
 
 log = structlog.get_logger()
 
@@ -119,7 +122,9 @@ class Server:
         context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
         tiers = [each.make(context) for each in options]
         self._segment = await self._create_segment()
-        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, [each.write == "back" for each in options])
+        self._turns = Turns()
+        write_back = [each.write == "back" for each in options]
+        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, write_back, run=self._turns.run)
         self._prefault = Prefault(self._segment, self.pool.arena)
         self._open.push_async_callback(self._prefault.close)
         self._hand_out_memory()
@@ -197,6 +202,7 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(OwnMemory())
+        self._in_background(LoopLag(registry).run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
@@ -270,6 +276,7 @@ class Server:
             self._stats,
             self._permits,
             self._who,
+            self._turns,
         )
         config, audit = self.config, None
         if config.audit_log:
@@ -298,9 +305,13 @@ class Server:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
             try:
-                self.pool.rebalance()
+                await self._turns.run(self._settle())
             except Exception:
                 log.exception("expiring leases and tickets failed; the next call of a client expires them")
+
+    def _settle(self) -> Steps[None]:
+        while self.pool.settle() or self.pool.rebalance():
+            yield
 
     async def _prefault_rest(self) -> None:
         started = time.monotonic()

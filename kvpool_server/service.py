@@ -1,27 +1,31 @@
 """The gRPC service: decode -> pool -> encode. All meaning is in the pool, all translation in `kvpool.wire`.
 
 A handler raises `KVPoolError`s; `grpc_server` maps them to statuses and counts the calls. One event loop runs all
-handlers, so a handler is atomic between two awaits.
+handlers, so a handler is atomic between two awaits. None holds the loop for long: counts and sizes are checked before
+work that is proportional to them, and work on many blocks is done in steps (`turns.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 import structlog
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
-from kvpool.errors import InvalidRequestError, KVPoolError, UnavailableError
+from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
@@ -36,12 +40,19 @@ from kvpool_server.access.caller import (
     may_use_memory,
 )
 from kvpool_server.access.permissions import CALLS
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import unknown_namespace
+from kvpool_server.cache.pool import is_corrupt
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
+from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox, check_size
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
+from kvpool_server.turns import Turns
 
 log = structlog.get_logger()
 
@@ -54,6 +65,8 @@ INLINE_CHUNKS_PER_TURN = 64
 MAX_STREAM_S = 600.0
 """Longest deadline of a call whose replies are a stream. Nothing but its deadline ends the call, with what it holds in
 memory, while its client is connected and does not read."""
+VERIFIED_BYTES = 64 << 20
+"""Bytes that a thread verifies before it looks whether the call was cancelled."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 SERVICE_NAME: str = _SERVICE.full_name
@@ -71,6 +84,7 @@ class PoolService(PoolServicer):
         stats: takes a snapshot of the pool and its tiers.
         permits: for the data port; None if the server has no data port.
         who: how callers prove who they are; None: they prove nothing.
+        turns: runs the work in steps.
     """
 
     def __init__(
@@ -83,6 +97,7 @@ class PoolService(PoolServicer):
         stats: Callable[[], PoolStats],
         permits: PermitTable | None = None,
         who: Who | None = None,
+        turns: Turns | None = None,
     ):
         self._tiered = pool
         self._who = who
@@ -94,8 +109,16 @@ class PoolService(PoolServicer):
         self._stats = stats
         self._permits = permits
         self._started = time.monotonic()
-        self._idle_streams: set[asyncio.Task[Any]] = set()
+        self._turns = turns or Turns()
+        self._verifying = asyncio.Semaphore(1)
+        self._num_streams = 0
+        self._idle_streams: dict[asyncio.Task[Any], None] = {}  # The one that has been idle longest is first.
+        self._ended_streams: set[asyncio.Task[Any]] = set()
         self._ending = False
+
+    @property
+    def limits(self) -> Limits:
+        return self._pool.limits
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         spec = wire.decode_spec(request.spec)
@@ -134,8 +157,11 @@ class PoolService(PoolServicer):
         self._visible(key.namespace)
         return key
 
-    def _runs(self, runs: Sequence[pb.BlockRun]) -> list[BlockRun]:
-        return wire.decode_runs(runs, self._pool.limits.max_batch_blocks)
+    def _runs(self, runs: Sequence[pb.BlockRun], max_blocks: int = 0) -> list[BlockRun]:
+        most = self._pool.limits.max_runs
+        if len(runs) > most:
+            raise InvalidRequestError(f"{len(runs)} runs in one message; give at most {most}, and split larger ones")
+        return wire.decode_runs(runs, max_blocks or self._pool.limits.max_batch_blocks)
 
     def _check_count(self, count: int, what: str) -> None:
         if count > self._pool.limits.max_batch_blocks:
@@ -143,23 +169,24 @@ class PoolService(PoolServicer):
             raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        return self._lookup(request)
+        return await self._lookup(request, _owner(context))
 
-    def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, owner: str) -> pb.LookupResponse:
         if request.release:
             self._check_count(len(request.release), "leases")
             self._pool.release(request.release)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
-        fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
+        fingerprint = self._namespace(request.namespace)
+        runs = self._runs(request.runs, self._pool.limits.max_lookup_blocks)
+        options = request.prefix_only, request.lease_ttl_ms, request.locate, owner
         now_ns = time.monotonic_ns()
-        found = self._tiered.lookup(
-            fingerprint,
-            runs,
-            prefix_only=request.prefix_only,
-            lease_ttl_ms=request.lease_ttl_ms,
-            locate=request.locate,
-        )
+        if sum(map(len, runs)) <= LOOKUP_STEP_BLOCKS:
+            found = self._tiered.lookup(fingerprint, runs, *options)
+        else:
+            await asyncio.sleep(0)
+            found = await self._turns.run(self._tiered.lookup_in_steps(fingerprint, runs, *options))
+            await asyncio.sleep(0)
         if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000)
         return wire.encode_lookup(found, runs, self._boot_token)
@@ -186,29 +213,56 @@ class PoolService(PoolServicer):
             _check_deadline(context)
         except KVPoolError as error:
             await context.abort(wire.status_of(error), str(error))
+        if not self._make_room_for_stream():
+            most = self._pool.limits.max_streams
+            full = OutOfSpaceError(f"{most} streams of lookups are under way, and none is idle; use Lookup")
+            await context.abort(wire.status_of(full), str(full))
+        self._num_streams += 1
+        owner = _owner(context)
         try:
-            while not self._ending:
-                self._idle_streams.add(task)
+            while not (self._ending or task in self._ended_streams):
+                self._idle_streams[task] = None
                 # Takes a third less time than the iterators of requests and replies.
-                request = await context.read()
-                self._idle_streams.discard(task)
-                if request is grpc.aio.EOF:  # type: ignore[attr-defined]
+                message = await context.read()
+                self._idle_streams.pop(task, None)
+                if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
-                reply = self._answer(request)
-                if request.runs or not request.release:
+                if (reply := await self._answer(message, owner)) is not None:
                     await context.write(reply)
         except asyncio.CancelledError:
-            if not self._ending:
+            if not (self._ending or task in self._ended_streams):
                 raise  # The client has hung up.
         finally:
-            self._idle_streams.discard(task)
+            self._num_streams -= 1
+            self._idle_streams.pop(task, None)
+            self._ended_streams.discard(task)
 
-    def _answer(self, request: pb.LookupRequest) -> pb.LookupReply:
+    async def _answer(self, message: bytes, owner: str) -> pb.LookupReply | None:
+        """The answer to one request of a stream; None to one that only releases leases."""
         try:
+            request = _decode(pb.LookupRequest, check_size(message, MAX_LOOKUP_BYTES))
             with self._metrics.timed("Lookup" if request.runs else "Release"):
-                return pb.LookupReply(found=self._lookup(request))
+                found = await self._lookup(request, owner)
         except KVPoolError as error:
             return wire.encode_lookup_error(error)
+        return pb.LookupReply(found=found) if request.runs or not request.release else None
+
+    def _make_room_for_stream(self) -> bool:
+        """Ends the stream that has been idle longest if there are too many; its client opens another when it needs one.
+
+        False if there are too many and none is idle.
+        """
+        if self._num_streams - len(self._ended_streams) < self._pool.limits.max_streams:
+            return True
+        longest_idle = next(iter(self._idle_streams), None)
+        if longest_idle is not None:
+            self._end_stream(longest_idle)
+        return longest_idle is not None
+
+    def _end_stream(self, task: asyncio.Task[Any]) -> None:
+        del self._idle_streams[task]
+        self._ended_streams.add(task)
+        task.cancel()
 
     def end_streams(self) -> None:
         """Ends the LookupStream calls, which would otherwise last as long as their clients."""
@@ -222,7 +276,8 @@ class PoolService(PoolServicer):
         namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns = time.monotonic_ns()
-        grant = self._pool.put_start(namespace, runs, shards, request.ticket_ttl_ms)
+        ttl_ms, owner = request.ticket_ttl_ms, _owner(context)
+        grant = await self._turns.run(self._pool.put_start_in_steps(namespace, runs, shards, ttl_ms, owner))
         if grant.offsets:
             region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
             deadline_ns = now_ns + grant.ticket_ttl_ms * 1_000_000
@@ -249,7 +304,8 @@ class PoolService(PoolServicer):
         return pb.WriteResponse(boot_token=self._boot_token, nbytes=nbytes)
 
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
-        return wire.encode_receipt(self._pool.put_end(request.ticket_id, request.checksums), self._boot_token)
+        receipt = await self._turns.run(self._pool.put_end_in_steps(request.ticket_id, request.checksums))
+        return wire.encode_receipt(receipt, self._boot_token)
 
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
         return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
@@ -315,16 +371,28 @@ class PoolService(PoolServicer):
             yield reply
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
-        checked, dropped = self._verify(self._namespace(request.namespace), self._runs(request.runs))
+        checked, dropped = await self._verify(self._namespace(request.namespace), self._runs(request.runs))
         return pb.VerifyResponse(boot_token=self._boot_token, num_checked=checked, num_dropped=dropped)
 
-    def _verify(self, fingerprint: bytes, runs: list[BlockRun]) -> tuple[int, int]:
-        checked, dropped = self._pool.verify(
-            fingerprint, runs, lambda offset, nbytes: self._memory[offset : offset + nbytes]
-        )
+    async def _verify(self, fingerprint: bytes, runs: list[BlockRun]) -> tuple[int, int]:
+        """Has a thread compute the checksums, one call at a time, under a lease that keeps the bytes in their place."""
+        async with self._verifying:
+            entries = self._pool.complete(fingerprint, runs)
+            lease_id = pin(self._pool, entries)
+            corrupt: list[Entry] = []
+            try:
+                count = max(1, VERIFIED_BYTES // entries[0].group.spec.slot_bytes) if entries else 1
+                for start in range(0, len(entries), count):
+                    corrupt += await asyncio.to_thread(self._corrupt, entries[start : start + count])
+            finally:
+                self._pool.release([lease_id])
+        dropped = await self._turns.run(self._pool.drop_corrupt_in_steps(corrupt))
         if dropped:
-            log.error("corrupt blocks dropped", checked=checked, dropped=dropped)
-        return checked, dropped
+            log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
+        return len(entries), dropped
+
+    def _corrupt(self, entries: Sequence[Entry]) -> list[Entry]:
+        return [entry for entry in entries if is_corrupt(entry, lambda at, nbytes: self._memory[at : at + nbytes])]
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
@@ -360,21 +428,25 @@ class PoolService(PoolServicer):
         return wire.encode_stats(self._stats(), self._boot_token)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
-        infos = [
-            info
-            for info in self._pool.namespaces(holdings=not request.without_holdings)
-            if is_visible(info.spec.tenant)
-        ]
-        if not request.without_holdings:
-            infos = [dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint)) for info in infos]
-        return pb.ListNamespacesResponse(boot_token=self._boot_token, namespaces=map(wire.encode_namespace_info, infos))
+        return await self._turns.run(self._list_namespaces(holdings=not request.without_holdings))
+
+    def _list_namespaces(self, holdings: bool) -> Steps[pb.ListNamespacesResponse]:
+        reply = pb.ListNamespacesResponse(boot_token=self._boot_token)
+        for info in [info for info in self._pool.namespaces(holdings=holdings) if is_visible(info.spec.tenant)]:
+            if holdings:
+                info = dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint))
+            reply.namespaces.append(wire.encode_namespace_info(info))
+            yield
+        return reply
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         quotas = [quota for quota in self._pool.quotas() if may_see_quota(quota.subject)]
         return pb.ListQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(quotas))
 
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
-        self._pool.set_quotas(wire.decode_quotas(request.quotas))
+        if len(request.quotas) > (most := self._pool.limits.max_quotas):
+            raise InvalidRequestError(f"{len(request.quotas)} quotas in one message; give at most {most}")
+        await self._turns.run(self._pool.set_quotas_in_steps(wire.decode_quotas(request.quotas)))
         log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
         return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
 
@@ -385,6 +457,12 @@ def _check_deadline(context: Context) -> None:
     if remaining_s is None or remaining_s > 1.02 * MAX_STREAM_S:  # gRPC rounds deadlines up on their way.
         has = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
         raise InvalidRequestError(f"a call with a stream of replies has {has}; give it one within {MAX_STREAM_S:.0f} s")
+
+
+def _owner(context: Context) -> str:
+    """Whose leases and tickets count together: the caller's, or where callers prove nothing, the connection's."""
+    caller = CALLER.get()
+    return context.peer() if caller is None else str(caller)
 
 
 async def _removed(removal: Awaitable[int]) -> int:
@@ -400,26 +478,66 @@ async def _removed(removal: Awaitable[int]) -> int:
 
 def add_service(service: PoolService, server: grpc.aio.Server) -> None:
     """Registers a handler for each RPC of the service in the proto."""
-    handlers = {method.name: _handler(service, method) for method in _SERVICE.methods}
-    # Payloads travel as `Piece`s: the protobuf library would copy each of them three times, `wire` copies it once.
-    handlers["Write"] = grpc.stream_unary_rpc_method_handler(
-        service.Write, wire.decode_piece, pb.WriteResponse.SerializeToString
-    )
-    handlers["Read"] = grpc.unary_stream_rpc_method_handler(service.Read, pb.ReadRequest.FromString, wire.encode_piece)
+    inbox = Inbox()
+    handlers = {method.name: _handler(service, method, inbox) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
 
-_MAKE_HANDLER = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-"""By whether the client and the server send streams."""
+_Message = TypeVar("_Message", bound=Message)
 
 
-def _handler(service: PoolService, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
-    make = _MAKE_HANDLER[method.client_streaming, method.server_streaming]
-    decode = GetMessageClass(method.input_type).FromString
+def _decode(message_type: type[_Message], message: bytes) -> _Message:
+    """Raises InvalidRequestError if the bytes are no such message."""
+    try:
+        return message_type.FromString(message)
+    except DecodeError:
+        raise InvalidRequestError(
+            f"the request is no {message_type.DESCRIPTOR.name}; see kvpool/v1/pool.proto"
+        ) from None
+
+
+def _decode_piece(message: bytes) -> Piece:
+    try:
+        return wire.decode_piece(message)
+    except DecodeError:
+        raise InvalidRequestError("the request is no WriteRequest; see kvpool/v1/pool.proto") from None
+
+
+_CODECS: dict[str, Callable[..., Any]] = {"Write": _decode_piece, "Read": wire.encode_piece}
+"""Payloads travel as `Piece`s: the protobuf library would copy each of them three times, `wire` copies it once."""
+
+
+def _handler(service: PoolService, method: MethodDescriptor, inbox: Inbox) -> grpc.RpcMethodHandler[Any, Any]:
+    """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
+    behavior = getattr(service, method.name)
+    message_type = GetMessageClass(method.input_type)
     encode = GetMessageClass(method.output_type).SerializeToString
-    return make(getattr(service, method.name), decode, encode)
+    if method.client_streaming and method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
+    if method.client_streaming:
+        decode = _CODECS.get(method.name) or functools.partial(_decode, message_type)
+
+        async def of_stream(_: object, context: Context) -> Any:
+            async with aclosing(inbox.stream(context)) as messages:
+                return await behavior((decode(message) async for message in messages), context)
+
+        return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
+    spec_bytes = service.limits.max_spec_bytes
+    most = {"OpenNamespace": spec_bytes, "SetQuotas": spec_bytes, "Lookup": MAX_LOOKUP_BYTES}.get(
+        method.name, MAX_CONTROL_BYTES
+    )
+
+    async def of_one(_: object, context: Context) -> Any:
+        request = _decode(message_type, await inbox.receive(context, most))
+        REQUEST.set(request)
+        return await behavior(request, context)
+
+    async def replies(_: object, context: Context) -> AsyncIterator[Any]:
+        request = _decode(message_type, await inbox.receive(context, most))
+        async with aclosing(behavior(request, context)) as messages:
+            async for message in messages:
+                yield message
+
+    if method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(replies, None, _CODECS.get(method.name, encode))
+    return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, LeasedSlots
+from kvpool.types import BlockRun, LeasedSlots, in_parts
 from vllm_plugin.model.adapters import NO_ADAPTER
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -70,19 +70,10 @@ class GroupBlocks:
 
     def pieces(self, max_blocks: int) -> Iterator[tuple[int, list[BlockRun]]]:
         """Parts of at most `max_blocks` blocks, each with the position of its first block."""
-        start, room, part = 0, max_blocks, list[BlockRun]()
-        for run in self.runs:
-            at = 0
-            while at < len(run):
-                count = min(room, len(run) - at)
-                parent = run.block_hashes[at - 1] if at else run.parent_hash
-                part.append(BlockRun(run.group_idx, run.block_hashes[at : at + count], parent))
-                at, room = at + count, room - count
-                if not room:
-                    yield start, part
-                    start, room, part = start + max_blocks, max_blocks, []
-        if part:
+        start = 0
+        for part in in_parts(self.runs, max_blocks):
             yield start, part
+            start += sum(map(len, part))
 
 
 @dataclass(slots=True)

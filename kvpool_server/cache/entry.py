@@ -10,11 +10,12 @@ A dropped entry (`live` False) is no longer in its group's index; its slot may s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from kvpool.namespace import GroupSpec
 from kvpool.types import BlockRun, RunHits
+from kvpool_server.cache.block_index import BlockIndex
 
 
 class Group:
@@ -24,9 +25,13 @@ class Group:
         idx: `group_idx` in its namespace.
         namespace: its namespace's name in KV events.
         fingerprint: of its namespace.
+
+    Attributes:
+        leaving: live entries that have left the index, and that are being dropped some at a time.
+        num_complete: live entries that are complete.
     """
 
-    __slots__ = ("fingerprint", "full_mask", "idx", "index", "namespace", "spec")
+    __slots__ = ("fingerprint", "full_mask", "idx", "index", "leaving", "namespace", "num_complete", "spec")
 
     def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b""):
         self.spec = spec
@@ -34,25 +39,23 @@ class Group:
         self.namespace = namespace
         self.fingerprint = fingerprint
         self.full_mask = (1 << spec.num_shards) - 1
-        self.index: dict[bytes, Entry] = {}
+        self.index = BlockIndex()
+        self.leaving = BlockIndex()
+        self.num_complete = 0
+
+    @property
+    def num_live(self) -> int:
+        return len(self.index) + len(self.leaving)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots of its live entries."""
-        return len(self.index) * self.spec.slot_bytes
-
-    def newest(self) -> Iterator[Entry]:
-        """Its entries, the last inserted first: each after its children. Valid until the index changes."""
-        if self.index:
-            # A dict iterates over the items deleted at its end each time anew, until `popitem` releases them.
-            block_hash, entry = self.index.popitem()
-            self.index[block_hash] = entry
-        return reversed(self.index.values())
+        return self.num_live * self.spec.slot_bytes
 
     def hits(self, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
         """The hits of one run; appends the complete entries to `found`."""
         full_mask, before = self.full_mask, len(found)
-        entries = map(self.index.get, run.block_hashes)
+        entries = self.index.get_all(run.block_hashes)
         for entry in entries:
             if entry is None or entry.present != full_mask:
                 break
@@ -71,13 +74,19 @@ class Group:
 
     def find(self, runs: Sequence[BlockRun]) -> tuple[list[Entry], int]:
         """The entries of these blocks, each once, and how many of the blocks have no entry."""
-        named = list(map(self.index.get, dict.fromkeys(block_hash for run in runs for block_hash in run.block_hashes)))
+        hashes = dict.fromkeys(block_hash for run in runs for block_hash in run.block_hashes)
+        named = list(self.index.get_all(hashes))
         return [entry for entry in named if entry is not None], named.count(None)
 
-    def forget(self, block_hash: bytes) -> None:
-        del self.index[block_hash]
-        if not self.index:
-            self.index = {}  # A dict never frees its table, and an empty group may never be used again.
+    def start_leaving(self) -> int:
+        """Empties the index at once, whatever its size; returns how many entries are to be dropped."""
+        assert not self.leaving, "the entries of the last time are still to be dropped"
+        self.leaving, self.index = self.index, BlockIndex()
+        return len(self.leaving)
+
+    def forget(self, entry: Entry) -> None:
+        index = self.index if self.index.get(entry.block_hash) is entry else self.leaving
+        index.remove(entry.block_hash)
 
 
 class Entry:
@@ -94,7 +103,7 @@ class Entry:
         leases: how many live leases cover it.
         used: the stamp of its last use: the number of the pool's call and, below `TICK`, the policy's kind of use.
         depth: how many ancestors it had when it was made.
-        queued: whether its eviction policy holds it as a candidate.
+        queued: the evictor that holds it as a candidate; None: no evictor does.
     """
 
     __slots__ = (
@@ -131,12 +140,18 @@ class Entry:
         self.checksums = array("Q", bytes(8 * group.spec.num_shards))
         self.leases = 0
         self.used = used
-        self.queued = False
+        self.queued: Any = None  # An `Evictor`, which is a module above this one.
         self.live = True
 
     @property
     def complete(self) -> bool:
         return self.present == self.group.full_mask
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if it is live, and has left its group's index."""
+        leaving = self.group.leaving
+        return len(leaving) > 0 and leaving.get(self.block_hash) is self
 
     @property
     def movable(self) -> bool:

@@ -11,6 +11,7 @@ Entries stay leased while a transfer of an ended lease or ticket is under way (`
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvpool.types import BlockRun, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
+from kvpool_server.cache.block_index import BlockIndex
 from kvpool_server.cache.entry import Entry, Group, Observer, Record
 from kvpool_server.cache.leases import Ticket
 
@@ -100,7 +102,7 @@ class EntryTable:
         Returns the status of each block. Raises OutOfSpaceError if there are too few slots; nothing has changed then.
         """
         offsets = iter(self._allocate(group, runs))
-        stamp = self._placement.next_stamp([group])
+        stamp = ticket.stamp = ticket.stamp or self._placement.next_stamp([group])
         evictor = self._placement.evictor(group)
         statuses = []
         for run in runs:
@@ -124,6 +126,8 @@ class EntryTable:
     def commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
         """Makes a ticket's shards of an entry present; False if the entry was dropped meanwhile."""
         entry.pending &= ~ticket.shards.mask
+        if entry.live and entry.is_leaving:
+            self.drop(entry)
         if not entry.live:
             self.free_if_unheld(entry)
             return False
@@ -133,6 +137,7 @@ class EntryTable:
         entry.present |= ticket.shards.mask
         if entry.complete:
             self.num_complete += 1
+            entry.group.num_complete += 1
             for observer in self._observers:
                 observer.stored(entry)
         self.make_candidate(entry)
@@ -169,6 +174,7 @@ class EntryTable:
         entry.checksums = array("Q", record.checksums)
         entry.present = group.full_mask
         self.num_complete += 1
+        group.num_complete += 1
         return entry
 
     def make_candidate(self, entry: Entry) -> None:
@@ -189,16 +195,18 @@ class EntryTable:
         assert entry.live
         entry.live = False
         self._placement.evictor(entry.group).dropped(entry)
-        entry.group.forget(entry.block_hash)
+        entry.group.forget(entry)
         self.num_live -= 1
         if entry.complete:
             self.num_complete -= 1
+            entry.group.num_complete -= 1
             for observer in self._observers:
                 observer.removed(entry)
         if (parent := entry.parent) is not None:
             entry.parent = None
             parent.children -= 1
-            self.make_candidate(parent)
+            if not parent.is_leaving:  # Such a parent is dropped soon, too.
+                self.make_candidate(parent)
         if entry.pending:
             not_before = max(not_before, entry.pending_until + self._grace_s)
         # Another ticket of the entry may have expired unnoticed: `expire` then frees the slot, and nothing else does.
@@ -212,12 +220,27 @@ class EntryTable:
         if self._quarantine.remove_if_over(entry, self._clock()):
             self._arena.free(entry.offset)
 
-    def free_expired(self, now: float) -> None:
-        """Frees slots whose quarantine is over, and slots of the extent that is being drained."""
-        while (entry := self._quarantine.pop_over(now)) is not None:
+    def free_expired(self, now: float, count: int) -> int:
+        """Frees up to `count` slots whose quarantine is over, and slots of the extent that is being drained.
+
+        Returns how many slots were freed, at least.
+        """
+        freed = 0
+        while freed < count and (entry := self._quarantine.pop_over(now)) is not None:
             self._arena.free(entry.offset)
-        if victims := self._placement.drain_victims(now):
+            freed += 1
+        if victims := self._placement.drain_victims(now, count):
             self.evict(victims)
+        return freed + len(victims)
+
+    def drop_leaving(self, group: Group, count: int) -> int:
+        """Drops up to `count` of the entries that have left a group's index; returns how many."""
+        entries = list(itertools.islice(group.leaving.values(), count))
+        for entry in entries:
+            self.drop(entry)
+        if not group.leaving:
+            group.leaving = BlockIndex()
+        return len(entries)
 
     def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
         """Slots for the blocks that have no entry yet. Raises OutOfSpaceError."""
@@ -242,7 +265,10 @@ class EntryTable:
     def _insert(
         self, group: Group, block_hash: bytes, parent: Entry | None, parent_hash: bytes, offset: int, stamp: int
     ) -> Entry:
-        entry = group.index[block_hash] = Entry(group, block_hash, parent, offset, stamp, parent_hash)
+        if (left := group.leaving.get(block_hash)) is not None:
+            self.drop(left)  # Observers learn that a block has gone before they learn that it has come again.
+        entry = Entry(group, block_hash, parent, offset, stamp, parent_hash)
+        group.index.add(block_hash, entry)
         self._arena.assign(offset, entry)
         if parent is not None:
             parent.children += 1

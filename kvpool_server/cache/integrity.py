@@ -54,4 +54,5 @@ def check_prefixes(entries: Sequence[Entry]) -> None:
     for entry in entries:
         assert entry.live and entry.children == children[id(entry)], "a child count is off"
         assert entry.present or entry.pending, "an entry has no shard and no writer"
-        assert entry.queued or entry.children or entry.pending, "an idle leaf can never be evicted"
+        is_candidate = entry.queued is not None or entry.is_leaving
+        assert is_candidate or entry.children or entry.pending, "an idle leaf can never be evicted"

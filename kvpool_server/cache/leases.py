@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -17,11 +18,16 @@ SWEEP_AT_LEAST = 1_000
 
 @dataclass(eq=False, slots=True)
 class Hold:
-    """Entries held until a deadline."""
+    """Entries held until a deadline.
+
+    Args:
+        owner: the client, as far as the server knows it; empty for the server itself.
+    """
 
     id: int
     deadline: float
     entries: list[Entry]
+    owner: str = field(default="", kw_only=True)
     _entry_ids: set[int] | None = field(default=None, init=False)
 
     @property
@@ -68,12 +74,28 @@ class Lease(Hold):
 
 @dataclass(eq=False, slots=True)
 class Ticket(Hold):
-    """The right to write `shards` of `entries` until the deadline."""
+    """The right to write `shards` of `entries` until the deadline.
+
+    Args:
+        stamp: of the put, whose steps are one use of the blocks; 0: none yet.
+    """
 
     shards: ShardRange
+    stamp: int = 0
 
 
 Held = TypeVar("Held", Lease, Ticket)
+
+
+@dataclass(slots=True)
+class Share:
+    """How much an owner's holds take of a table."""
+
+    num_holds: int = 0
+    num_blocks: int = 0
+
+
+_NOTHING = Share()
 
 
 class HoldTable(Generic[Held]):
@@ -88,6 +110,8 @@ class HoldTable(Generic[Held]):
         self._kind, self._fix = kind, fix
         self._live: dict[int, Held] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._by_owner: dict[str, Share] = {}
+        self._total = Share()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -95,8 +119,25 @@ class HoldTable(Generic[Held]):
     def values(self) -> list[Held]:
         return list(self._live.values())
 
+    def has_room(self, owner: str, num_blocks: int, max_holds: int, max_blocks: float = math.inf) -> bool:
+        """Whether an owner may get another hold on so many blocks.
+
+        An owner may have as many as are left, of holds and of blocks. So k owners that take all they get have 1/(k+1)
+        each, and the next one finds as much.
+
+        Source: A. Choudhury, E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998.
+        """
+        own, total = self._by_owner.get(owner, _NOTHING), self._total
+        return (
+            own.num_holds < max_holds - total.num_holds and own.num_blocks + num_blocks <= max_blocks - total.num_blocks
+        )
+
     def add(self, hold: Held) -> None:
         self._live[hold.id] = hold
+        if hold.owner:
+            for share in (self._total, self._by_owner.setdefault(hold.owner, Share())):
+                share.num_holds += 1
+                share.num_blocks += len(hold.entries)
         heapq.heappush(self._deadlines, (hold.deadline, hold.id))
         if len(self._deadlines) > 2 * len(self._live) + SWEEP_AT_LEAST:
             self._deadlines = [(hold.deadline, hold.id) for hold in self._live.values()]
@@ -105,22 +146,37 @@ class HoldTable(Generic[Held]):
     def get(self, id: int) -> Held | None:
         return self._live.get(id)
 
-    def live(self, id: int) -> Held:
-        """Raises LeaseExpiredError if there is none with this id."""
+    def live(self, id: int, now: float = -math.inf) -> Held:
+        """Raises LeaseExpiredError if there is none with this id, or if its deadline has come."""
         hold = self._live.get(id)
-        if hold is None:
+        if hold is None or hold.deadline <= now:
             raise LeaseExpiredError(
                 f"{self._kind} {id:#x} is not live: it expired, was ended, or is of another boot; {self._fix}"
             )
         return hold
 
     def pop(self, id: int) -> Held | None:
-        return self._live.pop(id, None)
+        """Removes and returns a hold, even if its deadline has come and `pop_expired` has not returned it yet."""
+        hold = self._live.pop(id, None)
+        if hold is not None and hold.owner:
+            own = self._by_owner[hold.owner]
+            for share in (self._total, own):
+                share.num_holds -= 1
+                share.num_blocks -= len(hold.entries)
+            if not own.num_holds:
+                del self._by_owner[hold.owner]
+        return hold
+
+    def grow(self, hold: Held, entries: Sequence[Entry]) -> None:
+        """Has a live hold cover more entries."""
+        hold.entries += entries
+        if hold.owner:
+            self._total.num_blocks += len(entries)
+            self._by_owner[hold.owner].num_blocks += len(entries)
 
     def pop_expired(self, now: float) -> Held | None:
         """Removes and returns a hold that has reached its deadline; None if there is none."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            hold = self._live.pop(heapq.heappop(self._deadlines)[1], None)
-            if hold is not None:
+            if (hold := self.pop(heapq.heappop(self._deadlines)[1])) is not None:
                 return hold
         return None

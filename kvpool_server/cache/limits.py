@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.types import MAX_BATCH_CHUNKS, MAX_RUNS
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """See the module.
 
     Args:
-        max_batch_blocks: blocks in one request.
+        max_batch_blocks: blocks that one request names, but for lookups.
+        max_batch_chunks: chunks (blocks x shards) that one put or get moves.
+        max_lookup_blocks: blocks that one lookup names. The server answers a large lookup in parts.
+        max_runs: runs in one request.
         max_ttl_ms: of leases and tickets; a longer TTL is cut to it.
         default_ticket_ttl_ms: where the client gives no TTL.
         grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
-        max_leases, max_tickets: live at once.
-        max_namespaces: open at once; beyond it the least recently used one is closed.
-        max_quotas: in force at once.
+        max_leases, max_tickets: live at once. A client may have as many as are still left: so one client alone gets
+            half of them, and another one always gets some.
+        max_leased_blocks: of all live leases; a block counts once for each lease. Shared in the same way.
+        max_namespaces: open at once; a further one is refused unless an unused one can be closed.
+        namespace_idle_ms: how long nobody has used a namespace that may be closed for another.
+        max_spec_bytes, max_specs_bytes: of one namespace's specification, and of all open ones together.
+        max_quotas: in force at once, and in one request.
+        max_streams: streams of lookups at once; beyond it the one that has been idle longest is ended.
     """
 
-    max_batch_blocks: int = 65_536
+    max_batch_blocks: int = 8_192
+    max_batch_chunks: int = MAX_BATCH_CHUNKS
+    max_lookup_blocks: int = 65_536
+    max_runs: int = MAX_RUNS
     max_ttl_ms: int = 120_000
     default_ticket_ttl_ms: int = 10_000
     grace_ms: int = 30_000
-    max_leases: int = 100_000
-    max_tickets: int = 100_000
+    max_leases: int = 65_536
+    max_leased_blocks: int = 1 << 22
+    max_tickets: int = 16_384
     max_namespaces: int = 1_024
+    namespace_idle_ms: int = 60_000
+    max_spec_bytes: int = 64 << 10
+    max_specs_bytes: int = 16 << 20
     max_quotas: int = 256
+    max_streams: int = 2_048

@@ -6,7 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from kvpool.errors import IncompatibleNamespaceError, InvalidRequestError, UnknownNamespaceError
+from kvpool.errors import (
+    IncompatibleNamespaceError,
+    InvalidRequestError,
+    OutOfSpaceError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec, differences
 from kvpool.types import BlockRun
@@ -18,7 +24,7 @@ class PoolNamespace:
     """An open namespace and its groups.
 
     Attributes:
-        spec_without_weights: equal for namespaces of one model that differ in their weights only.
+        spec_without_weights, family: equal for namespaces of one model that differ in their weights only.
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
         superseded: a namespace with newer weights was opened after it, and no engine has used it since.
         lookup_blocks, lookup_hits: blocks that lookups asked for, and the complete ones of them.
@@ -29,6 +35,7 @@ class PoolNamespace:
     def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
         self.last_use = 0
         self.spec_without_weights = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
+        self.family = hash(self.spec_without_weights)  # Tells almost all others apart, in no time.
         self.opened_at = self.used_at = now
         self.opened_by = opened_by
         self.superseded = False
@@ -39,15 +46,20 @@ class PoolNamespace:
         self.groups = [Group(group, idx, label, fingerprint) for idx, group in enumerate(spec.groups)]
 
     def entries(self) -> list[Entry]:
-        return [entry for group in self.groups for entry in group.index.values()]
+        """All live entries; takes long where they are many."""
+        return [entry for group in self.groups for held in (group.index, group.leaving) for entry in held.values()]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(group.num_live for group in self.groups)
 
     def info(self, now: float, holdings: bool = True) -> NamespaceInfo:
-        complete = [entry for entry in self.entries() if entry.complete] if holdings else []
+        groups = self.groups if holdings else []
         return NamespaceInfo(
             self.spec,
             self.fingerprint,
-            num_entries=len(complete),
-            nbytes=sum(entry.group.spec.slot_bytes for entry in complete),
+            num_entries=sum(group.num_complete for group in groups),
+            nbytes=sum(group.num_complete * group.spec.slot_bytes for group in groups),
             lookup_blocks=self.lookup_blocks,
             lookup_hits=self.lookup_hits,
             age_seconds=now - self.opened_at,
@@ -62,6 +74,7 @@ class Namespaces:
 
     Attributes:
         num_opened: namespaces opened since the start; opening an open one does not count.
+        closing: those that were closed, whose entries are being dropped.
     """
 
     def __init__(self, limits: Limits, max_block_bytes: int):
@@ -69,7 +82,9 @@ class Namespaces:
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, PoolNamespace] = {}
         self._uses = itertools.count(1)
+        self._specs_bytes = 0
         self.num_opened = 0
+        self.closing: dict[bytes, PoolNamespace] = {}
 
     def values(self) -> list[PoolNamespace]:
         return list(self._open.values())
@@ -85,13 +100,17 @@ class Namespaces:
         if (namespace := self._open.get(fingerprint)) is not None:
             namespace.opened_by = namespace.opened_by or opener  # A tier may have opened it before any client.
             return namespace, False
+        if fingerprint in self.closing:
+            raise UnavailableError(f"namespace {fingerprint.hex()[:12]} is being closed; open it again in a moment")
         for idx, group in enumerate(spec.groups):
             if group.slot_bytes > self._max_block_bytes:
                 raise InvalidRequestError(
                     f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
                     f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
                 )
+        self._make_room(spec.nbytes, now)
         namespace = self._open[fingerprint] = PoolNamespace(spec, fingerprint, now, opener)
+        self._specs_bytes += spec.nbytes
         self.num_opened += 1
         namespace.last_use = next(self._uses)
         return namespace, True
@@ -99,14 +118,33 @@ class Namespaces:
     def superseded(self, newest: PoolNamespace) -> list[PoolNamespace]:
         """Namespaces opened before `newest` that differ from it in their weights only, oldest first."""
         older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
-        return [namespace for namespace in older if namespace.spec_without_weights == newest.spec_without_weights]
+        return [
+            namespace
+            for namespace in older
+            if namespace.family == newest.family and namespace.spec_without_weights == newest.spec_without_weights
+        ]
 
-    def pop_surplus(self) -> PoolNamespace | None:
-        """Removes and returns the least recently used namespace, if there are too many; its clients open it again."""
-        if len(self._open) <= self._limits.max_namespaces:
-            return None
-        oldest = min(self._open.values(), key=lambda namespace: namespace.last_use)
-        return self._open.pop(oldest.fingerprint)
+    def _make_room(self, spec_bytes: int, now: float) -> None:
+        """Closes unused namespaces so that another one may be opened. Raises OutOfSpaceError if there are too few."""
+        limits = self._limits
+        while len(self._open) >= limits.max_namespaces or self._specs_bytes + spec_bytes > limits.max_specs_bytes:
+            unused = [
+                namespace
+                for namespace in self._open.values()
+                if now - namespace.used_at >= limits.namespace_idle_ms / 1000
+                and (namespace.superseded or namespace.is_empty)
+            ]
+            if not unused:
+                raise OutOfSpaceError(
+                    f"{len(self._open)} namespaces are open, whose specifications have {self._specs_bytes} bytes; the "
+                    f"limits are {limits.max_namespaces} and {limits.max_specs_bytes}, and each of them has blocks or "
+                    f"was used within {limits.namespace_idle_ms / 1000:g} s; clear one that is no longer needed "
+                    "(`kvpool clear`), and try again later"
+                )
+            oldest = min(unused, key=lambda namespace: (not namespace.is_empty, namespace.last_use))
+            del self._open[oldest.fingerprint]
+            self._specs_bytes -= oldest.spec.nbytes
+            self.closing[oldest.fingerprint] = oldest
 
     def find(self, fingerprint: bytes) -> PoolNamespace | None:
         """An open namespace; does not count as a use of it."""
@@ -124,9 +162,20 @@ class Namespaces:
 
     def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
         """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
+        return self._groups(fingerprint, runs, self._limits.max_batch_blocks)
+
+    def groups_of_lookup(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
+        """As `groups`, for a lookup, which may be larger."""
+        return self._groups(fingerprint, runs, self._limits.max_lookup_blocks)
+
+    def _groups(self, fingerprint: bytes, runs: Sequence[BlockRun], most: int) -> tuple[PoolNamespace, list[Group]]:
         namespace = self.get(fingerprint)
+        if len(runs) > self._limits.max_runs:
+            raise InvalidRequestError(
+                f"{len(runs)} runs; give at most {self._limits.max_runs}, and split larger batches"
+            )
         found = [_group(namespace, run.group_idx) for run in runs]
-        total, most = sum(map(len, runs)), self._limits.max_batch_blocks
+        total = sum(map(len, runs))
         if not 1 <= total <= most:
             raise InvalidRequestError(f"a batch of {total} blocks; give 1 to {most}, and split larger ones")
         return namespace, found

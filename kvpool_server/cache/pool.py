@@ -10,10 +10,14 @@ Invariants (`check_integrity`):
 - A slot is freed only when no lease covers its entry, no ticket, nor the grace after one, lets anybody write to it, and
   no transfer of a lease or ticket that has ended is under way.
 - A call that raises has changed nothing, except that holds may have expired and its namespace counts as used.
+
+A call on many blocks has a form in steps (`steps.py`), and what ends many holds at once does so over several calls:
+`settle` does more of it, and says whether more is left.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,19 +38,22 @@ from kvpool.types import (
     RunHits,
     ShardRange,
     Slots,
+    in_parts,
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
 from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.cache.ended_holds import EndedHolds, EndOfEntry
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
-from kvpool_server.cache.leases import Found, Hold, HoldTable, Lease, Ticket
+from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quotas import Quotas
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.transfers import NoTransfers, Transfers, UnfinishedHolds
 
 Read = Callable[[int, int], Any]
@@ -91,6 +98,9 @@ class Pool:
         self._clock = clock
         self._namespaces = Namespaces(self.limits, arena.extent_bytes)
         self._quotas = Quotas(self.limits.max_quotas)
+        self._ended = EndedHolds(self.entry_table)
+        self._leasing: list[list[Entry]] = []
+        self._writing: list[Ticket] = []
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -107,15 +117,13 @@ class Pool:
         Raises:
             InvalidRequestError: the spec is malformed, or a block of it does not fit an extent of the arena.
             IncompatibleNamespaceError: the spec's fingerprint is not the expected one.
+            OutOfSpaceError: too many namespaces are open, and all of them are in use.
+            UnavailableError: the namespace is being closed.
         """
         namespace, created = self._namespaces.open(spec, expected_fingerprint, self._clock(), opener)
         if created:
             self._assign_quotas([namespace])
-        if (surplus := self._namespaces.pop_surplus()) is not None:
-            self.expire()
-            for entry in surplus.entries():
-                self.entry_table.drop(entry)
-            self.placement.remove(surplus.groups)
+            self._drop_closed(SETTLED_PER_CALL)
         self._mark_used(namespace, self._clock())
         for older in self._namespaces.superseded(namespace):
             older.superseded = True
@@ -159,23 +167,32 @@ class Pool:
 
         Raises InvalidRequestError if a quota cannot be set; nothing has changed then.
         """
+        finish(self.set_quotas_in_steps(quotas))
+
+    def set_quotas_in_steps(self, quotas: Sequence[Quota]) -> Steps[None]:
+        """As `set_quotas`. The quotas are in force from the first step on."""
         self._quotas.set(quotas)
         self._assign_quotas(self._namespaces.values())
-        self.rebalance()
+        while self.placement.requeue():
+            yield
+        while self.rebalance():
+            yield
 
     def _assign_quotas(self, namespaces: Sequence[PoolNamespace]) -> None:
         """Tells the placement which quotas cover each group of these namespaces."""
         covering = [(each.groups, self._quotas.covering(each.spec.tenant, each.fingerprint)) for each in namespaces]
         self.placement.assign_quotas((group, accounts) for groups, accounts in covering for group in groups)
 
-    def rebalance(self) -> None:
-        """Evicts what exceeds a quota, and starts to drain an extent for a slot size below its share.
+    def rebalance(self) -> bool:
+        """Evicts some of what exceeds a quota, and starts to drain an extent for a slot size below its share.
 
-        Call it often: entries that are leased or being written stay until a later call.
+        Call it often: entries that are leased or being written stay until a later call. True: more can be evicted now.
         """
         now = self.expire()
-        self.entry_table.evict(self.placement.over_quota(self._quotas.accounts()))
-        self.entry_table.evict(self.placement.start_drain(now))
+        victims = self.placement.over_quota(self._quotas.accounts(), STEP_BLOCKS)
+        self.entry_table.evict(victims)
+        self.entry_table.evict(self.placement.start_drain(now, STEP_BLOCKS))
+        return len(victims) >= STEP_BLOCKS
 
     def lookup(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
@@ -185,9 +202,21 @@ class Pool:
         self.record_use(found)
         return Lookup(found.hits, found.lease_id, found.lease_ttl_ms)
 
-    def find(self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0) -> Found:
-        """As `lookup`, without recording it: call `record_use` or `record_use_on_get` next."""
-        namespace, groups = self._namespaces.groups(fingerprint, runs)
+    def find(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease_ttl_ms: int = 0,
+        owner: str = "",
+    ) -> Found:
+        """As `lookup`, without recording it: call `record_use` or `record_use_on_get` next.
+
+        Args:
+            owner: the client, whose leases count together.
+        """
+        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
         now = self.expire() if lease_ttl_ms else 0.0  # First: it may evict entries of an extent that is being drained.
         entries: list[Entry] = []
         hits: list[RunHits] = []
@@ -202,19 +231,62 @@ class Pool:
         if lease_ttl_ms:
             self._mark_used(namespace, now)
             if entries:
-                lease_id, granted_ms = self._lease(entries, lease_ttl_ms, now)
+                lease_id, granted_ms = self._lease(entries, lease_ttl_ms, now, owner)
+                if lease_id:
+                    for entry in entries:
+                        entry.leases += 1
         return Found(namespace, tuple(hits), num_blocks, entries, spans, lease_id, granted_ms)
 
-    def _lease(self, entries: list[Entry], ttl_ms: int, now: float) -> tuple[int, int]:
-        """Leases entries; returns the lease's id and TTL, both 0 if there are too many leases."""
-        if len(self.leases) >= self.limits.max_leases:
+    def find_in_steps(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int, owner: str = ""
+    ) -> Steps[Found]:
+        """As `find`. Each step leases what it finds; the lease's time begins with the last step."""
+        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
+        entries: list[Entry] = []
+        if lease_ttl_ms:
+            self._mark_used(namespace, self.expire())
+            self._leasing.append(entries)
+        hits: list[RunHits] = []
+        spans: list[tuple[Group, int, int]] = []
+        lease_id = granted_ms = 0
+        try:
+            for group, run in zip(groups, runs, strict=True):
+                start, leading, complete = len(entries), 0, 0
+                for at in range(0, len(run), LOOKUP_STEP_BLOCKS):
+                    if prefix_only and leading < at:
+                        break
+                    part = BlockRun(run.group_idx, run.block_hashes[at : at + LOOKUP_STEP_BLOCKS])
+                    found: list[Entry] = []
+                    hit = group.hits(part, prefix_only, found)
+                    if lease_ttl_ms:
+                        for entry in found:
+                            entry.leases += 1
+                    entries += found
+                    complete |= hit.complete << at
+                    if leading == at:
+                        leading += hit.num_leading
+                    yield
+                hits.append(RunHits(leading, complete))
+                spans.append((group, start, len(entries)))
+            if lease_ttl_ms and entries:
+                lease_id, granted_ms = self._lease(entries, lease_ttl_ms, self.expire(), owner)
+        finally:
+            self._leasing = [each for each in self._leasing if each is not entries]
+            if lease_ttl_ms and not lease_id:
+                self._ended.add_lease(Lease(0, 0.0, list(entries)))
+        return Found(namespace, tuple(hits), sum(map(len, runs)), entries, spans, lease_id, granted_ms)
+
+    def _lease(self, entries: list[Entry], ttl_ms: int, now: float, owner: str) -> tuple[int, int]:
+        """Makes a lease on entries that are counted as leased; returns its id and TTL, both 0 if there is no room."""
+        limits = self.limits
+        if len(self.leases) >= limits.max_leases or (
+            owner and not self.leases.has_room(owner, len(entries), limits.max_leases, limits.max_leased_blocks)
+        ):
             self.counters["refused_leases"] += 1
             return 0, 0
-        ttl_ms = min(ttl_ms, self.limits.max_ttl_ms)
-        lease = Lease(self.new_id(), now + ttl_ms / 1000, entries)
+        ttl_ms = min(ttl_ms, limits.max_ttl_ms)
+        lease = Lease(self.new_id(), now + ttl_ms / 1000, entries, owner=owner)
         self.leases.add(lease)
-        for entry in entries:
-            entry.leases += 1
         return lease.id, ttl_ms
 
     def slots(self, found: Found) -> tuple[Slots, ...]:
@@ -254,10 +326,21 @@ class Pool:
     ) -> PutGrant:
         """Reserves the shards of every block that is neither present nor being written.
 
-        Raises OutOfSpaceError if there are too few slots for all of them; nothing has changed then.
+        Raises OutOfSpaceError if there are too few slots for all of them; no block is reserved then.
         """
+        return finish(self.put_start_in_steps(fingerprint, runs, shards, ticket_ttl_ms))
+
+    def put_start_in_steps(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        shards: ShardRange,
+        ticket_ttl_ms: int = 0,
+        owner: str = "",
+    ) -> Steps[PutGrant]:
+        """As `put_start`; `owner` is the client, whose tickets count together."""
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
-        ticket, statuses = self.reserve(fingerprint, runs, shards, ttl_ms / 1000)
+        ticket, statuses = yield from self._reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
         self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)
@@ -274,22 +357,51 @@ class Pool:
         Args:
             ttl_s: `math.inf`: the caller, in this process, is certain to end the ticket.
         """
+        return finish(self._reserve_in_steps(fingerprint, runs, shards, ttl_s))
+
+    def _reserve_in_steps(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float, owner: str = ""
+    ) -> Steps[tuple[Ticket, list[PutStatus]]]:
         namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
+        self._check_chunks(runs, shards)
         now = self.expire()
         self._mark_used(namespace, now)
-        if len(self.tickets) >= self.limits.max_tickets:
-            raise OutOfSpaceError(f"{len(self.tickets)} puts are under way, which is the limit; try again later")
-        ticket = Ticket(self.new_id(), now + ttl_s, [], shards)
+        most = self.limits.max_tickets
+        if len(self.tickets) >= most or (owner and not self.tickets.has_room(owner, 0, most)):
+            raise OutOfSpaceError(
+                f"{len(self.tickets)} puts are under way; the limit is {most}, and one client may have as many as are "
+                "left; try again later"
+            )
+        ticket = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner)
+        statuses: list[PutStatus] = []
+        is_reserved = False
+        self._writing.append(ticket)
         try:
-            statuses = self.entry_table.reserve(group, runs, ticket)
+            for part in in_parts(runs, STEP_BLOCKS):
+                if statuses:
+                    yield
+                statuses += self.entry_table.reserve(group, part, ticket)
+            is_reserved = True
         except NoRoomError as error:
             leases, tickets = self.leases.values(), self.tickets.values()
             holders = describe_holders(leases, tickets, self._unfinished, self._quarantine, now, error.account)
             raise error.because(holders) from None
+        finally:
+            self._writing.remove(ticket)
+            if not is_reserved and ticket.entries:
+                self._ended.add_ticket(ticket, self.entry_table.revoke)
+                self._ended.settle(SETTLED_PER_CALL)
         if ticket.entries:
             self.tickets.add(ticket)
         return ticket, statuses
+
+    def _check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
+        count, most = sum(map(len, runs)), self.limits.max_batch_chunks
+        if count * shards.count > most:
+            raise InvalidRequestError(
+                f"{count} blocks x {shards.count} shards; give at most {most} chunks, and split larger batches"
+            )
 
     def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
         """Commits the blocks that a ticket covers; none of them if bytes are still being written under the ticket.
@@ -301,8 +413,11 @@ class Pool:
             LeaseExpiredError: the ticket is not live.
             InvalidRequestError: there is not one checksum for each chunk; the ticket stays live.
         """
-        self.expire()
-        ticket = self.tickets.live(ticket_id)
+        return finish(self.put_end_in_steps(ticket_id, checksums))
+
+    def put_end_in_steps(self, ticket_id: int, checksums: Sequence[int]) -> Steps[PutReceipt]:
+        """As `put_end`: each step makes some of the blocks readable."""
+        ticket = self.tickets.live(ticket_id, self.expire())
         count = ticket.shards.count
         if len(checksums) != len(ticket.entries) * count:
             raise InvalidRequestError(
@@ -310,34 +425,40 @@ class Pool:
                 f"x {count} shards"
             )
         self.tickets.pop(ticket_id)
-        if not self._end_ticket(ticket):
-            self._abandon(ticket)
+        if not self._unfinished.end(ticket):
+            self._ended.add_ticket(self._pinned(ticket), self._abandon)
+            self._ended.settle(SETTLED_PER_CALL)
             return PutReceipt(0, 0)
         committed = completed = 0
-        for idx, entry in enumerate(ticket.entries):
+        self._writing.append(ticket)
+        entries = ticket.entries
+        for idx, entry in enumerate(entries):
+            if idx and not idx % STEP_BLOCKS:
+                ticket.entries = entries[idx:]
+                yield
             committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
             completed += entry.live and entry.complete
+        self._writing.remove(ticket)
         self.counters["put_completed_blocks"] += completed
         return PutReceipt(committed, completed)
 
     def put_revoke(self, ticket_id: int) -> bool:
         """Ends a ticket whose writer has stopped writing, without committing; False if it was not live."""
-        self.expire()
+        now = self.expire()
         ticket = self.tickets.pop(ticket_id)
         if ticket is None:
             return False
+        if ticket.deadline <= now:
+            self.counters["expired_tickets"] += 1
+            self._end_ticket(ticket, self.entry_table.expire)
+            return False
         self.counters["revoked_tickets"] += 1
-        if not self._end_ticket(ticket):
-            self._abandon(ticket)
-            return True
-        for entry in ticket.entries:
-            self.entry_table.revoke(entry, ticket)
+        self._end_ticket(ticket, self.entry_table.revoke, self._abandon)
         return True
 
     def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
         """Raises unless a live ticket covers [offset, offset + nbytes)."""
-        self.expire()
-        ticket = self.tickets.live(ticket_id)
+        ticket = self.tickets.live(ticket_id, self.expire())
         entry = self.arena.owner(offset)
         if entry is not None and entry.live and ticket.covers(entry):
             chunk_bytes = entry.group.spec.chunk_bytes
@@ -350,8 +471,9 @@ class Pool:
         """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
+        self._check_chunks(runs, shards)
         now = self.expire()
-        lease = self.leases.live(lease_id)
+        lease = self.leases.live(lease_id, now)
         if lease.unrecorded is not None:
             found, lease.unrecorded = lease.unrecorded, None
             self.record_use(found)
@@ -361,7 +483,7 @@ class Pool:
         checksums = array("Q")
         first, stop, full_mask = shards.start, shards.start + shards.count, group.full_mask
         start = first * group.spec.chunk_bytes
-        for entry in map(group.index.get, (block_hash for run in runs for block_hash in run.block_hashes)):
+        for entry in group.index.get_all(block_hash for run in runs for block_hash in run.block_hashes):
             is_present = entry is not None and entry.present == full_mask and id(entry) in held
             present.append(is_present)
             if is_present:
@@ -375,77 +497,137 @@ class Pool:
 
     def readable(self, lease_id: int, offset: int, nbytes: int) -> None:
         """Raises unless a live lease covers [offset, offset + nbytes)."""
-        self.expire()
-        lease = self.leases.live(lease_id)
+        lease = self.leases.live(lease_id, self.expire())
         entry = self.arena.owner(offset)
         if entry is None or not lease.covers(entry) or offset + nbytes > entry.offset + entry.group.spec.slot_bytes:
             raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no block of lease {lease_id:#x}")
 
     def release(self, lease_ids: Sequence[int]) -> int:
         """Ends leases; returns how many were live."""
-        self.expire()
+        now = self.expire()
         released = 0
         for lease_id in lease_ids:
             if (lease := self.leases.pop(lease_id)) is not None:
                 self._end_lease(lease)
-                released += 1
+                released += lease.deadline > now
+        self._ended.settle(SETTLED_PER_CALL)
         return released
+
+    def complete(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> list[Entry]:
+        """The complete entries of these blocks, each once."""
+        _, group = self._namespaces.one_group(fingerprint, runs)
+        self.expire()
+        entries, _ = group.find(runs)
+        return [entry for entry in entries if entry.complete]
+
+    def drop_corrupt_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
+        """Drops entries whose bytes differ from their checksums; returns how many had not been dropped before."""
+        dropped = yield from self._drop_in_steps(entries)
+        self.counters["corrupt_blocks"] += dropped
+        return dropped
 
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes the checksums of complete blocks, and drops those that differ; returns (checked, dropped)."""
-        _, group = self._namespaces.one_group(fingerprint, runs)
-        self.expire()
-        checked = dropped = 0
-        entries, _ = group.find(runs)
-        for entry in entries:
-            if not entry.complete:
-                continue
-            checked += 1
-            size = group.spec.chunk_bytes
-            if any(
-                checksum(read(entry.offset + shard * size, size)) != expected
-                for shard, expected in enumerate(entry.checksums)
-            ):
-                self.entry_table.drop(entry)
-                dropped += 1
-        self.counters["corrupt_blocks"] += dropped
-        return checked, dropped
+        entries = self.complete(fingerprint, runs)
+        return len(entries), finish(self.drop_corrupt_in_steps([entry for entry in entries if is_corrupt(entry, read)]))
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks; returns how many were present. Clients that hold a lease on them finish their loads."""
+        return finish(self.remove_in_steps(fingerprint, runs))
+
+    def remove_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[int]:
+        """As `remove`."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         entries, _ = group.find(runs)
-        for entry in entries:
-            self.entry_table.drop(entry)
-        self.counters["removed_blocks"] += len(entries)
-        return len(entries)
+        removed = yield from self._drop_in_steps(entries)
+        self.counters["removed_blocks"] += removed
+        return removed
+
+    def _drop_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
+        dropped = 0
+        for idx, entry in enumerate(entries):
+            if idx and not idx % STEP_BLOCKS:
+                yield
+            if entry.live:
+                self.entry_table.drop(entry)
+                dropped += 1
+        return dropped
 
     def clear(self, fingerprint: bytes = b"") -> int:
         """Drops every block of a namespace, or of all namespaces; returns how many."""
+        return finish(self.clear_in_steps(fingerprint))
+
+    def clear_in_steps(self, fingerprint: bytes = b"") -> Steps[int]:
+        """As `clear`: no lookup finds any of the blocks from the first step on, and the steps free their slots.
+
+        Blocks that are put meanwhile stay.
+        """
         self.expire()
         chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
-        entries = [entry for namespace in chosen for entry in namespace.entries()]
-        for entry in entries:
-            self.entry_table.drop(entry)
-        self.counters["removed_blocks"] += len(entries)
-        return len(entries)
+        groups = [group for namespace in chosen for group in namespace.groups]
+        while any(group.leaving for group in groups):  # An earlier call has not ended.
+            self._drop_leaving(groups)
+            yield
+        removed = sum(group.start_leaving() for group in groups)
+        self.counters["removed_blocks"] += removed
+        while self._drop_leaving(groups):
+            yield
+        return removed
+
+    def _drop_leaving(self, groups: Sequence[Group]) -> bool:
+        """Drops some of the entries that have left the indexes of groups; False if there are no more of them."""
+        room = STEP_BLOCKS
+        for group in groups:
+            if group.leaving and room:
+                room -= self.entry_table.drop_leaving(group, room)
+        return not room
 
     def expire(self) -> float:
-        """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none."""
+        """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none.
+
+        Where they are many, it ends some of them, and later calls the others.
+        """
         now = self._clock()
-        while (lease := self.leases.pop_expired(now)) is not None:
+        self._settle(now, SETTLED_PER_CALL)
+        return now
+
+    def settle(self) -> bool:
+        """Does some of what is left to do since holds ended or a namespace was closed; False if nothing is."""
+        return self._settle(self._clock(), SETTLED_PER_CALL) > 0 or self.placement.requeue()
+
+    def _settle(self, now: float, count: int) -> int:
+        """As `expire`, for up to about `count` entries; returns how many holds, entries or slots it has ended."""
+        ended = 0
+        while ended < count and (lease := self.leases.pop_expired(now)) is not None:
             self.counters["expired_leases"] += 1
             self._end_lease(lease)
+            ended += 1
         for hold in self._unfinished.pop_finished():
-            self._unpin(hold)
-        while (ticket := self.tickets.pop_expired(now)) is not None:
+            self._ended.add_lease(hold)
+        while ended < count and (ticket := self.tickets.pop_expired(now)) is not None:
             self.counters["expired_tickets"] += 1
-            self._end_ticket(ticket)
-            for entry in ticket.entries:
-                self.entry_table.expire(entry, ticket)
-        self.entry_table.free_expired(now)
-        return now
+            self._end_ticket(ticket, self.entry_table.expire)
+            ended += 1
+        ended += self._ended.settle(count)
+        ended += self.entry_table.free_expired(now, count)
+        if self._namespaces.closing:
+            ended += self._drop_closed(count)
+        return ended
+
+    def _drop_closed(self, count: int) -> int:
+        """Drops up to `count` entries of namespaces that were closed, and forgets those that are empty."""
+        dropped = 0
+        for namespace in list(self._namespaces.closing.values()):
+            for group in namespace.groups:
+                if group.index and not group.leaving:
+                    group.start_leaving()
+                dropped += self.entry_table.drop_leaving(group, count - dropped)
+            if not namespace.is_empty:
+                break
+            self.placement.remove(namespace.groups)
+            del self._namespaces.closing[namespace.fingerprint]
+        return dropped
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
         return PoolStats(
@@ -462,35 +644,50 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Recomputes the invariants from scratch; raises AssertionError. For tests: it visits every slot."""
-        entries = [entry for namespace in self._namespaces.values() for entry in namespace.entries()]
+        namespaces = (*self._namespaces.values(), *self._namespaces.closing.values())
+        entries = [entry for namespace in namespaces for entry in namespace.entries()]
         entry_table = self.entry_table
         quarantined = self._quarantine.by_offset()
         check_slots(self.arena, entries, quarantined)
-        leases = [*self.leases.values(), *self._unfinished]
-        check_holds(entries, list(quarantined.values()), leases, self.tickets.values())
+        tickets = (*self.tickets.values(), *self._writing, *self._ended.tickets())
+        leasing = [Lease(0, 0.0, entries) for entries in self._leasing]
+        leases = (*self.leases.values(), *self._unfinished, *self._ended.leases(), *leasing)
+        check_holds(entries, list(quarantined.values()), leases, tickets)
         check_prefixes(entries)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
 
     def _end_lease(self, lease: Lease) -> None:
         if self._unfinished.end(lease):
-            self._unpin(lease)
+            self._ended.add_lease(lease)
 
-    def _end_ticket(self, ticket: Ticket) -> bool:
-        """Ends a ticket's permits. False if bytes are being written under one: its entries stay pinned meanwhile."""
-        if self._unfinished.end(ticket):
-            return True
+    def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry | None = None) -> None:
+        """Ends a ticket.
+
+        Args:
+            end: what becomes of its entries.
+            end_unfinished: instead, if bytes are being written under one of its permits. The entries also stay pinned
+                until that has ended.
+        """
+        if not self._unfinished.end(ticket):
+            ticket, end = self._pinned(ticket), end_unfinished or end
+        self._ended.add_ticket(ticket, end)
+        self._ended.settle(SETTLED_PER_CALL)
+
+    def _pinned(self, ticket: Ticket) -> Ticket:
+        """Pins the entries of an unfinished ticket; returns a ticket on them that can be ended."""
         for entry in ticket.entries:
             entry.leases += 1
-        return False
+        return dataclasses.replace(ticket, entries=list(ticket.entries))
 
-    def _abandon(self, ticket: Ticket) -> None:
-        """Drops the entries of an unfinished ticket: else another writer could get their shards while bytes arrive."""
-        for entry in ticket.entries:
-            self.entry_table.abandon(entry, ticket, 0.0)
+    def _abandon(self, entry: Entry, ticket: Ticket) -> None:
+        """Drops an entry of an unfinished ticket: else another writer could get its shards while bytes arrive."""
+        self.entry_table.abandon(entry, ticket, 0.0)
 
-    def _unpin(self, hold: Hold) -> None:
-        for entry in hold.entries:
-            entry.leases -= 1
-            if not entry.live:
-                self.entry_table.free_if_unheld(entry)
+
+def is_corrupt(entry: Entry, read: Read) -> bool:
+    """Whether a complete entry's bytes differ from its checksums."""
+    size = entry.group.spec.chunk_bytes
+    return any(
+        checksum(read(entry.offset + shard * size, size)) != expected for shard, expected in enumerate(entry.checksums)
+    )

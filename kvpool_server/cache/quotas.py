@@ -13,6 +13,8 @@ from kvpool.errors import InvalidRequestError
 from kvpool.types import Quota
 from kvpool_server.cache.entry import Group
 
+_NAMESPACE = "namespace:"
+
 
 @dataclass(eq=False, slots=True)
 class Account:
@@ -33,6 +35,7 @@ class Quotas:
     def __init__(self, max_quotas: int):
         self._max_quotas = max_quotas
         self._by_subject: dict[str, Account] = {}
+        self._prefix_digits: set[int] = set()
 
     def accounts(self) -> list[Account]:
         """By subject."""
@@ -40,7 +43,9 @@ class Quotas:
 
     def covering(self, tenant: str, fingerprint: bytes) -> tuple[Account, ...]:
         """The accounts that cover a namespace: its tenant's, its own, both or none, by subject."""
-        return tuple(account for account in self.accounts() if Quota(account.subject, 0).covers(tenant, fingerprint))
+        name = fingerprint.hex()
+        subjects = {f"tenant:{tenant}", *(f"{_NAMESPACE}{name[:digits]}" for digits in self._prefix_digits)}
+        return tuple(self._by_subject[subject] for subject in sorted(subjects & self._by_subject.keys()))
 
     def set(self, quotas: Sequence[Quota]) -> None:
         """Sets quotas, and deletes those whose limit is 0 bytes.
@@ -50,10 +55,12 @@ class Quotas:
                 many quotas; nothing has changed.
         """
         limits = {account.subject: account.limit_bytes for account in self.accounts()}
-        for nth, quota in enumerate(quotas):
+        named: set[str] = set()
+        for quota in quotas:
             quota.check()
-            if any(other.subject == quota.subject for other in quotas[:nth]):
+            if quota.subject in named:
                 raise InvalidRequestError(f"quota {quota.subject} is given twice; give each subject once")
+            named.add(quota.subject)
             if quota.limit_bytes:
                 limits[quota.subject] = quota.limit_bytes
             elif limits.pop(quota.subject, None) is None:
@@ -66,6 +73,8 @@ class Quotas:
             del self._by_subject[subject]
         for subject, limit_bytes in limits.items():
             self._by_subject.setdefault(subject, Account(subject, limit_bytes)).limit_bytes = limit_bytes
+        prefixes = [subject for subject in self._by_subject if subject.startswith(_NAMESPACE)]
+        self._prefix_digits = {len(subject) - len(_NAMESPACE) for subject in prefixes}
 
     def usage(self) -> list[Quota]:
         """Every quota with the bytes in use, by subject."""

@@ -44,23 +44,29 @@ class History:
             self._keep(message)
             yield message
 
-    def answer(self, start_seq: int) -> Iterator[Message]:
-        """All messages from `start_seq` on if they are kept without a gap, else a snapshot.
+    def answer(self, start_seq: int) -> Iterator[Message | None]:
+        """All messages from `start_seq` on if they are kept without a gap, else a snapshot; None: not ready yet.
 
         A number from the future is another server's: its subscriber needs a snapshot, too.
         """
         self._counters["kv_event_replays"] += 1
-        first_seq = self._kept[0].seq if self._kept else 1 << 64
-        next_seq = self._kept[-1].seq + 1 if self._kept else 1 << 64
-        if first_seq <= start_seq < next_seq:
-            return iter([message for message in self._kept if message.seq >= start_seq])
-        if next_seq <= start_seq <= self._ledger.last_seq() + 1:
-            return iter(())  # The stream will bring everything newer than the last published message.
-        self._counters["kv_event_snapshots"] += 1
-        return self._encoded(self._ledger.snapshot())
+        if self.needs_snapshot(start_seq):
+            self._counters["kv_event_snapshots"] += 1
+            return self._encoded(self._ledger.snapshot())
+        # None is kept if the stream will bring everything newer than the last published message.
+        return iter([message for message in self._kept if message.seq >= start_seq])
 
-    def _encoded(self, batches: Iterator[ChangeBatch]) -> Iterator[Message]:
+    def needs_snapshot(self, start_seq: int) -> bool:
+        """Whether the messages from `start_seq` on are not kept, so that the answer is a snapshot."""
+        if not self._kept:
+            return True
+        return not self._kept[0].seq <= start_seq <= max(self._kept[-1].seq, self._ledger.last_seq()) + 1
+
+    def _encoded(self, batches: Iterator[ChangeBatch | None]) -> Iterator[Message | None]:
         for batch in batches:
+            if batch is None:
+                yield None
+                continue
             topic, payload, _ = self._encode(batch)
             yield Message(topic, batch.seq, payload)
 

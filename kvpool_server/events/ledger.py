@@ -4,6 +4,9 @@ The pool's loop writes, the publisher's thread reads; the lock is held for a cop
 turn of the loop become one batch. The writer never waits: if the reader is too far behind, batches are dropped, their
 numbers stay unused, and a subscriber that sees the gap asks for a snapshot.
 
+While a snapshot is read, which may take seconds, later changes wait to be applied to the blocks that are held: so
+nothing is copied, and nobody holds the lock for long.
+
 Invariant: a snapshot is the sum of all batches up to its number, dropped ones included.
 """
 
@@ -18,8 +21,12 @@ from typing import NamedTuple
 
 from kvpool_server.cache.entry import Entry, Group, Observer
 
-BATCH_BLOCKS = 4_096
+BATCH_BLOCKS = 1_024
 MAX_QUEUED_BLOCKS = 1 << 20
+MAX_UNAPPLIED = 1 << 20
+"""Changes that wait for the end of snapshots. With more, the snapshots are given up."""
+APPLIED_AT_ONCE = 1_024
+"""Changes that have waited and are applied under one lock: about half a millisecond."""
 Held = dict[Group, dict[bytes, bytes]]
 """group -> block hash -> hash of the block before it."""
 
@@ -47,6 +54,10 @@ class ChangeBatch(NamedTuple):
     ts: float
     changes: list[Change]
     cleared: bool = False
+
+
+class SnapshotLostError(Exception):
+    """A snapshot was read too slowly, and cannot be completed."""
 
 
 def split(changes: list[Change], max_blocks: int) -> list[list[Change]]:
@@ -92,6 +103,8 @@ class Ledger(Observer):
         self._queued_blocks = 0
         self._has_gap = False
         self._held: Held = {}
+        self._unapplied: deque[Change] = deque()
+        self._readers: set[object] = set()
         self._append([], cleared=True)
 
     def stored(self, entry: Entry) -> None:
@@ -110,9 +123,14 @@ class Ledger(Observer):
         changes, self._pending = self._pending, []
         with self._lock:
             for part in split(changes, self.batch_blocks):
-                for change in part:
-                    self._apply(change)
+                if self._readers or self._unapplied:
+                    self._unapplied.extend(part)
+                else:
+                    for change in part:
+                        self._apply(change)
                 self._enqueue(part)
+            if len(self._unapplied) > MAX_UNAPPLIED:
+                self._readers.clear()
         self.wake()
 
     def _apply(self, change: Change) -> None:
@@ -157,20 +175,52 @@ class Ledger(Observer):
         with self._lock:
             return self._next_seq - 1
 
-    def snapshot(self) -> Iterator[ChangeBatch]:
-        """All blocks held, as batches: the first clears, and the last has the newest batch's number."""
+    def catch_up(self) -> bool:
+        """Applies some of the changes that have waited for snapshots to be read; False if none waits or must wait."""
         with self._lock:
-            held = {group: blocks.copy() for group, blocks in self._held.items()}
-            num_batches = self._num_batches()
-            seq = self._next_seq - 1 - sum(num_batches.values())
+            if self._readers or not self._unapplied:
+                return False
+            for _ in range(min(APPLIED_AT_ONCE, len(self._unapplied))):
+                self._apply(self._unapplied.popleft())
+        return True
+
+    def snapshot(self) -> Iterator[ChangeBatch | None]:
+        """All blocks held, as batches: the first clears, and the last has the newest batch's number.
+
+        Yields None while changes wait to be applied; see `catch_up`. Close it if it is not read to its end.
+
+        Raises SnapshotLostError if too many changes have come since it began.
+        """
+        reader = object()
+        while (last_seq := self._begin(reader)) is None:
+            yield None
+        try:
+            yield from self._batches(reader, last_seq)
+        finally:
+            with self._lock:
+                self._readers.discard(reader)
+
+    def _begin(self, reader: object) -> int | None:
+        """Has later changes wait for a reader; returns the newest batch's number. None: changes wait already."""
+        with self._lock:
+            if self._unapplied:
+                return None
+            self._readers.add(reader)
+            return self._next_seq - 1
+
+    def _batches(self, reader: object, last_seq: int) -> Iterator[ChangeBatch]:
+        num_batches = self._num_batches()
+        seq = last_seq - sum(num_batches.values())
         now = time.time()
         yield ChangeBatch(seq, now, [], cleared=True)
         for namespace in num_batches:
-            groups = [group for group in held if group.namespace == namespace]
-            changes = (Change(True, group, *block) for group in groups for block in held[group].items())
+            groups = [group for group in self._held if group.namespace == namespace]
+            changes = (Change(True, group, *block) for group in groups for block in self._held[group].items())
             while part := list(itertools.islice(changes, self.batch_blocks)):
                 seq += 1
                 yield ChangeBatch(seq, now, part)
+                if reader not in self._readers:
+                    raise SnapshotLostError(f"{MAX_UNAPPLIED} changes have come since the snapshot began")
 
     def _num_batches(self) -> dict[str, int]:
         """By namespace: the number of batches that its blocks fill."""

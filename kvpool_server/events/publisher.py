@@ -2,10 +2,14 @@
 
 A thread owns the sockets and waits for no subscriber: a PUB socket drops messages that a slow subscriber does not
 receive, and a replay continues whenever its client has received some of it, until it is done or stalls for too long.
+
+Whoever reaches the ports may connect, so what each peer can make the server hold is bounded: what it sends by
+`MAX_RECEIVED_BYTES` a frame, what it does not receive by a number of messages of at most about 36 KiB.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -17,13 +21,27 @@ import zmq
 
 from kvpool.errors import ConfigError
 from kvpool_server.events.history import History, Message
-from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.ledger import Ledger, SnapshotLostError
 
 log = structlog.get_logger()
 
-END_SEQ = (-1).to_bytes(8, "big", signed=True)
-PUB_HWM = 10_000
+_END = Message(b"", (1 << 64) - 1, b"")
+_END_SEQ = _END.seq.to_bytes(8, "big")
+PUB_HWM = 2_048
+"""Messages that wait for a subscriber; further ones are dropped for it, and it sees a gap."""
+ROUTER_HWM = 64
+"""Messages of a replay that wait for its client, and requests of a client that wait for the server."""
+MAX_RECEIVED_BYTES = 1 << 10
+"""Of one frame that a peer sends; a larger one ends its connection. Requests and topics are shorter."""
+DEAF_MS = 30_000
+"""A TCP connection on which nothing could be sent for so long is ended."""
 MAX_REPLAYS = 16
+SNAPSHOT_EVERY_S = 10.0
+"""From the beginning of one snapshot for a client to that of the next."""
+REPLAY_S = 120.0
+"""How long one replay may take."""
+MAX_CLIENTS = 1_024
+"""Clients whose last snapshot is remembered."""
 REPLAY_STALL_S = 10.0
 POLL_MS = 1_000
 POLL_REPLAYS_MS = 5
@@ -34,7 +52,10 @@ MESSAGES_A_TURN = 64
 @dataclass(slots=True)
 class _Replay:
     client: bytes
-    messages: Iterator[Message]
+    messages: Iterator[Message | None]
+    is_new_snapshot: bool
+    begins_at: float
+    ends_at: float
     stalls_at: float
     unsent: list[bytes] | None = None
     is_done: bool = False
@@ -59,6 +80,7 @@ class Publisher:
         self._history = history
         self._is_stopping = False
         self._replays: list[_Replay] = []
+        self._snapshot_at: dict[bytes, float] = {}
         self._context = zmq.Context()
         try:
             self._pub = self._bind(zmq.PUB, endpoint, "--kv-events")
@@ -87,9 +109,11 @@ class Publisher:
 
     def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        if kind == zmq.PUB:
-            socket.setsockopt(zmq.SNDHWM, PUB_HWM)
-        else:
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
+        socket.setsockopt(zmq.TCP_MAXRT, DEAF_MS)
+        socket.setsockopt(zmq.RCVHWM, ROUTER_HWM)
+        socket.setsockopt(zmq.SNDHWM, PUB_HWM if kind == zmq.PUB else ROUTER_HWM)
+        if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # A full or vanished client raises.
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
@@ -113,7 +137,7 @@ class Publisher:
         while not self._is_stopping:
             try:
                 poller = with_requests if len(self._replays) < MAX_REPLAYS else without_requests
-                poller.poll(POLL_REPLAYS_MS if self._replays else POLL_MS)
+                poller.poll(POLL_REPLAYS_MS if self._replays or self._ledger.catch_up() else POLL_MS)
                 self._turn()
             except Exception:
                 log.exception("publishing KV events failed")  # Subscribers see a gap; the next turn may succeed.
@@ -150,17 +174,41 @@ class Publisher:
             client, start_seq = frames[0], int.from_bytes(frames[2], "big")
             # A client that asks again has given up on its previous replay: each client has one at most.
             self._replays = [replay for replay in self._replays if replay.client != client]
-            stalls_at = time.monotonic() + REPLAY_STALL_S
-            self._replays.append(_Replay(client, self._history.answer(start_seq), stalls_at))
+            begins_at, is_snapshot = time.monotonic(), self._history.needs_snapshot(start_seq)
+            if is_snapshot:
+                begins_at = max(begins_at, self._snapshot_at.get(client, -math.inf) + SNAPSHOT_EVERY_S)
+            ends_at, stalls_at = begins_at + REPLAY_S, begins_at + REPLAY_STALL_S
+            answer = self._history.answer(start_seq)
+            self._replays.append(_Replay(client, answer, is_snapshot, begins_at, ends_at, stalls_at))
+
+    def _remember_snapshot(self, client: bytes, now: float) -> None:
+        self._snapshot_at.pop(client, None)
+        self._snapshot_at[client] = now
+        if len(self._snapshot_at) > MAX_CLIENTS:
+            del self._snapshot_at[next(iter(self._snapshot_at))]
 
     def _continue(self, router: zmq.Socket[bytes], replay: _Replay) -> None:
         """Sends as much as the client receives, MESSAGES_A_TURN at most: other clients wait meanwhile."""
-        for _ in range(MESSAGES_A_TURN):
+        now = time.monotonic()
+        if now < replay.begins_at:
+            return
+        if replay.is_new_snapshot:
+            replay.is_new_snapshot = False
+            self._remember_snapshot(replay.client, now)
+        replay.is_done = now > replay.ends_at
+        for _ in range(0 if replay.is_done else MESSAGES_A_TURN):
+            time.sleep(0)  # The pool's loop takes the interpreter's lock before the next message is encoded.
             frames = replay.unsent
             if frames is None:
-                message = next(replay.messages, None)
-                topic, seq, payload = (b"", END_SEQ, b"") if message is None else _frames(message)
-                frames = [replay.client, b"", topic, seq, payload]
+                try:
+                    message = next(replay.messages, _END)
+                except SnapshotLostError as error:
+                    log.warning("gave up a snapshot of the KV events", reason=str(error))
+                    replay.is_done = True
+                    return
+                if message is None:  # The answer is not ready yet.
+                    return
+                frames = [replay.client, b"", *_frames(message)]
             try:
                 router.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
@@ -172,7 +220,7 @@ class Publisher:
                 return
             replay.unsent = None
             replay.stalls_at = time.monotonic() + REPLAY_STALL_S
-            if frames[3] == END_SEQ:
+            if frames[3] == _END_SEQ:
                 replay.is_done = True
                 return
 

@@ -24,6 +24,7 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.promoter import Promoter
 from kvpool_server.tiering.watermark import Watermark
@@ -58,6 +59,7 @@ class TieredPool(Observer):
         write_back: of each tier, whether blocks are written when they are about to be evicted, not when they are
             stored; default: no.
         clock: monotonic seconds.
+        run: does work in steps; default: all steps at once.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class TieredPool(Observer):
         tiers: Sequence[Tier] = (),
         write_back: Sequence[bool] = (),
         clock: Callable[[], float] = time.monotonic,
+        run: Callable[[Steps[int]], Awaitable[int]] | None = None,
     ):
         self.pool = pool
+        self._run = run or _at_once
         health = [Health(tier.name, clock) for tier in tiers]
         demoters = [
             Demoter(pool, memory, tier, each, write_back=back)
@@ -142,18 +146,40 @@ class TieredPool(Observer):
         self,
         fingerprint: bytes,
         runs: Sequence[BlockRun],
-        *,
         prefix_only: bool,
         lease_ttl_ms: int = 0,
         locate: bool = False,
+        owner: str = "",
     ) -> Lookup:
         """As `Pool.lookup`; with a TTL, also prefetches missing blocks, and says how many of them are pending.
 
         Args:
             locate: also say where the leased blocks lie, unless the lookup is to be repeated: the get under its lease
                 records its use.
+            owner: see `Pool.find`.
         """
-        found = self.pool.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        found = self.pool.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, owner=owner)
+        return self._answer(found, runs, prefix_only, lease_ttl_ms, locate)
+
+    def lookup_in_steps(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        prefix_only: bool,
+        lease_ttl_ms: int,
+        locate: bool,
+        owner: str,
+    ) -> Steps[Lookup]:
+        """As `lookup`, of many blocks."""
+        found = yield from self.pool.find_in_steps(
+            fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, owner=owner
+        )
+        yield
+        return self._answer(found, runs, prefix_only, lease_ttl_ms, locate)
+
+    def _answer(
+        self, found: Found, runs: Sequence[BlockRun], prefix_only: bool, lease_ttl_ms: int, locate: bool
+    ) -> Lookup:
         hits, retry_after_ms = found.hits, 0
         if lease_ttl_ms and self._levels:
             hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
@@ -218,7 +244,7 @@ class TieredPool(Observer):
 
         Raises TierError if a tier has not dropped them in time; the pool has dropped them then.
         """
-        removed = self.pool.remove(fingerprint, runs)
+        removed = await self._run(self.pool.remove_in_steps(fingerprint, runs))
         namespace = self.pool.namespace(fingerprint)
         assert namespace is not None, "the pool has just removed blocks of it"
         for level in self._levels:
@@ -237,9 +263,9 @@ class TieredPool(Observer):
         # After a restart, a tier may hold blocks of a namespace that no engine has opened yet.
         is_open = not fingerprint or self.pool.namespace(fingerprint) is not None
         is_in_tiers = any(held.num_entries for held in self.holdings(fingerprint)) if not is_open else False
-        removed = self.pool.clear(fingerprint) if is_open or not is_in_tiers else 0
         self._clearing[fingerprint] += 1
         try:
+            removed = await self._run(self.pool.clear_in_steps(fingerprint)) if is_open or not is_in_tiers else 0
             await self._on_every_tier(lambda tier: tier.clear(fingerprint))
         finally:
             self._clearing[fingerprint] -= 1
@@ -285,6 +311,10 @@ class TieredPool(Observer):
             stats = level.tier.stats()
             tiers.append(replace(stats, up=level.health.is_working))
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
+
+
+async def _at_once(steps: Steps[int]) -> int:
+    return finish(steps)
 
 
 async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:

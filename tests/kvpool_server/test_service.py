@@ -49,6 +49,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
 from kvpool.wire import encode_runs, encode_spec
+from kvpool_server.cache.limits import Limits
 from tests.support.faults import offer_elsewhere
 from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess, clean_environment, wait_for
@@ -522,10 +523,11 @@ class TestEveryMethodThatNamesBlocks:
     def test_refuses_more_blocks_than_a_batch_holds(
         self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
     ) -> None:
-        run = pb.BlockRun(block_hashes=bytes(32 * (namespace.max_batch_blocks + 1)))
+        most = Limits().max_lookup_blocks if "Lookup" in method else namespace.max_batch_blocks
+        run = pb.BlockRun(block_hashes=bytes(32 * (most + 1)))
         code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert f"a batch of {namespace.max_batch_blocks + 1} blocks; give 1 to {namespace.max_batch_blocks}" in details
+        assert f"a batch of {most + 1} blocks; give 1 to {most}" in details
 
 
 def test_no_runs_are_no_request(stub: PoolStub, namespace: Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -172,7 +173,7 @@ class _Unchecked(Pool):
 
 class GraceIgnored(_Unchecked):
     def __init__(self, arena: object, clock: object, new_id: object, limits: Limits, policy: object):
-        ungraceful = Limits(max_batch_blocks=limits.max_batch_blocks, grace_ms=0)
+        ungraceful = dataclasses.replace(limits, grace_ms=0)
         super().__init__(arena, clock, new_id, ungraceful, policy)  # type: ignore[arg-type]
 
 

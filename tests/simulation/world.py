@@ -25,7 +25,14 @@ from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 EXTENT_BYTES, NUM_EXTENTS = 64, 4
-LIMITS = Limits(max_batch_blocks=8, max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200, max_leases=20)
+LIMITS = Limits(
+    max_batch_blocks=8,
+    max_lookup_blocks=8,
+    max_ttl_ms=1_000,
+    default_ticket_ttl_ms=100,
+    grace_ms=200,
+    max_leases=20,
+)
 GRACE_S = LIMITS.grace_ms / 1000
 POISON = 0xDD
 

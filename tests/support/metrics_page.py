@@ -9,6 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvpool.types import PoolStats
+from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -22,6 +23,7 @@ def server_rows() -> list[Row]:
     registry = CollectorRegistry()
     registry.register(PoolCollector(PoolStats))
     registry.register(OwnMemory())
+    LoopLag(registry)
     RpcMetrics(registry)
     return [_row(family.name, family.type, family.documentation) for family in registry.collect()]
 

@@ -154,7 +154,7 @@ class SendThread(TransferThread[StoreJob]):
         num_busy = 0
         shards = self._mine[part.group_idx].shards
         chunk_bytes = namespace.spec.groups[part.group_idx].chunk_bytes
-        max_blocks = max(1, min(PUT_BYTES // (shards.count * chunk_bytes), namespace.max_batch_blocks))
+        max_blocks = max(1, min(PUT_BYTES // (shards.count * chunk_bytes), namespace.max_blocks(shards)))
         for start, runs in part.pieces(max_blocks):
 
             def fill(indices: Sequence[int], buffers: Buffers, start: int = start) -> Checksums | None:

@@ -14,6 +14,7 @@ Decides only: the entry table evicts the victims, then allocates the slots.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.errors import OutOfSpaceError
@@ -29,6 +30,18 @@ DRAIN_S = 10.0
 
 SAMPLED_SLOTS = 32
 """Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
+
+MAX_DONATED_SLOTS = 4_096
+"""Slots of an extent that is given up at once, within one put. A larger one is drained, some slots at a time."""
+
+MAX_COUNTED_SLOTS = 1_024
+"""Slots of an extent whose holds are counted, to find the extent with the fewest."""
+
+MAX_SEARCHED_SLOTS = 1 << 16
+"""Slots that one put visits in search of extents without a held entry."""
+
+REQUEUED_SLOTS = 256
+"""Slots that are visited at a time to queue the entries of a group anew."""
 
 
 class ExtentDrain:
@@ -48,23 +61,28 @@ class ExtentDrain:
         self._arena = arena
         self.wanted_by = 0
         self.is_active = False
-        self._entries: list[Entry] = []
+        self._entries: deque[Entry] = deque()
         self._ends_at = 0.0
 
     def start(self, extent: Extent, now: float) -> None:
         """Drains an extent for the size that waits for one."""
         self._arena.start_drain(extent.start, self.wanted_by)
-        self._entries = [owner for owner in extent.owners if owner is not None and owner.live]
+        self._entries = deque(filter(None, extent.owners))
         self._ends_at = now + DRAIN_S
         self.wanted_by, self.is_active = 0, True
 
-    def victims(self, now: float) -> list[Entry]:
-        """The entries that no hold covers any more; ends the drain when its time is over."""
+    def victims(self, now: float, count: int) -> list[Entry]:
+        """Those of the next `count` entries that no hold covers any more; ends the drain when its time is over."""
         if now >= self._ends_at:
             self._arena.end_drain()
-            self._entries, self.is_active = [], False
-        victims = [entry for entry in self._entries if entry.live and entry.movable]
-        self._entries = [entry for entry in self._entries if entry.live and not entry.movable]
+            self._entries, self.is_active = deque(), False
+        victims: list[Entry] = []
+        for _ in range(min(count, len(self._entries))):
+            entry = self._entries.popleft()
+            if entry.live and entry.movable:
+                victims.append(entry)
+            elif entry.live:
+                self._entries.append(entry)
         return victims
 
 
@@ -100,6 +118,7 @@ class Placement:
         self._counters = counters
         self._last_used: dict[int, int] = {}
         self._stamp = 0
+        self._requeues: deque[Iterator[None]] = deque()
 
     def evictor(self, group: Group) -> Evictor:
         """Chooses victims among a group's entries, and those that share its slot size and its quotas."""
@@ -113,8 +132,28 @@ class Placement:
         return self._stamp
 
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
-        """Says which quotas cover groups from now on."""
-        self._partitions.place(assigned, self._stamp)
+        """Says which quotas cover groups from now on. `requeue` has to follow, as long as it returns True."""
+        if moved := self._partitions.place(assigned, self._stamp):
+            self._requeues.append(self._requeue(moved))
+
+    def requeue(self) -> bool:
+        """Queues some entries of groups that have other quotas than before; False if none is left to queue."""
+        while self._requeues:
+            for _ in self._requeues[0]:
+                return True
+            self._requeues.popleft()
+        return False
+
+    def _requeue(self, groups: set[Group]) -> Iterator[None]:
+        # By slots, because an index may change between two steps, and an iteration over it would fail.
+        extents = [
+            extent for size in {group.spec.slot_bytes for group in groups} for extent in self._arena.extents(size)
+        ]
+        for extent in extents:
+            for start in range(0, len(extent.owners), REQUEUED_SLOTS):
+                for group, entries in _by_group(extent.owners[start : start + REQUEUED_SLOTS], groups).items():
+                    self.evictor(group).requeue(entries)
+                yield
 
     def mark_superseded(self, groups: Sequence[Group]) -> None:
         """Evicts the entries of these groups before all others, until `unmark_superseded`."""
@@ -199,16 +238,17 @@ class Placement:
         if self.evictor(entry.group) is chosen_by:
             chosen_by.restore([entry])
 
-    def over_quota(self, accounts: Iterable[Account]) -> list[Entry]:
-        """The entries to evict so that no subject exceeds its quota; those that are held stay."""
+    def over_quota(self, accounts: Iterable[Account], most: int) -> list[Entry]:
+        """Up to `most` entries to evict so that no subject exceeds its quota; those that are held stay."""
         victims = Victims()
         for account in accounts:
-            self._choose_for_quota(account, victims)
+            if len(victims.entries) < most:
+                self._choose_for_quota(account, victims, most=most)
         self._counters["quota_evicted_blocks"] += len(victims.entries)
         return victims.entries
 
-    def start_drain(self, now: float) -> list[Entry]:
-        """Starts to drain an extent if a slot size waits for one; the entries to evict at once."""
+    def start_drain(self, now: float, count: int) -> list[Entry]:
+        """Starts to drain an extent if a slot size waits for one; up to `count` entries to evict at once."""
         if self._drain.is_active or not self._drain.wanted_by:
             return []
         sizes = [size for size in self._arena.sizes() if size != self._drain.wanted_by]
@@ -217,14 +257,19 @@ class Placement:
             self._drain.wanted_by = 0
             return []
         self._drain.start(min(most, key=_num_held), now)
-        return self._drain.victims(now)
+        return self._drain.victims(now, count)
 
-    def drain_victims(self, now: float) -> list[Entry]:
-        """The entries of the extent that is being drained which no hold covers any more."""
-        return self._drain.victims(now) if self._drain.is_active else []
+    def drain_victims(self, now: float, count: int) -> list[Entry]:
+        """Those of the next `count` entries of the extent that is being drained which no hold covers any more."""
+        return self._drain.victims(now, count) if self._drain.is_active else []
 
-    def _choose_for_quota(self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0) -> int:
-        """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much."""
+    def _choose_for_quota(
+        self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0, most: int | None = None
+    ) -> int:
+        """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much.
+
+        With `most`, chooses until there are so many victims.
+        """
         over = account.used_bytes + count * slot_bytes - account.limit_bytes
         if over <= 0:
             return 0
@@ -235,7 +280,8 @@ class Placement:
             if over <= 0:
                 break
             alike = [partition for partition in partitions if partition.slot_bytes == size]
-            over -= size * self._choose(alike, -(-over // size), victims)
+            wanted = -(-over // size)
+            over -= size * self._choose(alike, wanted if most is None else min(wanted, most), victims)
         return max(over, 0)
 
     def _choose(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
@@ -259,6 +305,10 @@ class Placement:
         for extent in self._donations(slot_bytes, mine, victims):
             if short <= 0:
                 return True
+            if extent.num_used > MAX_DONATED_SLOTS:
+                if not self._drain.is_active:
+                    self._drain.wanted_by = slot_bytes
+                break
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
         return short <= 0 or choose_victims(mine, short, victims, self._stamp) == short
@@ -270,6 +320,7 @@ class Placement:
             return
         num_mine = len(self._arena.extents(slot_bytes))
         given: set[int] = set()
+        searched = Searched()
         for extent in self._superseded.extents(self._arena, slot_bytes):
             given.add(extent.start)
             num_extents[extent.slot_bytes] -= 1
@@ -282,37 +333,57 @@ class Placement:
         )
         for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
             del num_extents[size]
-            for extent in self._unheld(size, given):
+            for extent in self._unheld(size, given, searched):
                 num_mine += 1
                 yield extent
-        unheld: dict[int, list[Extent]] = {}
+        unheld: dict[int, Iterator[Extent]] = {}
         while num_mine < share and num_extents:
             size = max(num_extents, key=num_extents.__getitem__)
             if num_extents[size] <= share:
                 break
             if size not in unheld:
-                unheld[size] = self._unheld(size, given)
-            if not unheld[size]:
+                unheld[size] = self._unheld(size, given, searched)
+            donated = next(unheld[size], None)
+            if donated is None:
                 del num_extents[size]
                 continue
             num_extents[size] -= 1
             num_mine += 1
-            yield unheld[size].pop(0)
+            yield donated
         if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
             self._drain.wanted_by = slot_bytes  # Each of their extents holds a leased or pending entry.
         if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
             for size in sorted(num_extents, key=lambda size: self._last_used.get(size, 0)):
-                yield from self._unheld(size, given)
+                yield from self._unheld(size, given, searched)
 
-    def _unheld(self, slot_bytes: int, given: Container[int]) -> list[Extent]:
+    def _unheld(self, slot_bytes: int, given: Container[int], searched: Searched) -> Iterator[Extent]:
         """Extents without a leased or pending entry, coldest first, except those already given."""
-        extents = [
-            extent
-            for extent in self._arena.extents(slot_bytes)
-            if extent.start not in given
-            and all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
-        ]
-        return sorted(extents, key=_last_use)
+        extents = [extent for extent in self._arena.extents(slot_bytes) if extent.start not in given]
+        for extent in sorted(extents, key=_last_use):
+            if extent.num_used > MAX_DONATED_SLOTS or searched.is_unheld(extent):
+                yield extent
+
+
+class Searched:
+    """How many slots a put has visited in search of extents; beyond `MAX_SEARCHED_SLOTS` it takes all to be held."""
+
+    def __init__(self) -> None:
+        self._num_slots = 0
+
+    def is_unheld(self, extent: Extent) -> bool:
+        self._num_slots += len(extent.owners)
+        if self._num_slots > MAX_SEARCHED_SLOTS:
+            return False
+        return all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
+
+
+def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[Group, list[Entry]]:
+    """The live ones of these entries, by group, of some groups."""
+    found: dict[Group, list[Entry]] = {}
+    for owner in owners:
+        if owner is not None and owner.live and owner.group in groups:
+            found.setdefault(owner.group, []).append(owner)
+    return found
 
 
 def _last_use(extent: Extent) -> int:
@@ -321,7 +392,9 @@ def _last_use(extent: Extent) -> int:
 
 
 def _num_held(extent: Extent) -> int:
-    return sum(owner is not None and not (owner.live and owner.movable) for owner in extent.owners)
+    """How many of some slots of an extent hold an entry that cannot be evicted now."""
+    owners = extent.owners[:: max(1, len(extent.owners) // MAX_COUNTED_SLOTS)]
+    return sum(owner is not None and not (owner.live and owner.movable) for owner in owners)
 
 
 def _over_quota(account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:

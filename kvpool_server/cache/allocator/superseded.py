@@ -1,8 +1,8 @@
 """Namespaces whose weights were replaced and that no engine has used since: evicted before any other.
 
 An engine that changes its weights in place, or restarts with new ones, opens a new namespace; the old one may never be
-used again, which no policy can know. Superseding queues no entry anew: a child always enters its group's index after
-its parent, so the index, read from its end, yields leaves first.
+used again, which no policy can know. Superseding queues no entry anew: the index is searched for leaves, some entries
+at a time, and from a leaf the search follows its prefix towards the beginning.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from kvpool_server.cache.eviction.partitions import Victims
 MAX_SKIPPED = 256
 """Entries of a group that are skipped, because they or their children are held, before the next group is tried."""
 SAMPLED_SLOTS = 32
+MAX_VISITED_SLOTS = 1 << 16
+"""Slots that are visited in search of extents to give up, which happens within one put."""
 
 
 class Superseded:
     """Groups of superseded namespaces, longest superseded first."""
 
     def __init__(self) -> None:
-        self._groups: dict[Group, None] = {}
+        self._groups: dict[Group, Iterator[Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def add(self, groups: Sequence[Group]) -> None:
-        self._groups.update(dict.fromkeys(groups))
+        for group in groups:
+            self._groups.setdefault(group, _search(group))
 
     def remove(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -37,27 +40,40 @@ class Superseded:
     def choose(self, groups: Container[Group], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of the superseded ones of these groups; returns how many."""
         chosen = 0
-        for group in self._groups:
-            if group not in groups:
-                continue
+        for group, search in self._groups.items():
             skipped = 0
-            for entry in group.newest():
-                if chosen == count or skipped == MAX_SKIPPED:
-                    break
-                if entry.movable and victims.would_be_leaf(entry):
+            while group.index and group in groups and chosen < count and skipped < MAX_SKIPPED:
+                entry: Entry | None = next(search)
+                before = chosen
+                while entry is not None and chosen < count and _is_victim(entry, group, victims):
                     victims.add([entry])
                     chosen += 1
-                else:
-                    skipped += 1
+                    entry = entry.parent
+                skipped += chosen == before
         return chosen
 
     def extents(self, arena: Arena, slot_bytes: int) -> Iterator[Extent]:
         """Extents of other slot sizes that hold superseded entries only, none of them leased or pending."""
+        num_visited = 0
         for size in {group.spec.slot_bytes for group in self._groups if group.index} - {slot_bytes}:
             for extent in arena.extents(size):
+                num_visited += len(extent.owners)
+                if num_visited > MAX_VISITED_SLOTS:
+                    return
                 step = max(1, len(extent.owners) // SAMPLED_SLOTS)  # A few slots rule out most extents.
                 if all(map(self._is_evictable, extent.owners[::step])) and all(map(self._is_evictable, extent.owners)):
                     yield extent
 
     def _is_evictable(self, owner: Entry | None) -> bool:
         return owner is None or (owner.live and owner.movable and owner.group in self._groups)
+
+
+def _search(group: Group) -> Iterator[Entry]:
+    """Entries of a group, again and again: those of one part of its index after the other, the newest of it first."""
+    while True:
+        for entries in group.index.parts():
+            yield from reversed(entries)
+
+
+def _is_victim(entry: Entry, group: Group, victims: Victims) -> bool:
+    return entry.live and entry.group is group and entry.movable and victims.would_be_leaf(entry)

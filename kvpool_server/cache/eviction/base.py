@@ -31,8 +31,11 @@ class VictimQueue(ABC):
         """Removes the next entry; returns it with the stamp under which it was queued. None: the queue is empty."""
 
     @abstractmethod
-    def filter(self, keep: Callable[[Entry], bool]) -> int:
-        """Removes all entries for which `keep` is False; returns how many remain."""
+    def sweep(self, count: int, keep: Callable[[Entry], bool]) -> int:
+        """Visits `count` queued entries, others with each call, and removes those for which `keep` is False.
+
+        Returns how many it has removed.
+        """
 
 
 class Policy(ABC):

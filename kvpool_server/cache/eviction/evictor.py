@@ -7,20 +7,25 @@ Invariants, for every policy:
 - An entry is in the queue at most once, under the stamp that it had when it was queued.
 
 The queue is lazy. A use does not move an entry; an entry that is popped with an outdated stamp is queued again under
-its new one. A dropped entry leaves the queue when it is popped, or when dropped entries outnumber half the queue.
+its new one. A dropped entry leaves the queue when it is popped, or when the queue is swept: while dropped entries are
+more than half of a queue, each further drop visits a few queued entries. So no call visits them all.
+
+An entry whose group moves to another evictor stays in the old queue, too, where it counts as dropped.
 
 Source: SGLang's RadixAttention evicts the leaves of its radix tree first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
-from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK, Policy
 
 MIN_DEAD_TO_SWEEP = 1_000
 """Dropped entries in a queue: with fewer the queue is not swept, however short it is."""
+SWEPT_PER_DROP = 8
+"""Queued entries that a drop visits while the queue is swept: at least one in three of them was dropped."""
 VICTIM = -1
 """In a `Chosen`: the entry itself is a victim. No entry has so many children."""
 
@@ -36,7 +41,7 @@ class Evictor:
         self._queue = policy.queue
         self._num_entries = 0
         self._num_queued = 0
-        self._num_dead = 0  # Dropped entries in the queue.
+        self._num_dead = 0  # Entries in the queue that were dropped, or have moved to another evictor.
 
     def __len__(self) -> int:
         """Queued entries, with those that were dropped since."""
@@ -55,34 +60,37 @@ class Evictor:
         self._policy.used(entries, stamp)
 
     def dropped(self, entry: Entry) -> None:
-        self._num_dead += entry.queued
+        if entry.queued is not None:
+            entry.queued._num_dead += 1
         if self._num_dead > self._num_queued // 2 + MIN_DEAD_TO_SWEEP:
-            self._num_queued = self._queue.filter(lambda entry: entry.live)
-            self._num_dead = 0
+            removed = self._queue.sweep(SWEPT_PER_DROP, self._holds)
+            self._num_queued -= removed
+            self._num_dead -= removed
         self._num_entries -= 1
         self._policy.dropped(entry, self._num_entries)
 
     def add(self, entry: Entry) -> None:
         """Queues an entry that may have become a candidate."""
-        if not entry.queued:
-            entry.queued = True
+        if entry.queued is not self:
+            if entry.queued is not None:
+                entry.queued._num_dead += 1
+            entry.queued = self
             self._num_queued += 1
             self._queue.push(entry)
 
-    def remove_groups(self, groups: Collection[Group]) -> None:
-        """The entries of these groups move to other policies. Visits every queued entry."""
-        self._num_queued = self._queue.filter(lambda entry: entry.live and entry.group not in groups)
-        self._num_dead = 0
-        for group in groups:
-            self._num_entries -= len(group.index)
-            for entry in group.index.values():
-                entry.queued = False
+    def _holds(self, entry: Entry) -> bool:
+        return entry.live and entry.queued is self
 
-    def add_group(self, group: Group, stamp: int) -> None:
-        """The entries of a group move here from another policy."""
+    def move_from(self, other: Evictor | None, num_entries: int, stamp: int) -> None:
+        """Takes over the entries of a group, but for the candidates: give them to `requeue`."""
+        if other is not None:
+            other._num_entries -= num_entries
         self._policy.stored([], stamp)
-        self._num_entries += len(group.index)
-        for entry in sorted(group.index.values(), key=lambda entry: entry.used):
+        self._num_entries += num_entries
+
+    def requeue(self, entries: Iterable[Entry]) -> None:
+        """Queues those of these entries that are candidates."""
+        for entry in sorted(entries, key=lambda entry: entry.used):
             if not entry.children and not entry.pending:
                 self.add(entry)
 
@@ -98,7 +106,7 @@ class Evictor:
             if victim is None:
                 break
             chosen[victim] = VICTIM
-            victim.queued = True  # Dropping its children before it must not queue it.
+            victim.queued = self  # Dropping its children before it must not queue it.
             victims.append(victim)
             parent = victim.parent
             if parent is not None and parent.live and (before := chosen.get(parent, 0)) != VICTIM:
@@ -113,7 +121,7 @@ class Evictor:
         """Makes victims that are not dropped after all candidates again."""
         self._num_dead += len(victims)
         for victim in victims:
-            victim.queued = False
+            victim.queued = None
         self._add_all(victims)
 
     def least_worth(self, chosen: Chosen, stamp: int) -> float | None:
@@ -135,10 +143,12 @@ class Evictor:
         # The caller adds the leased entries again once it has popped all it needs.
         while (item := self._queue.pop()) is not None:
             stamp, entry = item
-            entry.queued = False
             self._num_queued -= 1
-            self._num_dead -= not entry.live
-            if not entry.live or entry.pending or entry.children != chosen.get(entry, 0):
+            if not self._holds(entry):
+                self._num_dead -= 1
+                continue
+            entry.queued = None
+            if entry.pending or entry.children != chosen.get(entry, 0):
                 continue
             if entry.used != stamp:
                 self.add(entry)

@@ -67,8 +67,58 @@ SAMPLES = {depth: after - depth for depth, after in itertools.pairwise(_DEPTHS)}
 time and memory in proportion to its length."""
 GHOSTS_PER_ENTRY = 0.5
 """Ghosts for each entry of the policy. On the Mooncake trace twice as many gave no more hits."""
+MAX_FORGOTTEN = 8
+"""Ghosts that are forgotten at a time: their number follows that of the entries, and one call pays for few."""
 MIN_GHOSTS = 1_000
 """Ghosts that are kept however few entries there are, so that a small partition learns, too."""
+
+
+class Bucket:
+    """Candidates of about the same density, those that were queued longest first.
+
+    A bucket takes over another's candidates as they are, in a deque of their own: moving millions would take long.
+    """
+
+    __slots__ = ("_deques", "_length")
+
+    def __init__(self) -> None:
+        self._deques: deque[deque[tuple[int, Entry]]] = deque()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, entry: Entry) -> None:
+        if not self._deques:
+            self._deques.append(deque())
+        if self._length and entry.used <= self._deques[0][0][0]:
+            self._deques[0].appendleft((entry.used, entry))
+        else:
+            self._deques[-1].append((entry.used, entry))
+        self._length += 1
+
+    def pop(self) -> tuple[int, Entry]:
+        first = self._deques[0]
+        item = first.popleft()
+        if not first:
+            self._deques.popleft()
+        self._length -= 1
+        return item
+
+    def rotate(self, keep: Callable[[Entry], bool]) -> bool:
+        """Puts the first candidate behind the last one; False if `keep` is, and the candidate has been removed."""
+        item = self.pop()
+        if not keep(item[1]):
+            return False
+        if not self._deques:
+            self._deques.append(deque())
+        self._deques[-1].append(item)
+        self._length += 1
+        return True
+
+    def extend(self, other: Bucket) -> None:
+        self._deques.extend(other._deques)
+        self._length += other._length
 
 
 class DensityQueue(VictimQueue):
@@ -89,7 +139,9 @@ class DensityQueue(VictimQueue):
         self.rank_at = 0
         self._model = model
         self._epoch_calls = FIRST_EPOCH_CALLS
-        self._buckets: dict[BucketKey, deque[tuple[int, Entry]]] = {}
+        self._buckets: dict[BucketKey, Bucket] = {}
+        self._unswept: list[BucketKey] = []
+        self._num_unswept = 0  # Items of the bucket that is being swept, `_unswept[-1]`, which are still to be visited.
         self._ranking: list[tuple[float, BucketKey]] = []  # Ascending by negated density: the lowest density is last.
 
     @property
@@ -100,15 +152,12 @@ class DensityQueue(VictimQueue):
         key = self._key(entry)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = deque()
+            bucket = self._buckets[key] = Bucket()
             bisect.insort(self._ranking, (-self._bucket_density(key), key))
             if len(self._buckets) > 2 * MAX_BUCKETS:
                 self._rank()  # Where nothing is evicted, no `pop` does it, and the first eviction would pay for all.
                 bucket = self._buckets[self._key(entry)]
-        if bucket and entry.used <= bucket[0][0]:
-            bucket.appendleft((entry.used, entry))
-        else:
-            bucket.append((entry.used, entry))
+        bucket.push(entry)
 
     def pop(self) -> tuple[int, Entry] | None:
         if self.now >= self.rank_at:
@@ -117,19 +166,29 @@ class DensityQueue(VictimQueue):
             key = self._ranking[-1][1]
             bucket = self._buckets[key]
             if bucket:
-                return bucket.popleft()
+                return bucket.pop()
             del self._buckets[key]
             self._ranking.pop()
         return None
 
-    def filter(self, keep: Callable[[Entry], bool]) -> int:
-        self._buckets = {
-            key: kept
-            for key, bucket in self._buckets.items()
-            if (kept := deque(item for item in bucket if keep(item[1])))
-        }
-        self._rank()
-        return sum(map(len, self._buckets.values()))
+    def sweep(self, count: int, keep: Callable[[Entry], bool]) -> int:
+        removed = 0
+        for _ in range(count):
+            bucket = self._buckets.get(self._unswept[-1]) if self._unswept else None
+            if not bucket or not self._num_unswept:
+                self._sweep_next_bucket()
+                continue
+            self._num_unswept -= 1
+            removed += not bucket.rotate(keep)
+        return removed
+
+    def _sweep_next_bucket(self) -> None:
+        if self._unswept:
+            self._unswept.pop()
+        if not self._unswept:
+            self._unswept = list(self._buckets)
+        bucket = self._buckets.get(self._unswept[-1]) if self._unswept else None
+        self._num_unswept = len(bucket) if bucket else 0
 
     def density(self, entry: Entry) -> float:
         """Hits a call expected of the slot of an entry: the density of its bucket."""
@@ -157,7 +216,11 @@ class DensityQueue(VictimQueue):
         self._epoch_calls *= 2
         finer, self._buckets = self._buckets, {}
         for epoch, kind in sorted(finer):
-            self._buckets.setdefault((epoch // 2, kind), deque()).extend(finer[epoch, kind])
+            key = epoch // 2, kind
+            if key in self._buckets:
+                self._buckets[key].extend(finer[epoch, kind])
+            else:
+                self._buckets[key] = finer[epoch, kind]
 
 
 class HitDensity(Policy):
@@ -228,7 +291,9 @@ class HitDensity(Policy):
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if entry.depth in SAMPLES:
             self._ghosts[entry.group, entry.block_hash] = entry.used
-            while len(self._ghosts) > MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
+            for _ in range(MAX_FORGOTTEN):
+                if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
+                    break
                 self._ghosts.popitem(last=False)
 
     def worth(self, entry: Entry, stamp: int) -> float:

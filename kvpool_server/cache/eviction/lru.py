@@ -30,22 +30,33 @@ class PrefixLRU(Policy):
 
 
 class StampHeap(VictimQueue):
-    """Candidates by stamp."""
+    """Candidates by stamp, in two heaps: a sweep moves entries from `_unswept`, item by item, to the other."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Entry]] = []
+        self._unswept: list[tuple[int, int, Entry]] = []
         self._ties = itertools.count()
 
     def push(self, entry: Entry) -> None:
         heapq.heappush(self._heap, (entry.used, next(self._ties), entry))
 
     def pop(self) -> tuple[int, Entry] | None:
-        if not self._heap:
+        heap = self._heap
+        if self._unswept and (not heap or self._unswept[0] < heap[0]):
+            heap = self._unswept
+        if not heap:
             return None
-        stamp, _, entry = heapq.heappop(self._heap)
+        stamp, _, entry = heapq.heappop(heap)
         return stamp, entry
 
-    def filter(self, keep: Callable[[Entry], bool]) -> int:
-        self._heap = [item for item in self._heap if keep(item[2])]
-        heapq.heapify(self._heap)
-        return len(self._heap)
+    def sweep(self, count: int, keep: Callable[[Entry], bool]) -> int:
+        if not self._unswept:
+            self._unswept, self._heap = self._heap, self._unswept
+        removed = 0
+        for _ in range(min(count, len(self._unswept))):
+            item = self._unswept.pop()  # What remains of a heap without its last item is a heap.
+            if keep(item[2]):
+                heapq.heappush(self._heap, item)
+            else:
+                removed += 1
+        return removed

@@ -112,25 +112,27 @@ class Partitions:
     def of_account(self, account: Account) -> list[Partition]:
         return [partition for partition in self._by_key.values() if account in partition.accounts]
 
-    def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]], stamp: int) -> None:
-        """Assigns groups to the partitions of their quotas; entries of a group that moves are queued anew."""
+    def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]], stamp: int) -> set[Group]:
+        """Assigns groups to the partitions of their quotas. Returns the groups whose entries are to be queued anew.
+
+        Until `Evictor.requeue` has got them, their new evictor may not choose them.
+        """
         changed = [
             (group, accounts)
             for group, accounts in placed
             if (before := self._by_group.get(group)) is None or before.accounts != accounts
         ]
-        moving: dict[Evictor, set[Group]] = {}
-        for group, _ in changed:
-            if group.index and group in self._by_group:
-                moving.setdefault(self.of(group).evictor, set()).add(group)
-        for evictor, groups in moving.items():  # All groups at once: the evictor visits every queued entry.
-            evictor.remove_groups(groups)
         for group, accounts in changed:
+            evictor = None
             if group in self._by_group:
+                evictor = self.of(group).evictor
                 self.remove(group)
-            self._add(group, accounts, stamp)
+            self._add(group, accounts)
+            if group.num_live:
+                self.of(group).evictor.move_from(evictor, group.num_live, stamp)
+        return {group for group, _ in changed if group.num_live}
 
-    def _add(self, group: Group, accounts: tuple[Account, ...], stamp: int) -> None:
+    def _add(self, group: Group, accounts: tuple[Account, ...]) -> None:
         key = (group.spec.slot_bytes, accounts)
         partition = self._by_key.get(key)
         if partition is None:
@@ -139,8 +141,6 @@ class Partitions:
         for account in accounts:
             account.groups.add(group)
         self._by_group[group] = partition
-        if group.index:
-            partition.evictor.add_group(group, stamp)
 
     def remove(self, group: Group) -> None:
         """Removes a group. A partition without quotas stays when it is empty: its policy has learned."""

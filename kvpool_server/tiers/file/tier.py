@@ -29,7 +29,8 @@ from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, TierStats
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
-from kvpool_server.cache.entry import Entry, Record
+from kvpool_server.cache.block_index import BlockIndex
+from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -232,9 +233,9 @@ class FileTier(Tier):
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         return self.known(namespace, group_idx, block_hashes)
 
-    def _index(self, fingerprint: bytes, group_idx: int) -> dict[bytes, Entry]:
+    def _index(self, fingerprint: bytes, group_idx: int) -> BlockIndex:
         namespace = self.pool.namespace(fingerprint)
-        return {} if namespace is None else namespace.groups[group_idx].index
+        return BlockIndex() if namespace is None else namespace.groups[group_idx].index
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         async with self._writing:

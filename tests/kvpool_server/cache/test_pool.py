@@ -1,8 +1,10 @@
 """One test a rule. Random histories are in tests/simulation."""
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +30,15 @@ from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 CHUNK = 100
 WHOLE = ShardRange(0, 2)
-LIMITS = Limits(max_batch_blocks=16, max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=250, max_namespaces=3)
+LIMITS = Limits(
+    max_batch_blocks=16,
+    max_lookup_blocks=16,
+    max_ttl_ms=1_000,
+    default_ticket_ttl_ms=100,
+    grace_ms=250,
+    max_namespaces=3,
+    namespace_idle_ms=5_000,
+)
 GRANTED, PRESENT, BUSY = PutStatus
 TICK = 1 / 1024
 """Seconds; like 0.125 and 0.25 it adds up exactly."""
@@ -111,22 +121,57 @@ def test_a_block_larger_than_an_extent_is_refused(bench: Bench) -> None:
         bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK), group_spec(chunk_bytes=201)))
 
 
-def test_namespaces_are_bounded_and_the_one_idle_longest_makes_way(bench: Bench) -> None:
+def _open(bench: Bench, **fields: Any) -> bytes:
+    return bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK), **fields))[0].fingerprint
+
+
+def _is_open(bench: Bench, name: bytes) -> bool:
+    return any(info.fingerprint == name for info in bench.pool.namespaces())
+
+
+def test_namespaces_are_bounded_and_the_empty_one_idle_longest_makes_way(bench: Bench) -> None:
     bench.store("a")
-    filled = [bench.name]
-    for _ in range(LIMITS.max_namespaces - 1):
-        name = bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))[0].fingerprint
-        grant = bench.pool.put_start(name, [run_of("a")], ShardRange(0, 1))
-        bench.pool.put_end(grant.ticket_id, [0])
-        filled.append(name)
-    bench.pool.lookup(filled[0], [run_of("a")], prefix_only=True)
-    bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    older, newer = _open(bench), _open(bench)
+    with pytest.raises(OutOfSpaceError, match=r"3 namespaces are open.* clear one"):
+        _open(bench)
+    bench.seconds(LIMITS.namespace_idle_ms / 1000)
+    _open(bench)
+    assert bench.present("a") == ["a"]
+    assert not _is_open(bench, older) and _is_open(bench, newer)
+    bench.pool.check_integrity()
+
+
+def test_a_stranger_who_opens_namespaces_closes_none_that_is_in_use(bench: Bench) -> None:
+    bench.store("a")
+    used = _open(bench)
+    for _ in range(10 * LIMITS.max_namespaces):
+        bench.seconds(LIMITS.namespace_idle_ms / 1000 / 2)
+        bench.pool.lookup(used, [run_of("a")], prefix_only=True, lease_ttl_ms=1)
+        with contextlib.suppress(OutOfSpaceError):
+            _open(bench)
+    assert bench.present("a") == ["a"] and _is_open(bench, used)
+
+
+def test_a_superseded_namespace_makes_way_with_its_blocks(bench: Bench) -> None:
+    _open(bench, salt="same", weights_epoch="1")
+    old = bench.pool.open_namespaces()[-1]
+    grant = bench.pool.put_start(old.fingerprint, [run_of("a")], ShardRange(0, 1))
+    bench.pool.put_end(grant.ticket_id, [0])
+    newer = _open(bench, salt="same", weights_epoch="2")
+    bench.store("b")
+    bench.seconds(LIMITS.namespace_idle_ms / 1000)
+    bench.pool.lookup(newer, [run_of("a")], prefix_only=True, lease_ttl_ms=1)
+    _open(bench)
+    assert not _is_open(bench, old.fingerprint) and old.is_empty and bench.present("b") == ["b"]
     bench.pool.check_integrity()
     with pytest.raises(UnknownNamespaceError):
-        bench.pool.lookup(filled[1], [run_of("a")], prefix_only=True)
-    for name in (filled[0], filled[2]):
-        assert bench.pool.lookup(name, [run_of("a")], prefix_only=True).hits[0].num_leading == 1
-    assert bench.pool.stats().num_entries == 2
+        bench.pool.lookup(old.fingerprint, [run_of("a")], prefix_only=True)
+
+
+def test_specifications_are_bounded_in_all() -> None:
+    bench = Bench(Limits(max_specs_bytes=1_000))
+    with pytest.raises(OutOfSpaceError, match=r"specifications have \d+ bytes; the limits are 1024 and 1000"):
+        _open(bench, salt="x" * 1_000)
 
 
 def test_namespaces_are_listed_with_what_they_hold(bench: Bench) -> None:
@@ -437,7 +482,7 @@ def test_a_run_continues_the_chain_of_its_parent(bench: Bench) -> None:
 def test_tickets_are_bounded() -> None:
     bench = Bench(Limits(max_tickets=1))
     bench.start("a")
-    with pytest.raises(OutOfSpaceError, match="1 puts are under way, which is the limit"):
+    with pytest.raises(OutOfSpaceError, match="1 puts are under way; the limit is 1"):
         bench.start("b")
 
 
@@ -707,12 +752,19 @@ def test_an_observer_does_not_hear_of_blocks_that_never_were_complete(bench: Ben
     assert not told.readable
 
 
-def test_an_observer_hears_of_a_surplus_namespace(bench: Bench, told: Told) -> None:
-    bench.store("a")
-    for nth in range(LIMITS.max_namespaces):
-        assert told.names("a") == ["a"] and nth < LIMITS.max_namespaces
-        bench.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
-    assert not told.readable
+def test_an_observer_hears_of_a_namespace_that_makes_way(bench: Bench, told: Told) -> None:
+    _open(bench, salt="same", weights_epoch="1")
+    name = bench.pool.open_namespaces()[-1].fingerprint
+    grant = bench.pool.put_start(name, [run_of("a")], ShardRange(0, 1))
+    bench.pool.put_end(grant.ticket_id, [0])
+    _open(bench, salt="same", weights_epoch="2")
+    assert len(told.readable) == 1
+    bench.store("b")
+    bench.seconds(LIMITS.namespace_idle_ms / 1000)
+    bench.pool.lookup(bench.name, [run_of("b")], prefix_only=True, lease_ttl_ms=1)
+    bench.pool.lookup(bench.pool.open_namespaces()[-1].fingerprint, [run_of("b")], prefix_only=True, lease_ttl_ms=1)
+    _open(bench)
+    assert told.names("b") == ["b"] and len(told.readable) == 1
 
 
 def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(bench: Bench, told: Told) -> None:
@@ -727,6 +779,7 @@ def test_an_observer_learns_the_block_before_each_one_though_it_is_not_there(ben
 def test_a_group_that_has_become_empty_keeps_no_table(bench: Bench) -> None:
     bench.store("a", "b", "c")
     bench.pool.clear(bench.name)
-    assert sys.getsizeof(bench.group.index) == sys.getsizeof({})
+    (table,) = bench.group.index._shards
+    assert sys.getsizeof(table) == sys.getsizeof(type(table)(0, 0))
     bench.store("a")
     assert bench.present("a", "b") == ["a"]

@@ -204,8 +204,12 @@ def test_a_namespace_that_was_closed_counts_no_more(house: House) -> None:
     house.quota("tenant:acme", 300)
     acme = house.owner(tenant="acme")
     acme.store(3)
-    for _ in range(house.pool.limits.max_namespaces):
+    house.pool.clear(acme.fingerprint)
+    for _ in range(house.pool.limits.max_namespaces - 1):
         house.owner()
+    house.clock.advance(house.pool.limits.namespace_idle_ms / 1000)
+    house.owner()
+    assert house.pool.namespace(acme.fingerprint) is None
     house.pool.check_integrity()
     assert house.used("tenant:acme") == 0
     acme.open()

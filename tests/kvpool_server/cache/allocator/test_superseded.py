@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvpool_server.cache.allocator import superseded
 from kvpool_server.cache.allocator.superseded import MAX_SKIPPED
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import POLICIES, Policy
@@ -152,16 +153,16 @@ def test_a_put_looks_at_no_more_than_it_takes_and_some_that_are_in_use(
         house.pool.put_end(ticket_id, [0] * 100)
     if num_leased:
         old.lease(*range(4_000 - num_leased, 4_000))
-    new = _epoch(house, "2")
-    newest, seen = Group.newest, 0
+    search, seen = superseded._search, 0
 
-    def counted(self: Group) -> Iterator[Entry]:
+    def counted(group: Group) -> Iterator[Entry]:
         nonlocal seen
-        for entry in newest(self):
+        for entry in search(group):
             seen += 1
             yield entry
 
-    monkeypatch.setattr(Group, "newest", counted)
+    monkeypatch.setattr(superseded, "_search", counted)
+    new = _epoch(house, "2")
     for start in range(0, 500, 10):
         seen = 0
         house.pool.put_start(new.fingerprint, [run_of(*range(10_000 + start, 10_010 + start))], WHOLE)

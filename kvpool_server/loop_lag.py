@@ -1,0 +1,54 @@
+"""Measures how late the server's event loop is: how long a request may wait because the loop does something else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+PROBE_EVERY_S = 0.01
+WINDOW_S = 60.0
+_BUCKETS = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 5.0)
+
+
+class LoopLag(Collector):
+    """Asks the loop every `PROBE_EVERY_S` to wake a task, and observes how late it does so.
+
+    A pause of the loop that begins between two probes counts from the next probe on, so up to `PROBE_EVERY_S` of a
+    pause may go unseen.
+    """
+
+    def __init__(self, registry: CollectorRegistry):
+        self._seconds = Histogram(
+            "kvpool_loop_lag_seconds",
+            "How late the event loop woke a task that was due, probed every 10 ms: what a request waits before it is "
+            "looked at. Alert if it is often above 0.01.",
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._window_ends = time.monotonic() + WINDOW_S
+        self._longest = self._longest_before = 0.0
+        registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        text = "The longest kvpool_loop_lag_seconds of the last one to two minutes."
+        yield GaugeMetricFamily("kvpool_loop_lag_max_seconds", text, value=max(self._longest, self._longest_before))
+
+    async def run(self) -> None:
+        """Probes until it is cancelled."""
+        while True:
+            due = time.monotonic() + PROBE_EVERY_S
+            await asyncio.sleep(PROBE_EVERY_S)
+            now = time.monotonic()
+            self._observe(max(0.0, now - due), now)
+
+    def _observe(self, seconds: float, now: float) -> None:
+        self._seconds.observe(seconds)
+        if now >= self._window_ends:
+            self._window_ends = now + WINDOW_S
+            self._longest, self._longest_before = 0.0, self._longest
+        self._longest = max(self._longest, seconds)

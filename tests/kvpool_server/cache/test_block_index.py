@@ -1,0 +1,52 @@
+"""The index against a dict."""
+
+import random
+
+import pytest
+
+from kvpool_server.cache import block_index
+from kvpool_server.cache.block_index import BlockIndex
+from tests.support.entries import make_entry
+from tests.support.values import block_hash
+
+NAMES = [block_hash(nth) for nth in range(3_000)]
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_index, "SPLIT_AT", 16)
+
+
+def test_it_holds_what_a_dict_would_hold() -> None:
+    dice, index, expected = random.Random(0), BlockIndex(), {}
+    for _ in range(10_000):
+        name = dice.choice(NAMES)
+        if name in expected:
+            assert index.remove(name) is expected.pop(name)
+        else:
+            expected[name] = make_entry(name)
+            index.add(name, expected[name])
+    assert len(index) == len(expected) > 1_000
+    assert list(index.get_all(NAMES)) == [expected.get(name) for name in NAMES]
+    assert [index.get(name) for name in NAMES] == [expected.get(name) for name in NAMES]
+    assert sorted(map(id, index.values())) == sorted(map(id, expected.values()))
+    assert [name in index for name in NAMES] == [name in expected for name in NAMES]
+
+
+def test_no_part_grows_with_the_index() -> None:
+    index = BlockIndex()
+    for name in NAMES:
+        index.add(name, make_entry(name))
+    parts = list(index.parts())
+    assert sum(map(len, parts)) == len(NAMES) and max(map(len, parts)) <= block_index.SPLIT_AT
+    for name in NAMES:
+        index.remove(name)
+    assert not len(index) and not list(index.values()) and index.remove(NAMES[0]) is None
+
+
+def test_few_entries_keep_the_order_of_insertion() -> None:
+    index = BlockIndex()
+    made = [make_entry(nth) for nth in range(16)]
+    for nth, entry in enumerate(made):
+        index.add(NAMES[nth], entry)
+    assert list(index.values()) == made

@@ -1,0 +1,194 @@
+"""Work in steps: what other calls see between two steps, and that the pool is consistent there."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
+from kvpool.types import BlockRun, Quota, ShardRange
+from kvpool_server.cache import pool as pool_module
+from kvpool_server.cache.allocator import placement
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Steps, finish
+from tests.support.clock import FakeClock
+from tests.support.effort import effort
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+
+CHUNK = 8
+ONE = ShardRange(0, 1)
+LIMITS = Limits(max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200)
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STEP_BLOCKS", "LOOKUP_STEP_BLOCKS", "SETTLED_PER_CALL"):
+        monkeypatch.setattr(pool_module, name, 2)
+    monkeypatch.setattr(placement, "REQUEUED_SLOTS", 2)
+
+
+class Rig:
+    """A pool of 24 slots and one namespace."""
+
+    def __init__(self, policy: str = "density") -> None:
+        ids = itertools.count(1)
+        self.clock = FakeClock()
+        arena = Arena(24 * CHUNK, 8 * CHUNK)
+        self.pool = Pool(arena, self.clock, lambda: next(ids), LIMITS, POLICIES[policy])
+        spec = namespace_spec(group_spec(chunk_bytes=CHUNK), group_spec(chunk_bytes=2 * CHUNK), tenant="acme")
+        self.name = self.pool.open_namespace(spec)[0].fingerprint
+
+    def store(self, *names: object) -> None:
+        grant = self.pool.put_start(self.name, [run_of(*names)], ONE)
+        self.pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+
+    def leading(self, *names: object) -> int:
+        return self.pool.lookup(self.name, [run_of(*names)], prefix_only=True).hits[0].num_leading
+
+    def settle(self) -> None:
+        while self.pool.settle():
+            self.pool.check_integrity()
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_no_lookup_finds_a_block_from_the_first_step_of_a_clear_on(rig: Rig) -> None:
+    rig.store(*range(10))
+    clearing = rig.pool.clear_in_steps(rig.name)
+    next(clearing)
+    assert rig.leading(0) == 0 and rig.pool.stats().num_entries == 8
+    rig.pool.check_integrity()
+    assert finish(clearing) == 10 and rig.pool.stats().num_entries == 0
+
+
+def test_blocks_that_are_put_during_a_clear_stay(rig: Rig) -> None:
+    rig.store(*range(10))
+    clearing = rig.pool.clear_in_steps(rig.name)
+    next(clearing)
+    rig.store(*range(5))
+    rig.pool.check_integrity()
+    finish(clearing)
+    assert rig.leading(*range(10)) == 5 and rig.pool.stats().num_entries == 5
+
+
+def test_a_put_under_way_when_a_clear_begins_stores_nothing(rig: Rig) -> None:
+    rig.store(*range(10))
+    grant = rig.pool.put_start(rig.name, [run_of("a")], ONE)
+    clearing = rig.pool.clear_in_steps(rig.name)
+    next(clearing)
+    assert rig.pool.put_end(grant.ticket_id, [0]).num_committed == 0
+    finish(clearing)
+    assert rig.leading("a") == 0 and rig.pool.stats().free_bytes == rig.pool.stats().arena_bytes
+
+
+def test_a_put_that_finds_no_room_reserves_nothing(rig: Rig) -> None:
+    lease = rig.pool
+    rig.store(*range(20))
+    lease.lookup(rig.name, [run_of(*range(20))], prefix_only=True, lease_ttl_ms=1_000)
+    with pytest.raises(OutOfSpaceError):
+        rig.pool.put_start(rig.name, [run_of(*range(100, 110))], ONE)
+    rig.settle()
+    stats = rig.pool.stats()
+    assert (stats.num_incomplete, stats.num_tickets) == (0, 0) and stats.free_bytes == 4 * CHUNK
+    rig.pool.check_integrity()
+
+
+def test_a_lease_that_has_expired_is_not_live_though_many_others_have_expired_before_it(rig: Rig) -> None:
+    rig.store("a")
+    leases = [rig.pool.lookup(rig.name, [run_of("a")], prefix_only=True, lease_ttl_ms=100).lease_id for _ in range(20)]
+    rig.clock.advance(0.2)
+    with pytest.raises(LeaseExpiredError):
+        rig.pool.get(leases[-1], rig.name, [run_of("a")], ONE)
+    assert rig.pool.release(leases[-1:]) == 0
+    rig.settle()
+    assert rig.pool.stats().num_leases == 0
+
+
+def test_a_lookup_in_steps_answers_as_one_in_one_step(rig: Rig) -> None:
+    rig.store(*(name for name in range(12) if name != 7))
+    for names in ([*range(12)], [7, 8, 9], [0, 1, 2, 3], [50]):
+        for prefix_only in (True, False):
+            at_once = rig.pool.find(rig.name, [run_of(*names)], prefix_only=prefix_only, lease_ttl_ms=100)
+            in_steps = finish(
+                rig.pool.find_in_steps(rig.name, [run_of(*names)], prefix_only=prefix_only, lease_ttl_ms=100)
+            )
+            assert in_steps.hits == at_once.hits and in_steps.entries == at_once.entries
+            assert bool(in_steps.lease_id) == bool(at_once.lease_id)
+    rig.pool.check_integrity()
+
+
+def test_quotas_move_entries_that_are_evicted_afterwards(rig: Rig) -> None:
+    rig.store(*range(20))
+    setting = rig.pool.set_quotas_in_steps([Quota("tenant:acme", 10 * CHUNK)])
+    for _ in setting:
+        rig.pool.check_integrity()
+    assert rig.pool.stats().num_entries == 10
+
+
+def _start(rig: Rig, dice: random.Random) -> Steps[object]:
+    """Some work in steps on some blocks."""
+    first = dice.randrange(20)
+    runs = [run_of(*range(first, first + dice.randint(1, 6)), group_idx=dice.randrange(2))]
+    pool, name = rig.pool, rig.name
+    kind = dice.randrange(6)
+    if kind == 0:
+        return pool.clear_in_steps(dice.choice([name, b""]))
+    if kind == 1:
+        return pool.remove_in_steps(name, runs)
+    if kind == 2:
+        return pool.find_in_steps(name, runs, prefix_only=dice.random() < 0.5, lease_ttl_ms=dice.choice([0, 500]))
+    if kind == 3:
+        return pool.set_quotas_in_steps([Quota("tenant:acme", dice.choice([5, 15, 1_000]) * CHUNK)])
+    return _put(rig, runs, dice.random() < 0.8)
+
+
+def _put(rig: Rig, runs: list[BlockRun], ends: bool) -> Steps[object]:
+    grant = yield from rig.pool.put_start_in_steps(rig.name, runs, ONE)
+    if grant.ticket_id and ends:
+        yield
+        yield from rig.pool.put_end_in_steps(grant.ticket_id, [0] * len(grant.offsets))
+    elif grant.ticket_id:
+        rig.pool.put_revoke(grant.ticket_id)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(effort(15)))
+def test_the_pool_is_consistent_between_any_two_steps(policy: str, seed: int) -> None:
+    dice, rig = random.Random(seed), Rig(policy)
+    running: list[Iterator[None]] = []
+    for _ in range(300):
+        if len(running) < 4:
+            running.append(_start(rig, dice))
+        nth = dice.randrange(len(running))
+        try:
+            next(running[nth])
+        except (StopIteration, KVPoolError):
+            del running[nth]
+        if dice.random() < 0.1:
+            rig.clock.advance(dice.choice([0.05, 0.3]))
+            rig.pool.expire()
+        rig.pool.check_integrity()
+    for steps in running:
+        try:
+            for _ in steps:
+                rig.pool.check_integrity()
+        except KVPoolError:
+            pass
+    rig.clock.advance(10)
+    rig.settle()
+    finish(rig.pool.clear_in_steps())
+    rig.clock.advance(10)
+    rig.settle()
+    stats = rig.pool.stats()
+    assert stats.free_bytes == stats.arena_bytes and not stats.num_incomplete and not stats.num_quarantined
+    assert rig.pool.namespaces()[0].num_entries == 0
+    assert not rig.leading(block_hash("any"))

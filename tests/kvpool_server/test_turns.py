@@ -1,0 +1,97 @@
+"""Work in steps leaves the loop to others, and the probe sees who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvpool_server.cache.steps import Steps
+from kvpool_server.loop_lag import PROBE_EVERY_S, LoopLag
+from kvpool_server.turns import TURN_S, Turns
+
+STEP_S = TURN_S / 2
+
+
+def _on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    return functools.wraps(test)(lambda: asyncio.run(asyncio.wait_for(test(), 30)))
+
+
+def _work(log: list[str], name: str, num_steps: int) -> Steps[str]:
+    for _ in range(num_steps):
+        ends_at = time.monotonic() + STEP_S
+        while time.monotonic() < ends_at:
+            pass
+        log.append(name)
+        yield
+    return name
+
+
+@_on_a_loop
+async def test_other_calls_run_between_two_turns() -> None:
+    log: list[str] = []
+
+    async def others() -> None:
+        while True:
+            log.append("other")
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    turns = Turns()
+    assert await asyncio.gather(turns.run(_work(log, "a", 20)), turns.run(_work(log, "b", 20))) == ["a", "b"]
+    other.cancel()
+    longest = max(map(len, "".join("." if name == "other" else "x" for name in log).split(".")))
+    assert longest <= 4, "both works had their turns without anybody else's between them"
+    assert log.index("b") < 10, "the second work waits for the end of the first"
+
+
+@_on_a_loop
+async def test_work_of_one_step_is_done_at_once() -> None:
+    log: list[str] = []
+    running = Turns().run(_work(log, "a", 0))
+    with pytest.raises(StopIteration) as ended:
+        running.send(None)
+    assert ended.value.value == "a"
+
+
+@_on_a_loop
+async def test_work_goes_on_though_its_caller_is_cancelled() -> None:
+    log: list[str] = []
+    caller = asyncio.create_task(Turns().run(_work(log, "a", 10)))
+    await asyncio.sleep(0)
+    caller.cancel()
+    async with asyncio.timeout(10):
+        while len(log) < 10:
+            await asyncio.sleep(0)
+    assert caller.cancelled()
+
+
+@_on_a_loop
+async def test_work_that_fails_raises() -> None:
+    def fails() -> Steps[None]:
+        yield
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await Turns().run(fails())
+
+
+@_on_a_loop
+async def test_the_probe_sees_how_long_the_loop_was_held() -> None:
+    registry = CollectorRegistry()
+    lag = LoopLag(registry)
+    probe = asyncio.create_task(lag.run())
+    await asyncio.sleep(5 * PROBE_EVERY_S)
+    time.sleep(0.2)
+    await asyncio.sleep(2 * PROBE_EVERY_S)
+    probe.cancel()
+    longest = registry.get_sample_value("kvpool_loop_lag_max_seconds")
+    assert longest is not None and 0.2 - 2 * PROBE_EVERY_S < longest < 5
+    assert (registry.get_sample_value("kvpool_loop_lag_seconds_bucket", {"le": "0.1"}) or 0) < (
+        registry.get_sample_value("kvpool_loop_lag_seconds_count") or 0
+    )

@@ -1,0 +1,293 @@
+"""Clients that ask for more than their share, or never finish: memory stays bounded, and others are served.
+
+The bounds are those of docs/security.md.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import zmq
+
+from kvpool import wire
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.types import BlockRun, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolStub
+from kvpool_server import http, inbox
+from kvpool_server.cache.limits import Limits
+from tests.support.half_sent import HalfSentCalls
+from tests.support.in_process_server import InProcessServer
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+
+StartServer = Callable[..., ServerProcess]
+MIB = 1 << 20
+PING_S = 5.0
+"""Far more than a call takes, because the test's machine is shared; a stalled server answers none."""
+CHUNK = 64
+
+
+def _own_bytes(server: ServerProcess) -> int:
+    """Memory of the server without the arena."""
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
+    return int(kib) << 10
+
+
+@contextmanager
+def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
+    """Asserts that Ping is answered all through the body, and that the server's memory grows by less than a bound."""
+    before, peak, longest, ended = _own_bytes(server), 0, 0.0, threading.Event()
+    failures: list[BaseException] = []
+
+    def ping() -> None:
+        nonlocal peak, longest
+        with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
+            while not ended.wait(0.02):
+                began = time.monotonic()
+                try:
+                    client.admin.ping()
+                except Exception as error:
+                    failures.append(error)
+                    return
+                longest = max(longest, time.monotonic() - began)
+                peak = max(peak, _own_bytes(server))
+
+    thread = threading.Thread(target=ping)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(30)
+    assert not failures and longest < PING_S
+    assert peak - before < most_bytes, f"the server's memory grew by {(peak - before) / MIB:.0f} MiB"
+
+
+# Messages
+
+
+@pytest.mark.parametrize("method", ["PutStart", "Lookup", "Write", "PutChunks", "LookupStream"])
+def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServer, method: str) -> None:
+    server = pool_server()
+    with _served(server, 128 * MIB):
+        calls = HalfSentCalls(server.endpoint)
+        streams = [calls.begin(method, 40 * MIB, 40 * MIB - 1, timeout_s=2) for _ in range(12)]
+        wait_for(lambda: calls.ended >= set(streams), "the end of all calls")
+        calls.close()
+
+
+@pytest.mark.parametrize("method", ["PutStart", "Write"])
+def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: StartServer, method: str) -> None:
+    server = pool_server()
+    with _served(server, (24 * 4 + 64) * MIB):
+        calls = HalfSentCalls(server.endpoint)
+        for _ in range(24):
+            calls.begin(method, 4 * MIB, 4 * MIB - 1)
+        calls.close()
+
+
+@pytest.fixture
+def small_server() -> Iterator[Callable[..., InProcessServer]]:
+    """Starts servers in this process: `small_server(Limits(max_leases=8))`."""
+    with ExitStack() as stack:
+
+        def start(limits: Limits | None = None) -> InProcessServer:
+            server = InProcessServer(4_096 * CHUNK, 1_024 * CHUNK, limits)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+def test_a_message_has_to_arrive_in_time(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "MESSAGE_S", 0.5)
+    monkeypatch.setattr(inbox, "PIECE_S", 0.5)
+    server = small_server()
+    calls = HalfSentCalls(f"127.0.0.1:{server.port}")
+    streams = {calls.begin(method, 100, 99) for method in ("PutStart", "Get", "Read", "GetChunks", "Write", "Ping")}
+    wait_for(lambda: calls.ended >= streams, "the end of all calls")
+    assert server.stub.Ping(pb.PingRequest(), timeout=10).version
+    calls.close()
+
+
+def test_the_message_awaited_longest_makes_way_for_others(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "MAX_AWAITED", 8)
+    server = small_server()
+    calls = HalfSentCalls(f"127.0.0.1:{server.port}")
+    streams = [calls.begin("Get", 100, 99) for _ in range(20)]
+    wait_for(lambda: len(calls.ended) == 12, "the end of those that are too many")
+    assert server.stub.Ping(pb.PingRequest(), timeout=10).version
+    assert set(streams[-7:]).isdisjoint(calls.ended)
+    calls.close()
+
+
+# Leases and tickets
+
+
+def _connect(server: InProcessServer) -> PoolStub:
+    """A client with a connection of its own."""
+    channel = grpc.insecure_channel(f"127.0.0.1:{server.port}", [("grpc.use_local_subchannel_pool", 1)])
+    return PoolStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _filled(server: InProcessServer, count: int) -> bytes:
+    """The fingerprint of a namespace with blocks 0, 1, ..."""
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
+
+    def fill() -> bytes:
+        name = server.pool.open_namespace(spec)[0].fingerprint
+        grant = server.pool.put_start(name, [run_of(*range(count))], ShardRange(0, 1))
+        server.pool.put_end(grant.ticket_id, [0] * count)
+        return name
+
+    return server.on_loop(fill)
+
+
+def _lease(stub: PoolStub, name: bytes, run: BlockRun) -> int:
+    request = pb.LookupRequest(namespace=name, runs=wire.encode_runs([run]), prefix_only=True, lease_ttl_ms=120_000)
+    return int(stub.Lookup(request, timeout=10).lease_id)
+
+
+def test_a_client_that_leases_all_it_can_leaves_as_much_for_others(
+    small_server: Callable[..., InProcessServer],
+) -> None:
+    server = small_server(Limits(max_leases=60))
+    name = _filled(server, 1)
+    greedy, other, third = _connect(server), _connect(server), _connect(server)
+    assert sum(_lease(greedy, name, run_of(0)) > 0 for _ in range(100)) == 30
+    assert sum(_lease(other, name, run_of(0)) > 0 for _ in range(100)) == 15
+    assert _lease(third, name, run_of(0))
+    assert server.pool.counters["refused_leases"] == 155
+
+
+def test_leases_hold_a_bounded_number_of_blocks_however_often_they_name_one(
+    small_server: Callable[..., InProcessServer],
+) -> None:
+    server = small_server(Limits(max_leased_blocks=10_000))
+    name = _filled(server, 1)
+    run = BlockRun(0, [block_hash(0)] * 1_000)
+    greedy, other = _connect(server), _connect(server)
+    assert sum(_lease(greedy, name, run) > 0 for _ in range(100)) == 5
+    assert _lease(other, name, run)
+    held = sum(len(lease.entries) for lease in server.pool.leases.values())
+    assert held == 6_000
+
+
+def test_a_client_that_puts_all_it_can_leaves_tickets_for_others(
+    small_server: Callable[..., InProcessServer],
+) -> None:
+    server = small_server(Limits(max_tickets=20))
+    name = _filled(server, 1)
+
+    def put(stub: PoolStub, block: int) -> bool:
+        request = pb.PutStartRequest(
+            namespace=name, runs=wire.encode_runs([run_of(block)]), shards=wire.encode_shards(ShardRange(0, 1))
+        )
+        try:
+            return bool(stub.PutStart(request, timeout=10).ticket_id)
+        except grpc.RpcError as error:
+            if "puts are under way; the limit is 20" not in (error.details() or ""):  # type: ignore[attr-defined]
+                raise
+            return False
+
+    greedy, other = _connect(server), _connect(server)
+    assert sum(put(greedy, 100 + nth) for nth in range(30)) == 10
+    assert put(other, 1_000)
+
+
+# Streams and connections
+
+
+def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessServer]) -> None:
+    server = small_server(Limits(max_streams=8))
+    name = _filled(server, 1)
+    calls = HalfSentCalls(f"127.0.0.1:{server.port}")
+    streams = [calls.begin("LookupStream") for _ in range(20)]
+    wait_for(lambda: calls.ended == set(streams[:12]), "the end of those that have been idle longest")
+    with Client(ClientConfig(f"127.0.0.1:{server.port}", transport="grpc")) as client:
+        request = pb.LookupRequest(namespace=name, runs=wire.encode_runs([run_of(0)]), lease_ttl_ms=1_000)
+        assert client.rpc._lookups(lambda: request, 10.0).lease_id
+        streams += [calls.begin("LookupStream") for _ in range(20)]
+        wait_for(lambda: calls.ended == set(streams[:-8]), "the end of the client's stream, too")
+        assert client.rpc._lookups(lambda: request, 10.0).lease_id, "the client opens another"
+    calls.close()
+
+
+def test_thousands_of_idle_streams_hold_little(pool_server: StartServer) -> None:
+    server = pool_server()
+    with _served(server, 256 * MIB):
+        connections = [HalfSentCalls(server.endpoint) for _ in range(4)]
+        for calls in connections:
+            for _ in range(750):
+                calls.begin("LookupStream")
+        wait_for(lambda: sum(len(calls.ended) for calls in connections) >= 3_000 - Limits().max_streams, "the end")
+        for calls in connections:
+            calls.close()
+
+
+def test_silent_http_connections_are_closed_and_probes_answered(pool_server: StartServer) -> None:
+    server = pool_server()
+    host, port = server.http_url.removeprefix("http://").split(":")
+    before = len(list(Path(f"/proc/{server.pid}/task").iterdir()))
+    with ExitStack() as stack:
+        began = time.monotonic()
+        opened = [stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(200)]
+        with urllib.request.urlopen(f"{server.http_url}/healthz", timeout=10) as answer:
+            assert answer.status == 200
+        assert time.monotonic() - began < http.CONNECTION_S / 2
+        assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) <= before + http.MAX_THREADS
+        for connection in opened:
+            assert not connection.recv(1)
+        assert time.monotonic() - began < 2 * http.CONNECTION_S
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return False
+
+
+def test_an_http_request_that_trickles_in_is_cut_off(pool_server: StartServer) -> None:
+    server = pool_server()
+    host, port = server.http_url.removeprefix("http://").split(":")
+    began = time.monotonic()
+    with socket.create_connection((host, int(port)), 10) as slow:
+        slow.settimeout(0.1)
+        while not _is_closed(slow) and time.monotonic() < began + 3 * http.CONNECTION_S:
+            slow.sendall(b"G")
+    assert time.monotonic() - began < 2 * http.CONNECTION_S
+
+
+# KV events
+
+
+def test_a_huge_frame_to_the_event_ports_is_not_buffered(pool_server: StartServer) -> None:
+    server = pool_server("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    found = wait_for(lambda: re.search(r"endpoint=(\S+)\s+replay=(\S+)", server.stderr), "the event ports")
+    with _served(server, 64 * MIB), zmq.Context() as context:
+        for endpoint, kind in zip(found.groups(), (zmq.XSUB, zmq.DEALER), strict=True):
+            with context.socket(kind) as peer, context.socket(zmq.DEALER) as asking:
+                for each in (peer, asking):
+                    each.setsockopt(zmq.LINGER, 0)
+                peer.connect(endpoint)
+                peer.send(bytes(300 * MIB))
+                asking.connect(found[2])
+                asking.send_multipart((b"", bytes(8)))
+                assert asking.poll(10_000), "a replay is not answered"
+                time.sleep(1)  # Nothing tells when the frame has gone through.

@@ -1,0 +1,275 @@
+"""No request, expiry or listing holds the server's event loop for more than 10 ms, however large the pool is.
+
+Each kind of request is sent at its limit to a server with a million entries (ten million with TEST_EFFORT above 1), and
+one beyond its limit is refused. Seconds are CPU time of one callback of the loop.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from kvpool import wire
+from kvpool.errors import InvalidRequestError
+from kvpool.types import BlockRun, Quota, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.limits import Limits
+from kvpool_server.process_memory import keep_collections_short, no_collections
+from tests.support.effort import EFFORT
+from tests.support.in_process_server import InProcessServer
+from tests.support.processes import wait_for
+from tests.support.values import group_spec, namespace_spec
+
+LONGEST_S = 0.010
+CHUNK = 64
+SLOTS_PER_EXTENT = 1 << 18
+BATCH = 8_192
+NUM_ENTRIES = (123 if EFFORT <= 1 else 1_221) * BATCH
+CHAIN = 512
+"""Blocks of one prefix."""
+LIMITS = Limits()
+ONE_SHARD = ShardRange(0, 1)
+
+
+def _hashes(start: int, count: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(start, start + count)]
+
+
+def _runs(start: int, count: int = BATCH, chain: int = CHAIN) -> list[BlockRun]:
+    return [BlockRun(0, _hashes(at, min(chain, start + count - at))) for at in range(start, start + count, chain)]
+
+
+class House:
+    """A server that is full, but for some extents, of one namespace's entries."""
+
+    def __init__(self) -> None:
+        keep_collections_short()
+        extents = -(-NUM_ENTRIES // SLOTS_PER_EXTENT) + 2
+        self.server = InProcessServer(extents * SLOTS_PER_EXTENT * CHUNK, SLOTS_PER_EXTENT * CHUNK)
+        self.pool, self.stub = self.server.pool, self.server.stub
+        self.name = self.open(tenant="acme")
+        self.num_filled = 0
+
+    def open(self, **fields: object) -> bytes:
+        spec = namespace_spec(group_spec(chunk_bytes=CHUNK), group_spec(chunk_bytes=CHUNK // 8, num_shards=8), **fields)
+        return self.server.on_loop(lambda: self.pool.open_namespace(spec)[0].fingerprint)
+
+    def fill(self) -> None:
+        """Stores what is missing of `NUM_ENTRIES`; the first blocks are those numbered 0, 1, ..."""
+        self.server.on_loop(self.end_all_holds)
+        for start in range(0, NUM_ENTRIES, BATCH):
+            if self.lookup(_runs(start), ttl_ms=0).hits[-1].num_leading < CHAIN:
+                self.server.on_loop(lambda start=start: self.put(_runs(start)))
+        self.server.on_loop(gc.collect)
+
+    def end_all_holds(self) -> None:
+        for tickets in self.pool.tickets.values():
+            self.pool.put_revoke(tickets.id)
+        self.pool.release([lease.id for lease in self.pool.leases.values()])
+        while self.pool.settle():
+            pass
+
+    def put(self, runs: list[BlockRun], shards: ShardRange = ONE_SHARD) -> None:
+        with no_collections():
+            grant = self.pool.put_start(self.name, runs, shards)
+            self.pool.put_end(grant.ticket_id, [0] * (len(grant.offsets) * shards.count))
+
+    def longest_s(self, call: Callable[[], object]) -> float:
+        """The longest callback while a call is answered."""
+        self.server.on_loop(self.server.probe.reset)
+        call()
+        return self.server.on_loop(lambda: self.server.probe.longest_s)
+
+    def expect_short(self, call: Callable[[], object]) -> None:
+        seconds = self.longest_s(call)
+        assert seconds <= LONGEST_S, f"{seconds * 1000:.1f} ms: {self.server.probe.culprit}"
+
+    def settled(self) -> None:
+        """Waits until what has ended holds nothing any more."""
+        wait_for(lambda: not self.server.on_loop(self.pool.settle), "the end of all holds", 120)
+
+    def lookup(self, runs: list[BlockRun], ttl_ms: int = 60_000) -> pb.LookupResponse:
+        request = pb.LookupRequest(
+            namespace=self.name, runs=wire.encode_runs(runs), prefix_only=True, lease_ttl_ms=ttl_ms, locate=True
+        )
+        return self.stub.Lookup(request, timeout=60)
+
+    def put_start(self, runs: list[BlockRun], ttl_ms: int = 60_000) -> pb.PutStartResponse:
+        request = pb.PutStartRequest(
+            namespace=self.name,
+            runs=wire.encode_runs(runs),
+            shards=wire.encode_shards(ONE_SHARD),
+            ticket_ttl_ms=ttl_ms,
+        )
+        return self.stub.PutStart(request, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def filled() -> Iterator[House]:
+    house = House()
+    yield house
+    house.server.close()
+
+
+@pytest.fixture
+def house(filled: House) -> House:
+    filled.fill()
+    return filled
+
+
+def _is_refused(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and says in caught.value.details()
+
+
+def test_lookups_of_the_longest_prompt(house: House) -> None:
+    reply = pb.LookupResponse()
+
+    def lookup() -> None:
+        reply.CopyFrom(house.lookup([BlockRun(0, _hashes(0, LIMITS.max_lookup_blocks))]))
+
+    house.expect_short(lookup)
+    assert reply.hits[0].num_leading == LIMITS.max_lookup_blocks and reply.lease_id
+    house.expect_short(lambda: house.stub.Release(pb.ReleaseRequest(lease_ids=[reply.lease_id]), timeout=60))
+    house.settled()
+    assert house.pool.stats().num_leases == 0
+
+
+def test_lookups_of_many_runs(house: House) -> None:
+    most = LIMITS.max_runs
+    house.expect_short(lambda: house.lookup(_runs(0, BATCH, BATCH // most)))
+    house.expect_short(lambda: _is_refused(lambda: house.lookup(_runs(0, 65_536, 1)), f"give at most {most}"))
+
+
+def test_gets_puts_and_removals_of_a_whole_batch(house: House) -> None:
+    lease_id = house.lookup(_runs(0)).lease_id
+    get = pb.GetRequest(
+        lease_id=lease_id, namespace=house.name, runs=wire.encode_runs(_runs(0)), shards=wire.encode_shards(ONE_SHARD)
+    )
+    house.expect_short(lambda: house.stub.Get(get, timeout=60))
+    grant = pb.PutStartResponse()
+    house.expect_short(lambda: grant.CopyFrom(house.put_start(_runs(NUM_ENTRIES))))
+    assert len(grant.offsets) == BATCH
+    end = pb.PutEndRequest(ticket_id=grant.ticket_id, checksums=[0] * BATCH)
+    house.expect_short(lambda: house.stub.PutEnd(end, timeout=60))
+    verify = pb.VerifyRequest(namespace=house.name, runs=wire.encode_runs(_runs(NUM_ENTRIES)))
+    house.expect_short(lambda: house.stub.Verify(verify, timeout=60))
+    grant = house.put_start(_runs(NUM_ENTRIES + BATCH))
+    house.expect_short(lambda: house.stub.PutRevoke(pb.PutRevokeRequest(ticket_id=grant.ticket_id), timeout=60))
+    house.settled()
+    remove = pb.RemoveRequest(namespace=house.name, runs=wire.encode_runs(_runs(0)))
+    house.expect_short(lambda: house.stub.Remove(remove, timeout=60))
+    house.server.on_loop(lambda: house.put(_runs(0)))
+    too_many = pb.RemoveRequest(namespace=house.name, runs=wire.encode_runs(_runs(0, 20_000, 1)))
+    house.expect_short(lambda: _is_refused(lambda: house.stub.Remove(too_many, timeout=60), "20000 runs"))
+
+
+def test_gets_of_as_many_chunks_as_fit(house: House) -> None:
+    shards = ShardRange(0, 8)
+    count = LIMITS.max_batch_chunks // shards.count
+    runs = [BlockRun(1, _hashes(0, count))]
+    house.server.on_loop(lambda: house.put(runs, shards))
+    lease_id = house.lookup(runs).lease_id
+    get = pb.GetRequest(
+        lease_id=lease_id, namespace=house.name, runs=wire.encode_runs(runs), shards=wire.encode_shards(shards)
+    )
+    house.expect_short(lambda: house.stub.Get(get, timeout=60))
+    house.stub.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=60)
+
+
+def test_leases_that_expire_together(house: House) -> None:
+    """Half a million blocks of 512 leases, and the same again of one block that is leased many times."""
+    block = pb.LookupRequest(
+        namespace=house.name,
+        runs=wire.encode_runs([BlockRun(0, _hashes(0, 1) * 4_096)]),
+        prefix_only=True,
+        lease_ttl_ms=60_000,
+    )
+    for nth in range(256):
+        assert house.lookup(_runs(nth * CHAIN, 4 * CHAIN)).lease_id
+        assert house.stub.Lookup(block, timeout=60).lease_id
+    assert house.pool.stats().num_leases == 512
+    house.server.clock.advance(61)
+    house.expect_short(house.settled)
+    assert house.pool.stats().num_leases == 0
+
+
+def test_tickets_and_quarantines_that_expire_together(house: House) -> None:
+    for nth in range(8):
+        house.put_start(_runs(NUM_ENTRIES + nth * BATCH), ttl_ms=60_000)
+    house.server.clock.advance(61)
+    house.expect_short(house.settled)
+    assert house.pool.stats().num_tickets == 0 and house.pool.stats().num_quarantined == 8 * BATCH
+    house.server.clock.advance(31)
+    house.expect_short(house.settled)
+    assert house.pool.stats().num_quarantined == 0
+
+
+def test_listing_as_many_namespaces_as_there_may_be(house: House) -> None:
+    for nth in range(LIMITS.max_namespaces - len(house.pool.open_namespaces())):
+        house.open(salt=f"listed-{nth}")
+    house.expect_short(lambda: house.stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=60))
+    house.expect_short(lambda: house.stub.Stats(pb.StatsRequest(), timeout=60))
+    house.server.clock.advance(LIMITS.namespace_idle_ms / 1000)
+    house.expect_short(lambda: house.open(salt="another"))
+
+
+def test_opening_the_largest_namespace(house: House) -> None:
+    names = [f"layer {nth}" for nth in range(4_800)]
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK, layer_names=tuple(names)))
+    request = pb.OpenNamespaceRequest(spec=wire.encode_spec(spec))
+    assert 0.8 * LIMITS.max_spec_bytes < request.ByteSize() <= LIMITS.max_spec_bytes
+    house.expect_short(lambda: house.stub.OpenNamespace(request, timeout=60))
+    request.spec.groups[0].layer_names.extend(names * 30)
+    house.expect_short(
+        lambda: _is_refused(lambda: house.stub.OpenNamespace(request, timeout=60), "the limit is 64 KiB")
+    )
+
+
+def test_quotas_that_move_and_evict_every_entry(house: House) -> None:
+    def set_quotas(*quotas: Quota) -> None:
+        house.stub.SetQuotas(pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas)), timeout=300)
+
+    others = [Quota(f"tenant:{nth}", 1) for nth in range(LIMITS.max_quotas - 1)]
+    house.expect_short(lambda: set_quotas(Quota("tenant:acme", NUM_ENTRIES * CHUNK // 2), *others))
+    assert house.pool.stats().num_entries <= NUM_ENTRIES // 2
+    house.expect_short(lambda: set_quotas(*(Quota(quota.subject, 0) for quota in house.pool.quotas())))
+    too_many = [Quota(f"tenant:{nth}", 1) for nth in range(1_000)]
+    house.expect_short(
+        lambda: _is_refused(lambda: set_quotas(*too_many), "1000 quotas in one message; give at most 256")
+    )
+
+
+def test_clear_of_everything(house: House) -> None:
+    house.expect_short(lambda: house.stub.Clear(pb.ClearRequest(), timeout=300))
+    stats = house.pool.stats()
+    assert stats.num_entries == 0 and stats.free_bytes == stats.arena_bytes
+
+
+def test_a_put_of_another_size_than_all_that_the_pool_holds(house: House) -> None:
+    spec = namespace_spec(group_spec(chunk_bytes=4 * CHUNK))
+    name = house.server.on_loop(lambda: house.pool.open_namespace(spec)[0].fingerprint)
+    request = pb.PutStartRequest(
+        namespace=name, runs=wire.encode_runs(_runs(0, 2_048)), shards=wire.encode_shards(ONE_SHARD)
+    )
+
+    def put() -> None:
+        for _ in range(20):
+            try:
+                house.stub.PutStart(request, timeout=60)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # Until an extent has been drained.
+                    raise
+
+    house.expect_short(put)
+
+
+def test_what_a_request_may_hold_is_checked_by_the_pool_too(house: House) -> None:
+    wide = namespace_spec(group_spec(chunk_bytes=1, num_shards=64))
+    name = house.server.on_loop(lambda: house.pool.open_namespace(wide)[0].fingerprint)
+    with pytest.raises(InvalidRequestError, match="8192 blocks x 64 shards; give at most 65536 chunks"):
+        house.server.on_loop(lambda: house.pool.put_start(name, _runs(0), ShardRange(0, 64)))
