@@ -135,9 +135,9 @@ class PoolService(PoolServicer):
             raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        return self._lookup(request)
+        return await self._lookup(request, request.wait_ms)
 
-    def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, wait_ms: int = 0) -> pb.LookupResponse:
         if request.release:
             self._check_count(len(request.release), "leases")
             self._pool.release(request.release)
@@ -145,13 +145,15 @@ class PoolService(PoolServicer):
                 return pb.LookupResponse(boot_token=self._boot_token)
         fingerprint, runs = self._namespace(request.namespace), self._runs(request.runs)
         now_ns = time.monotonic_ns()
-        found = self._tiered.lookup(
-            fingerprint,
-            runs,
-            prefix_only=request.prefix_only,
-            lease_ttl_ms=request.lease_ttl_ms,
-            locate=request.locate,
-        )
+        asked: dict[str, Any] = {
+            "prefix_only": request.prefix_only,
+            "lease_ttl_ms": request.lease_ttl_ms,
+            "locate": request.locate,
+        }
+        if wait_ms:
+            found = await self._tiered.lookup_once_up(fingerprint, runs, **asked, wait_ms=wait_ms)
+        else:
+            found = self._tiered.lookup(fingerprint, runs, **asked)
         if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000)
         return wire.encode_lookup(found, runs, self._boot_token)
@@ -186,7 +188,7 @@ class PoolService(PoolServicer):
                 self._idle_streams.discard(task)
                 if request is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
-                reply = self._answer(request)
+                reply = await self._answer(request)
                 if request.runs or not request.release:
                     await context.write(reply)
         except asyncio.CancelledError:
@@ -195,10 +197,10 @@ class PoolService(PoolServicer):
         finally:
             self._idle_streams.discard(task)
 
-    def _answer(self, request: pb.LookupRequest) -> pb.LookupReply:
+    async def _answer(self, request: pb.LookupRequest) -> pb.LookupReply:
         try:
             with self._metrics.timed("Lookup" if request.runs else "Release"):
-                return pb.LookupReply(found=self._lookup(request))
+                return pb.LookupReply(found=await self._lookup(request))
         except KVPoolError as error:
             return wire.encode_lookup_error(error)
 
