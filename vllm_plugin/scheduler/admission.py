@@ -146,7 +146,7 @@ class Admission:
             self._lookups.abandon(lookup)
             self._accept(lookup)
             return
-        is_due = not lookup.calls and lookup.wait.is_due(now)
+        is_due = not lookup.calls and lookup.wait.is_due(now) and self._budget.may_begin
         if is_due and not self._lookups.send_again(lookup, lookup.wait.answer_s(now)):
             self._give_up(lookup)
 

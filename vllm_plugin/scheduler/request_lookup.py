@@ -15,7 +15,7 @@ from vllm_plugin.scheduler.load_policy import Verdict
 
 STUCK_S = 0.25
 """A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
-MAX_ANSWER_S = 0.1
+MAX_ANSWER_S = 0.2
 """The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
 
 

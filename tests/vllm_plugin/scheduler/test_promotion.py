@@ -17,7 +17,7 @@ from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
-from vllm_plugin.scheduler import admission, lookups, request_lookup
+from vllm_plugin.scheduler import admission, lookups, request_lookup, step_budget
 from vllm_plugin.scheduler.request_lookup import STUCK_S
 
 RETRY_S = 0.02
@@ -69,7 +69,7 @@ def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None
     clock.advance(RETRY_S)
     assert look(alone, request) == blocks(6)
     assert {look(alone, request) for _ in range(5)} == {blocks(6)} and tier.num_lookups == 4
-    assert tier.waits_ms == [0, 100, 100, 100], "the first answer is wanted at once"
+    assert tier.waits_ms == [0, 200, 200, 200], "the first answer is wanted at once"
     wait_for_leases(alone, 1)  # Of the last answer.
     data = counted(alone)
     assert (data["lookups"], data["promotion_waits"]) == (4, 1)
@@ -163,6 +163,18 @@ def test_a_lookup_that_waits_takes_no_time_of_a_step(alone: Core, monkeypatch: p
     monkeypatch.setattr(alone.side.budget, "waited", waited.append)
     assert alone.side.matched_tokens(request, 0) == (None, False)
     assert not waited
+
+
+def test_a_step_without_time_left_sends_no_lookup_again(
+    alone: Core, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    assert look(alone, request) is None and tier.num_lookups == 2
+    clock.advance(RETRY_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_budget, "MAX_BEGIN_S", 0.0)
+        assert look(alone, request) is None and tier.num_lookups == 2
+    assert look(alone, request) is None and tier.num_lookups == 3
 
 
 @pytest.mark.parametrize(("token_s", "waits"), [(1e-4, False), (1e-2, True)])
@@ -267,7 +279,7 @@ def test_patience_is_one_for_all_lookups_of_a_request(core: MakeCore, clock: Fak
         tier.brought(1)
         clock.advance(0.15)
     assert clock() - began == pytest.approx(0.3)
-    assert tier.waits_ms == [0, 100, 0, 100, 0], "what expires is looked up anew, and then waited for"
+    assert tier.waits_ms == [0, 200, 0, 125, 0], "what expires is looked up anew, and then waited for"
 
 
 def test_an_own_hit_that_grows_meanwhile_is_not_waited_for_again(alone: Core, clock: FakeClock) -> None:
