@@ -86,7 +86,7 @@ def measure(directory: Path, rounds: int) -> list[Row]:
     with ExitStack() as stack:
         endpoint = stack.enter_context(kvpool_server(str(PROMPTS_IN_ARENA * PROMPT_BYTES), *flags))
         store(endpoint, prompts)
-        following = evicted(prompts)
+        following = itertools.cycle(prompts)  # When one comes again, others have taken its room in the arena.
         sink = pages(PROMPT_BYTES)
         for transport in TRANSPORTS:
             config = ClientConfig(endpoint, transport=transport, timeout_ms=20_000, data_timeout_ms=20_000)
@@ -112,11 +112,6 @@ def measure(directory: Path, rounds: int) -> list[Row]:
         rows.append(Row(f"{what}, loaded once all are up", ms(whole), "ms"))
         rows.append(Row(f"{what}, as they come over once all are up", time_ratio(come, whole), "x"))
     return rows
-
-
-def evicted(prompts: Sequence[Sequence[bytes]]) -> Iterator[Sequence[bytes]]:
-    """The prompts again and again: when one comes again, others have taken its room in the arena."""
-    return itertools.cycle(prompts)
 
 
 def _with_next(action: Callable[[Sequence[bytes]], float], following: Iterator[Sequence[bytes]]) -> float:
