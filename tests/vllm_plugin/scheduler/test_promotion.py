@@ -160,6 +160,8 @@ def test_a_lookup_that_waits_takes_no_time_of_a_step(alone: Core, monkeypatch: p
     tier.waits = True
     waited: list[float] = []
     wait_for(lambda: alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2, "a wait")
+    alone.step()
+    assert alone.side.budget.wait_s > 0
     monkeypatch.setattr(alone.side.budget, "waited", waited.append)
     assert alone.side.matched_tokens(request, 0) == (None, False)
     assert not waited
