@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "pieces of 1 MiB": "kvpool.data_port: WRITTEN_PIECE_BYTES",
         "bounded to 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
         "loads 128 MiB from a file tier": "benchmarks.cases.mooncake_tier: PROMPT_BYTES",
-        "with steps of 25 ms": ELSEWHERE,
+        "with steps of 50 ms": ELSEWHERE,
     },
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",
