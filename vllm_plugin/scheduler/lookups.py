@@ -95,6 +95,8 @@ class Lookups:
         Args:
             answer_s: how long the pool may wait for blocks on their way up before it answers.
         """
+        if not self._prefix_only:  # Blocks that the hit does not need may be pending longest.
+            answer_s = min(answer_s, lookup.retry_s)
         lookup.sent_at = time.monotonic()
         runs = [*lookup.runs, *lookup.probes]
         for session in self.stages.sessions:

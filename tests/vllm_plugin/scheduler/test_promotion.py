@@ -357,3 +357,4 @@ def test_a_window_on_its_way_is_waited_for(core: MakeCore, clock: FakeClock) -> 
     tier.brought(2)
     clock.advance(RETRY_S)
     assert look(one, request) == blocks(6)
+    assert tier.waits_ms == [0, 20, 20], "the pool waits for the next batch alone: the hit may need no more"
