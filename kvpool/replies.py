@@ -58,7 +58,7 @@ MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
 MAX_HOST_CHARS = 253
 
-METHOD_LIMITS = {"Get": 40 << 20, "ListNamespaces": 8 << 20, "GetChunks": wire.MAX_MESSAGE_BYTES,
+METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "GetChunks": wire.MAX_MESSAGE_BYTES,
                  "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much
 memory once parsed."""
@@ -166,13 +166,14 @@ class LookupQuestion:
     locate: bool
     asked_at: float = field(default_factory=time.monotonic)
 
-    def __call__(self) -> pb.LookupRequest:
+    def __call__(self, wait_ms: int = 0) -> pb.LookupRequest:
         return pb.LookupRequest(
             namespace=self.fingerprint,
             runs=wire.encode_runs(self.runs),
             prefix_only=self.prefix_only,
             lease_ttl_ms=self.lease_ttl_ms,
             locate=self.locate and self.lease_ttl_ms > 0,
+            wait_ms=wait_ms,
         )
 
     @property

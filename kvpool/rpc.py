@@ -172,10 +172,20 @@ class PoolRpc:
         prefix_only: bool = True,
         lease: bool = True,
         locate: bool = False,
+        wait_ms: int = 0,
     ) -> PendingLookup:
-        """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them."""
+        """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
+
+        Args:
+            wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
+                long. Such a lookup is a call of its own: the answers to others do not wait for it.
+        """
         question = self._question(namespace, runs, prefix_only, lease, locate)
-        return PendingLookup(self.send(self._lookups, question), self, namespace, question)
+        if wait_ms:
+            call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
+        else:
+            call = self.send(self._lookups, question)
+        return PendingLookup(call, self, namespace, question)
 
     def _question(
         self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool, locate: bool

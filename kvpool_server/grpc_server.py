@@ -105,7 +105,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> Any:
             try:
-                with self._metrics.timed(name):
+                # A lookup that waits for a tier is not to be mistaken for a slow one.
+                with self._metrics.timed("LookupWait" if getattr(request, "wait_ms", 0) else name):
                     self._admit(name, context)
                     reply = await behavior(request, context)
             except KVPoolError as error:

@@ -77,7 +77,7 @@ class RpcMetrics(Collector):
     def __init__(self, registry: CollectorRegistry, tcp_bytes: Callable[[], dict[str, int]] = dict):
         self._seconds = Histogram(
             "kvpool_rpc_seconds",
-            "Time that the server took to answer an RPC, by method and gRPC status.",
+            "Time that the server took to answer an RPC, by method and gRPC status; LookupWait waits for a tier.",
             ["method", "status"],
             buckets=_BUCKETS,
             registry=registry,

@@ -169,9 +169,9 @@ class PoolService(PoolServicer):
             raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        return await self._lookup(request, _owner(context))
+        return await self._lookup(request, _owner(context), request.wait_ms)
 
-    async def _lookup(self, request: pb.LookupRequest, owner: str) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, owner: str, wait_ms: int = 0) -> pb.LookupResponse:
         if request.release:
             self._check_count(len(request.release), "leases")
             self._pool.release(request.release)
@@ -181,12 +181,14 @@ class PoolService(PoolServicer):
         runs = self._runs(request.runs, self._pool.limits.max_lookup_blocks)
         options = request.prefix_only, request.lease_ttl_ms, request.locate, owner
         now_ns = time.monotonic_ns()
-        if sum(map(len, runs)) <= LOOKUP_STEP_BLOCKS:
-            found = self._tiered.lookup(fingerprint, runs, *options)
-        else:
+        if sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:  # Not worth a wait: each look costs a turn of the loop.
             await asyncio.sleep(0)
             found = await self._turns.run(self._tiered.lookup_in_steps(fingerprint, runs, *options))
             await asyncio.sleep(0)
+        elif wait_ms:
+            found = await self._tiered.lookup_once_up(fingerprint, runs, *options, wait_ms=wait_ms)
+        else:
+            found = self._tiered.lookup(fingerprint, runs, *options)
         if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000)
         return wire.encode_lookup(found, runs, self._boot_token)

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm_plugin.guard import Guard, hook
 
 COUNTERS = {
-    "lookups": "Lookups that the pool answered in time. A request that waits for a tier looks up several times.",
+    "lookups": "Lookups that the pool answered in time. A request that waits for a tier looks up twice, or more often.",
     "lookup_failures": "Lookups that failed or took too long; each is a miss.",
     "promotion_waits": "Requests that waited for blocks to be promoted from a tier of the pool.",
     "promotion_missed_tokens": "Tokens computed because their blocks were not promoted from a tier in time.",
@@ -46,7 +46,7 @@ GAUGES = {
     "breaker_open": "1 if the scheduler or a rank did without the pool at the engine's last step, also at the start.",
 }
 HISTOGRAMS = {
-    "lookup_seconds": "Time from sending one lookup to its answer.",
+    "lookup_seconds": "Time from sending one lookup to its answer, without lookups that wait for a tier.",
     "promotion_wait_seconds": "Time from a request's first answer with pending blocks to the end of its wait.",
     "load_seconds": "Time of one rank's load of one request.",
     "store_seconds": "Time of one rank's store job.",

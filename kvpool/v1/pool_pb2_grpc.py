@@ -152,7 +152,7 @@ class PoolServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Which of the given blocks are complete and readable now; optionally leases them.
+        """Which of the given blocks are complete and readable now, or once they are up from a tier; optionally leases them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

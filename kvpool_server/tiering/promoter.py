@@ -1,7 +1,7 @@
 """Promotes blocks from one tier to the arena.
 
 A lookup that misses asks to prefetch the missing blocks; they are read in prefix order, in batches, and a later lookup
-finds them. No lookup waits: its client looks up again.
+finds them.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Promoter:
         memory: the arena: uint8 [arena_bytes].
         watermark: frees slots, where a tier is written to on eviction; else None.
         clock: monotonic seconds.
+        on_progress: called when blocks have come up or will not come, or the tier has said which blocks it has.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Promoter:
         health: Health,
         watermark: Watermark | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_progress: Callable[[], None] = lambda: None,
     ):
         self._pool = pool
         self._memory = memory
@@ -86,6 +88,7 @@ class Promoter:
         self._health = health
         self._watermark = watermark
         self._clock = clock
+        self._on_progress = on_progress
         self._queue: deque[_Prefetch] = deque()
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
@@ -141,6 +144,10 @@ class Promoter:
             num_pending += 1
         return num_pending
 
+    def is_pending(self, key: BlockKey) -> bool:
+        """Whether a block is queued or being read."""
+        return key in self._pending
+
     @property
     def is_idle(self) -> bool:
         """True if no block is pending."""
@@ -188,6 +195,7 @@ class Promoter:
             del self._searching[first]
         for block_hash, in_tier in zip(block_hashes, found, strict=True):
             self._remember((namespace.fingerprint, group_idx, block_hash), in_tier)
+        self._on_progress()
 
     async def run(self) -> None:
         """Reads queued blocks until it is cancelled; as many of these run as the tier takes reads at once."""
@@ -221,6 +229,7 @@ class Promoter:
             self._reading.pop(keys[0], None)
             for key in keys:
                 self._pending.pop(key, None)
+            self._on_progress()
 
     def _cancel(self, request: _Prefetch) -> None:
         """Drops the blocks of a prefetch that are still queued."""

@@ -39,6 +39,10 @@ MAX_PREFETCH_BYTES = 256 << 20
 MAX_NAMESPACES = 256
 """Namespaces that are opened at the start for a tier that holds blocks of more: the newest."""
 RESTART_S = 1.0
+MAX_WAIT_MS = 1_000
+"""The longest that one lookup waits for pending blocks; its client looks up again if it wants to wait longer."""
+MAX_WAITING = 1_024
+"""Lookups that wait at once. Further ones are answered as if they did not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +85,15 @@ class TieredPool(Observer):
         on_eviction = [demoter for demoter in demoters if demoter.write_back]
         self._watermark = Watermark(pool, on_eviction) if on_eviction else None
         promoters = [
-            Promoter(pool, memory, tier, each, self._watermark, clock) for tier, each in zip(tiers, health, strict=True)
+            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed)
+            for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, promoters))
         self._num_open = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
+        self._progress = asyncio.Event()  # Replaced once it is set.
+        self._num_waiting = 0
         if self._levels:
             pool.observe(self)
 
@@ -189,6 +196,60 @@ class TieredPool(Observer):
             self.pool.record_use(found)
         slots = self.pool.slots(found) if locate and found.lease_id and not retry_after_ms else ()
         return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms, slots)
+
+    async def lookup_once_up(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        prefix_only: bool,
+        lease_ttl_ms: int,
+        locate: bool = False,
+        owner: str = "",
+        *,
+        wait_ms: int,
+    ) -> Lookup:
+        """As `lookup`; where blocks are pending, answers once none is, or after `wait_ms`, MAX_WAIT_MS at most.
+
+        Meanwhile it looks up again whenever blocks have come up, so that they are leased.
+        """
+
+        def look() -> Lookup:
+            return self.lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner)
+
+        found = look()
+        if self._num_waiting >= MAX_WAITING:
+            return found
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
+                while found.retry_after_ms:
+                    await self._next_come_up(fingerprint, runs, found)
+                    earlier, found = found, look()
+                    self.pool.release([earlier.lease_id])
+        except TimeoutError:
+            pass
+        except BaseException:  # Nobody will hear of the lease.
+            self.pool.release([found.lease_id])
+            raise
+        finally:
+            self._num_waiting -= 1
+        return found
+
+    async def _next_come_up(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup) -> None:
+        """Returns when the first pending block of a run may be up, or lost."""
+        first = [
+            (fingerprint, run.group_idx, run.block_hashes[hit.num_leading])
+            for run, hit in zip(runs, found.hits, strict=True)
+            if hit.num_pending
+        ]
+        while True:
+            await self._progress.wait()
+            if not all(any(level.promoter.is_pending(key) for level in self._levels) for key in first):
+                return
+
+    def _progressed(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
 
     def _prefetch(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool) -> tuple[tuple[RunHits, ...], int]:
         """Prefetches missing blocks; returns the hits with what is pending, and when to look up again, milliseconds."""

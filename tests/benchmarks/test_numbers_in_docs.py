@@ -39,6 +39,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "batches of 32 MiB": "vllm_plugin.worker.copy.cuda: STAGING_BYTES",
         "pieces of 1 MiB": "kvpool.data_port: WRITTEN_PIECE_BYTES",
         "bounded to 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
+        "loads 128 MiB from a file tier": "benchmarks.cases.mooncake_tier: PROMPT_BYTES",
+        "with steps of 50 ms": ELSEWHERE,
     },
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,4 +94,23 @@ def test_beyond_memory_and_over_a_restart(rig: Fixture, tiered: Engine, plain_en
         wait_for(lambda: _hits(tiered, each, right, tokens), f"{tokens} tokens to hit", 60)  # noqa: B023
     counters = pool_stats(rig.server).tiers[0].counters
     assert counters["promoted_blocks"] >= num_blocks - 9 and not counters.get("corrupt_blocks")
+    wait_until_nothing_is_held(rig.server)
+
+
+def test_a_request_waits_at_the_server_for_its_blocks(rig: Fixture, tiered: Engine, plain_engine: Engine) -> None:
+    """One lookup waits until the tier has brought the blocks up, however many steps the engine makes meanwhile."""
+    each = prompt(1000, "waits at the server")
+    (right,) = one_by_one(plain_engine, [each])
+    assert_same(one_by_one(tiered, [each]), [right])
+    drain(tiered)
+    rig.wait_until_written((len(each) + len(right.tokens) - 1) // BLOCK_TOKENS)
+    rig.restart()
+    found = re.compile(rf"(?:scheduler|worker)[^:\n]*: kvpool at {re.escape(rig.endpoint)},")
+    wait_for(lambda: len(found.findall(tiered.log())) == 4, "the engine to find the pool again", 60)
+    assert _hits(tiered, each, right, hit_tokens(len(each)))
+    page = urllib.request.urlopen(f"{rig.server.http_url}/metrics", timeout=10).read().decode()
+    (waits,) = re.findall(r'kvpool_rpc_seconds_count{method="LookupWait",status="OK"} (\d+)', page)
+    counted = tiered.metrics()
+    assert int(waits) >= counted["vllm:kvpool_promotion_waits"] == 1
+    assert not counted.get("vllm:kvpool_load_failures")
     wait_until_nothing_is_held(rig.server)

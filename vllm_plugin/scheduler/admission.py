@@ -145,7 +145,9 @@ class Admission:
         if lookup.wait.has_ended(now):
             self._lookups.abandon(lookup)
             self._accept(lookup)
-        elif not lookup.calls and lookup.wait.is_due(now) and not self._lookups.send_again(lookup):
+            return
+        is_due = not lookup.calls and lookup.wait.is_due(now) and self._budget.may_begin
+        if is_due and not self._lookups.send_again(lookup, lookup.wait.answer_s(now)):
             self._give_up(lookup)
 
     def _weigh(self, lookup: RequestLookup) -> None:
@@ -159,7 +161,11 @@ class Admission:
             found = [each.found() for each in lookup.availability]
             lookup.coming_tokens = self._longest(lookup, promised) - self._longest(lookup, found)
         if lookup.coming_tokens and lookup.wait.lasts(
-            time.monotonic(), lookup.num_ready, self._loads.policy.compute_seconds(lookup.coming_tokens), lookup.retry_s
+            time.monotonic(),
+            lookup.num_ready,
+            self._loads.policy.compute_seconds(lookup.coming_tokens),
+            lookup.retry_s,
+            lookup.sent_at if lookup.is_waiting else None,
         ):
             lookup.is_waiting = True
         else:

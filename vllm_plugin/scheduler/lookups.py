@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -88,8 +89,14 @@ class Lookups:
             lookup.verdict, lookup.wait = before.verdict, before.wait
         return lookup
 
-    def send_again(self, lookup: RequestLookup) -> bool:
-        """Asks every stage; False if the pool is away."""
+    def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:
+        """Asks every stage; False if the pool is away.
+
+        Args:
+            answer_s: how long the pool may wait for blocks on their way up before it answers.
+        """
+        if not self._prefix_only:  # Blocks that the hit does not need may be pending longest.
+            answer_s = min(answer_s, lookup.retry_s)
         lookup.sent_at = time.monotonic()
         runs = [*lookup.runs, *lookup.probes]
         for session in self.stages.sessions:
@@ -97,7 +104,9 @@ class Lookups:
             try:
                 if namespace is None:
                     raise UnavailableError("kvpool is away")
-                call = session.client.rpc.lookup_async(namespace, runs, prefix_only=self._prefix_only, locate=True)
+                call = session.client.rpc.lookup_async(
+                    namespace, runs, prefix_only=self._prefix_only, locate=True, wait_ms=math.ceil(1000 * answer_s)
+                )
                 lookup.calls.append(call)
             except UnavailableError:
                 self.abandon(lookup)
@@ -108,7 +117,8 @@ class Lookups:
         """Receives the answers if they are there, or come within what this step may still wait."""
         answers: list[Lookup] = []
         for session, call in zip(self.stages.sessions, lookup.calls, strict=True):
-            wait_s = self._budget.wait_s
+            # An answer that waits for a tier is not waited for here: other requests need the step's budget.
+            wait_s = 0.0 if lookup.is_waiting else self._budget.wait_s
             if not wait_s and not call.done():
                 return Reply.PENDING
             asked_at = time.monotonic()
@@ -127,7 +137,8 @@ class Lookups:
             session.report(None, "lookup")
         lookup.calls = []
         self._recorder.add("lookups")
-        self._recorder.observe("lookup_seconds", time.monotonic() - lookup.sent_at)
+        if not lookup.is_waiting:  # Else the answer may have waited for a tier.
+            self._recorder.observe("lookup_seconds", time.monotonic() - lookup.sent_at)
         self._keep(lookup, answers)
         return Reply.ANSWERED
 

@@ -15,6 +15,8 @@ from vllm_plugin.scheduler.load_policy import Verdict
 
 STUCK_S = 0.25
 """A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
+MAX_ANSWER_S = 0.2
+"""The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
 
 
 class PromotionWait:
@@ -38,25 +40,33 @@ class PromotionWait:
         self._progress_at = -math.inf
         self._wait_s = wait_s
 
-    def lasts(self, now: float, num_ready: int, compute_s: float, retry_s: float) -> bool:
+    def lasts(
+        self, now: float, num_ready: int, compute_s: float, retry_s: float, asked_at: float | None = None
+    ) -> bool:
         """Whether to ask again, after an answer with blocks on their way.
 
         Args:
             num_ready: blocks that are ready, in any measure that grows with them.
             compute_s: seconds of computing the blocks on their way; infinite while unknown.
-            retry_s: when asking again is worth it. If that is too late, the wait ends at once.
+            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
+            asked_at: when the pool was asked that could wait with its answer; None for the first answer. A pool that
+                answers at once all the same is not asked again before `retry_s` have passed since.
         """
         if math.isinf(self.began_at):
             self.began_at, self._ends_at = now, now + self._wait_s
         if num_ready > self._num_ready:
             self._num_ready, self._progress_at = num_ready, now
         self._ends_at = min(self._ends_at, now + compute_s)
-        self._due_at = now + retry_s
-        return self._due_at < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
+        self._due_at = now if asked_at is None else asked_at + retry_s
+        return now + retry_s < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to ask again."""
         return now >= self._due_at
+
+    def answer_s(self, now: float) -> float:
+        """How long the pool may wait for the tier before it answers, so that its answer comes before the end."""
+        return min(MAX_ANSWER_S, max(0.0, self._ends_at - now) / 2)
 
     def has_ended(self, now: float) -> bool:
         return now >= self._ends_at

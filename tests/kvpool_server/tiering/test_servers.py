@@ -378,3 +378,23 @@ def test_what_cannot_be_is_said_at_the_start(tier: str, says: str) -> None:
     tiers = [flag for one in tier.split(" ") for flag in ("--tier", one)]
     done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *tiers))
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_lookup_that_waits_is_answered_once_all_is_up(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
+    client, spec = _restarted(pool_server, connect, tmp_path)
+    namespace, run = client.open_namespace(spec), run_of(*NAMES)
+    assert client.lookup(namespace, [run]).retry_after_ms, "a lookup that does not wait finds nothing up"
+
+    def waited() -> Lookup | None:
+        found = client.rpc.lookup_async(namespace, [run], locate=True, wait_ms=1_000).result(PATIENCE_S)
+        assert found is not None
+        return None if found.retry_after_ms else found
+
+    found = wait_for(waited, "the blocks to be up")
+    assert found.hits[0].num_leading == len(NAMES)
+    assert found.leased(0, 0, len(NAMES)) is not None, "a final answer says where the blocks lie"
+    assert _hits(client, namespace, NAMES) == len(NAMES)
+    client.release([found.lease_id])
+    wait_for(lambda: not client.admin.stats().num_leases, "leases to end")

@@ -14,10 +14,10 @@ from tests.conftest import StartServer
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import full_attention, make_request, tokens
-from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, num_leases, wait_for_leases
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
-from vllm_plugin.scheduler import admission, lookups, request_lookup
+from vllm_plugin.scheduler import admission, lookups, request_lookup, step_budget
 from vllm_plugin.scheduler.request_lookup import STUCK_S
 
 RETRY_S = 0.02
@@ -61,19 +61,20 @@ def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     clock.advance(RETRY_S - 0.001)
-    assert look(alone, request) is None and tier.num_lookups == 1
+    assert look(alone, request) is None and tier.num_lookups == 2
     tier.brought(2)
     clock.advance(0.001)
-    assert look(alone, request) is None and tier.num_lookups == 2
+    assert look(alone, request) is None and tier.num_lookups == 3
     tier.brought(2)
     clock.advance(RETRY_S)
     assert look(alone, request) == blocks(6)
-    assert {look(alone, request) for _ in range(5)} == {blocks(6)} and tier.num_lookups == 3
+    assert {look(alone, request) for _ in range(5)} == {blocks(6)} and tier.num_lookups == 4
+    assert tier.waits_ms == [0, 200, 200, 200], "the first answer is wanted at once"
     wait_for_leases(alone, 1)  # Of the last answer.
     data = counted(alone)
-    assert (data["lookups"], data["promotion_waits"]) == (3, 1)
+    assert (data["lookups"], data["promotion_waits"]) == (4, 1)
     assert data["promotion_wait_seconds"] == pytest.approx([2 * RETRY_S])
-    assert data["lookup_seconds"] == [0, 0, 0], "waiting for a tier is no latency of lookups"
+    assert data["lookup_seconds"] == [0], "waiting for a tier is no latency of lookups"
     assert "promotion_missed_tokens" not in data
     alone.allocate(request, blocks(6))
     (job,) = alone.step().loads
@@ -85,7 +86,7 @@ def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None
 def test_between_two_answers_what_was_ready_is_leased(alone: Core, clock: FakeClock) -> None:
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
-    assert num_leases(alone) == 1
+    wait_for_leases(alone, 1)
     tier.is_slow = True
     clock.advance(RETRY_S)
     alone.side.matched_tokens(request, 0)
@@ -122,7 +123,7 @@ def test_patience_ends_while_an_answer_is_under_way(alone: Core, clock: FakeCloc
     assert look(alone, request) is None
     tier.is_slow = True
     clock.advance(RETRY_S)
-    assert alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2
+    assert alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 3
     clock.advance(1.0)
     assert alone.side.matched_tokens(request, 0) == (blocks(2), True)
     wait_for_leases(alone, 1)  # What the late answer has leased is given back.
@@ -137,7 +138,45 @@ def test_an_engine_that_was_busy_meanwhile_takes_what_is_ready(alone: Core, cloc
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     clock.advance(1.5)
-    assert look(alone, request) == blocks(2) and tier.num_lookups == 1
+    assert look(alone, request) == blocks(2) and tier.num_lookups == 2
+
+
+def test_blocks_that_come_up_while_the_engine_is_busy_are_found_by_its_next_step(alone: Core, clock: FakeClock) -> None:
+    """The pool is asked before the tier has brought anything, and answers when it has: no step asks in between."""
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    tier.waits = True
+    wait_for(lambda: alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2, "a wait")
+    clock.advance(0.5)
+    assert alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2
+    tier.brought(4)
+    clock.advance(0.4)
+    assert look(alone, request) == blocks(6) and tier.num_lookups == 2
+    alone.finish(request)
+    wait_for_leases(alone, 0)
+
+
+def test_a_lookup_that_waits_takes_no_time_of_a_step(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    tier.waits = True
+    waited: list[float] = []
+    wait_for(lambda: alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2, "a wait")
+    alone.step()
+    assert alone.side.budget.wait_s > 0
+    monkeypatch.setattr(alone.side.budget, "waited", waited.append)
+    assert alone.side.matched_tokens(request, 0) == (None, False)
+    assert not waited
+
+
+def test_a_step_without_time_left_sends_no_lookup_again(
+    alone: Core, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    assert look(alone, request) is None and tier.num_lookups == 2
+    clock.advance(RETRY_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_budget, "MAX_BEGIN_S", 0.0)
+        assert look(alone, request) is None and tier.num_lookups == 2
+    assert look(alone, request) is None and tier.num_lookups == 3
 
 
 @pytest.mark.parametrize(("token_s", "waits"), [(1e-4, False), (1e-2, True)])
@@ -177,7 +216,7 @@ def test_who_is_aborted_while_it_waits_leaves_nothing_behind(is_asking: bool, al
     if is_asking:
         tier.is_slow = True
         clock.advance(RETRY_S)
-        assert alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2
+        assert alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 3
         wait_for_leases(alone, 2)
         tier.is_slow = False
     alone.finish(request)
@@ -200,9 +239,9 @@ def test_a_late_answer_leaves_what_was_ready(alone: Core, clock: FakeClock) -> N
     tier.error = PoolTimeoutError("late")
     assert look(alone, request) == blocks(2)
     tier.error = None
-    assert {look(alone, request) for _ in range(5)} == {blocks(2)} and tier.num_lookups == 2
+    assert {look(alone, request) for _ in range(5)} == {blocks(2)} and tier.num_lookups == 3
     data = counted(alone)
-    assert (data["lookups"], data["lookup_failures"]) == (1, 1)
+    assert (data["lookups"], data["lookup_failures"]) == (2, 1)
     alone.finish(request)
     wait_for_leases(alone, 0)
 
@@ -229,7 +268,7 @@ def test_a_pool_that_went_away_is_a_miss(alone: Core, clock: FakeClock) -> None:
     assert look(alone, request) is None
     lose_pool(alone)
     clock.advance(RETRY_S)
-    assert look(alone, request) == 0 and tier.num_lookups == 1
+    assert look(alone, request) == 0 and tier.num_lookups == 2
     assert counted(alone)["promotion_missed_tokens"] == blocks(4)
     wait_for_leases(alone, 0)
 
@@ -242,14 +281,14 @@ def test_patience_is_one_for_all_lookups_of_a_request(core: MakeCore, clock: Fak
         tier.brought(1)
         clock.advance(0.15)
     assert clock() - began == pytest.approx(0.3)
-    assert tier.num_lookups == 3
+    assert tier.waits_ms == [0, 200, 0, 125, 0], "what expires is looked up anew, and then waited for"
 
 
 def test_an_own_hit_that_grows_meanwhile_is_not_waited_for_again(alone: Core, clock: FakeClock) -> None:
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=2)
     assert look(alone, request) is None
     clock.advance(RETRY_S)
-    assert look(alone, request, computed=blocks(4)) == 0 and tier.num_lookups == 2
+    assert look(alone, request, computed=blocks(4)) == 0 and tier.num_lookups == 3
 
 
 def test_a_hit_is_judged_once_it_is_final(core: MakeCore, clock: FakeClock) -> None:
@@ -287,7 +326,7 @@ def test_one_stage_that_lags_is_waited_for(staged: Core, clock: FakeClock) -> No
     request, tier = stored(staged), Tier(staged.side.stages.sessions[1], up=0, coming=6)
     assert look(staged, request) is None
     clock.advance(RETRY_S)
-    assert look(staged, request) is None and tier.num_lookups == 2
+    assert look(staged, request) is None and tier.num_lookups == 3
     wait_for_leases(staged, 1)  # Of the other stage.
     tier.brought(6)
     clock.advance(RETRY_S)
@@ -318,3 +357,4 @@ def test_a_window_on_its_way_is_waited_for(core: MakeCore, clock: FakeClock) -> 
     tier.brought(2)
     clock.advance(RETRY_S)
     assert look(one, request) == blocks(6)
+    assert tier.waits_ms == [0, 20, 20], "the pool waits for the next batch alone: the hit may need no more"

@@ -4,17 +4,18 @@ import math
 
 import pytest
 
-from vllm_plugin.scheduler.request_lookup import STUCK_S, PromotionWait
+from vllm_plugin.scheduler.request_lookup import MAX_ANSWER_S, STUCK_S, PromotionWait
 
 RETRY_S = 0.02
 
 
 def waited_s(wait: PromotionWait, compute_s: float = math.inf, brings: int = 1, retry_s: float = RETRY_S) -> float:
-    """How long it lasts with a tier that brings so many blocks between two answers, and never all."""
-    now, num_ready = 100.0, 0
-    while wait.lasts(now, num_ready, compute_s, retry_s):
-        assert not wait.is_due(now) and wait.is_due(now + retry_s)
+    """How long it lasts with a pool that answers after `retry_s`, and a tier that brings so many blocks meanwhile."""
+    now, num_ready, asked_at = 100.0, 0, None
+    while wait.lasts(now, num_ready, compute_s, retry_s, asked_at):
+        assert wait.is_due(now)
         assert not wait.has_ended(now + retry_s)
+        asked_at = now
         now, num_ready = now + retry_s, num_ready + brings
         assert now < 200
     return now - 100.0
@@ -58,6 +59,24 @@ def test_a_tier_that_goes_on_after_a_pause_is_waited_for() -> None:
 def test_an_answer_that_would_come_too_late_is_not_waited_for() -> None:
     assert not PromotionWait(1.0).lasts(100.0, 0, math.inf, 1.0)
     assert PromotionWait(1.0).lasts(100.0, 0, math.inf, 0.9)
+
+
+def test_a_pool_that_answers_at_once_is_not_asked_again_at_once() -> None:
+    wait = PromotionWait(1.0)
+    assert wait.lasts(100.0, 0, math.inf, RETRY_S)
+    assert wait.is_due(100.0), "the first answer never waits"
+    assert wait.lasts(100.001, 0, math.inf, RETRY_S, asked_at=100.0)
+    assert not wait.is_due(100.019) and wait.is_due(100.021)
+
+
+def test_the_pool_answers_before_the_wait_ends() -> None:
+    wait = PromotionWait(1.0)
+    assert wait.lasts(100.0, 0, math.inf, RETRY_S)
+    assert wait.answer_s(100.0) == MAX_ANSWER_S
+    assert 0 < wait.answer_s(100.99) < 0.01
+    assert wait.answer_s(101.5) == 0
+    assert wait.lasts(100.0, 0, 0.05, RETRY_S)
+    assert wait.answer_s(100.0) <= 0.05
 
 
 def test_before_it_is_needed_it_has_not_ended() -> None:
