@@ -105,10 +105,13 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> Any:
             try:
-                # A lookup that waits for a tier is not to be mistaken for a slow one.
-                with self._metrics.timed("LookupWait" if getattr(request, "wait_ms", 0) else name):
+                with self._metrics.timed(name) as timer:
                     self._admit(name, context)
-                    reply = await behavior(request, context)
+                    try:
+                        reply = await behavior(request, context)
+                    finally:
+                        # A lookup that waits for a tier is not to be mistaken for a slow one.
+                        timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
             except KVPoolError as error:
                 await self._refuse(name, context, error)
             if self._audit is not None and (details := audited(name, REQUEST.get(), reply)) is not None:

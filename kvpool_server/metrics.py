@@ -118,17 +118,18 @@ class RpcMetrics(Collector):
 class _Timer:
     """The context manager of `RpcMetrics.timed`: a class, because a generator would take four times as long."""
 
-    __slots__ = ("_method", "_metrics", "_started", "_was_answered")
+    __slots__ = ("_metrics", "_started", "_was_answered", "method")
 
     def __init__(self, metrics: RpcMetrics, method: str, was_answered: Callable[[], bool]):
-        self._metrics, self._method, self._was_answered = metrics, method, was_answered
+        self._metrics, self.method, self._was_answered = metrics, method, was_answered
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Timer:
         self._started = time.perf_counter()
+        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         status = "OK" if error is None else self._status_of(error)
-        self._metrics.observe(self._method, status, time.perf_counter() - self._started)
+        self._metrics.observe(self.method, status, time.perf_counter() - self._started)
 
     def _status_of(self, error: BaseException) -> str:
         if isinstance(error, KVPoolError):

@@ -54,6 +54,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
+        "less than 16 MiB for each gRPC call": ELSEWHERE,
+        "of a container is 64 MiB": ELSEWHERE,
         "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
         "more than `drain_ms` and 5 s": "kvpool_server.server: HANDOVER_S",
         "at most 0.5 ms a step": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
@@ -85,6 +87,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "where 2 % of the blocks fit": ELSEWHERE,
     },
     "protocol.md": {
+        "need a deadline within 600 seconds": "kvpool_server.service: MAX_STREAM_S",
         "none follows within 20 ms": "kvpool.lookup_stream: RELEASE_WITHIN_S",
         "fingerprint have 32 bytes": "kvpool.types: HASH_BYTES",
         "greets: 8 bytes": "kvpool.data_port: len(MAGIC) # bytes",
