@@ -70,7 +70,7 @@ def test_a_worker_that_dies_leaves_the_slots_that_it_was_moving(
     segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", segment.info(), permits)
+    workers = DataWorkers("127.0.0.1", 0, "", segment, permits)
     permit = permits.permit(Kind.WRITE, 7, 1 << 62, 1 << 20, pack_offsets([0]))
 
     async def watch() -> None:
