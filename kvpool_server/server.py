@@ -182,7 +182,11 @@ class Server:
         return segment
 
     def _hand_out_memory(self) -> None:
-        """Opens the sockets by which clients get the arena's memory; they need no gRPC to answer."""
+        """Opens the sockets by which clients get the arena's memory; they need no gRPC to answer.
+
+        The memory holds the blocks of all tenants. So where callers prove who they are, they get it only by the Unix
+        socket, which an operator has to give them.
+        """
         segment, config = self._segment, self.config
         if not segment.is_sealed:
             log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
@@ -191,7 +195,8 @@ class Server:
         def descriptor_of(token: bytes) -> int | None:
             return segment.fd if secrets.compare_digest(token, segment.token) else None
 
-        self._open.callback(MemorySocket(abstract_name(segment.token), descriptor_of).close)
+        if self._who is None:
+            self._open.callback(MemorySocket(abstract_name(segment.token), descriptor_of).close)
         if path := config.unix_listen:
             self._open.callback(MemorySocket(memory_path(path), descriptor_of, config.unix_mode_bits).close)
 
@@ -256,7 +261,8 @@ class Server:
 
     def _offer(self) -> Offer:
         segment, engine = self._segment.info(), self.engine
-        shared = segment if self._segment.is_sealed else None
+        is_handed_out = self._segment.is_sealed and (self._who is None or bool(self.config.unix_listen))
+        shared = segment if is_handed_out else None
         data_port = self.data.info if self.data is not None else None
         mooncake = None
         if engine is not None:
