@@ -63,8 +63,8 @@ is full, and more clients only wait longer. The server answers in the order of a
 client's share of the calls over the mean share. No call may exceed its deadline, a client's default of a second: 64
 clients that call again at once keep every core busy, and each call waits for 64 others. With more clients or fewer
 cores, raise `timeout_ms`. Where clients and server share few cores, calls a second say little of the server: compare
-its CPU a call. Of 64 clients on this machine it was 520 to 580 us a lookup and release, and 668 us a load, at commit
-c06cfbb; since the next lookup releases leases, and its answer says where blocks lie, 200 us and 180 to 230 us.""",
+its CPU a call. A client's next lookup also releases its last lease, and its answer says where blocks lie, so the server
+handles one message a lookup and one a load.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.harness import figures, report
 
 ROOT = Path(__file__).parents[2]
-UNITS = {"ms": 1e-3, "s": 1, "seconds": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "%": 0.01}
+UNITS = {"ms": 1e-3, "s": 1, "seconds": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
 SUFFIXES = {"ms": 1e-3, "s": 1, "bytes": 1, "share": 1}
 ELSEWHERE = "elsewhere"
 """Of a number that this code does not set: another program's default, a wire format, an arithmetic fact."""
@@ -19,6 +19,9 @@ SETTINGS: dict[str, dict[str, str]] = {
         "`lookup_timeout_ms` (200 ms)": "vllm_plugin.config: ConnectorConfig().lookup_timeout_ms",
         "`promotion_wait_ms` (1 s, with a tier)": "vllm_plugin.config: ConnectorConfig().promotion_wait_ms",
         "`load_timeout_ms` (5 s)": "vllm_plugin.config: ConnectorConfig().load_timeout_ms",
+    },
+    "CHANGELOG.md": {
+        "`peer_memory=` at most (4 GiB)": "kvpool_server.tiers.file.peer_directories: DEFAULT_MEMORY_BYTES",
     },
     "configuration.md": {
         "a 64th of it (or into 32 MiB": "kvpool_server.cache.allocator.arena: MIN_EXTENT_BYTES",
@@ -45,8 +48,11 @@ SETTINGS: dict[str, dict[str, str]] = {
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",
         "reads nothing for 10 seconds": "kvpool_server.events.publisher: REPLAY_STALL_S",
+        "connection is closed after 30 seconds": "kvpool_server.events.publisher: DEAF_MS",
+        "a snapshot 10 seconds after its last one": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
     },
     "metrics.md": {
+        "probed every 10 ms": "kvpool_server.loop_lag: PROBE_EVERY_S",
         "It waits 0.25 s": "vllm_plugin.breaker: FIRST_WAIT_S",
         "up to 5 s between": "vllm_plugin.breaker: MAX_RETRY_S",
         "up to 60 s where": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
@@ -55,7 +61,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
         "less than 16 MiB for each gRPC call": ELSEWHERE,
-        "of a container is 64 MiB": ELSEWHERE,
         "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
         "more than `drain_ms` and 5 s": "kvpool_server.server: HANDOVER_S",
         "at most 0.5 ms a step": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
@@ -73,6 +78,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",
         "does not answer within 9 s": "kvpool_server.tiers.mooncake.store_process: START_S",
         "twice that and 16 MiB": "kvpool_server.tiers.file.journal: COMPACT_AT_LEAST_BYTES # bytes",
+        "`peer_memory=` (4 GiB) at most": "kvpool_server.tiers.file.peer_directories: DEFAULT_MEMORY_BYTES",
+        "16 GiB of a journal": "kvpool_server.tiers.file.journal: MAX_JOURNAL_BYTES",
+        "32 MiB of all journals": "kvpool_server.tiers.file.peer_directories: REFRESH_BYTES",
+        "under a key of its own, 28 bytes)": "kvpool_server.tiers.block_mac: TAG_BYTES",
         "its arena; 16 MiB at least": "kvpool_server.tiers.mooncake.tier: MIN_SEGMENT_BYTES",
         "(`-client_ttl`, 10 s)": ELSEWHERE,
         "stage blocks in 64 MiB": "kvpool_server.tiers.mooncake.store_process: STAGING_BYTES",
@@ -100,6 +109,52 @@ SETTINGS: dict[str, dict[str, str]] = {
         "no permit in force after 5 s": "kvpool_server.data_plane.connection: PROVE_S",
         "within 0.25 s, or when": "kvpool_server.data_plane.connection: LOOK_EVERY_S",
         "BLAKE2b of 16 bytes": "kvpool.data_port: MAC_BYTES",
+        "at most 4 MiB of payload": "kvpool_server.inbox: MAX_DATA_BYTES - (64 << 10) # bytes",
+        "without payload has at most 1 MiB": "kvpool_server.inbox: MAX_CONTROL_BYTES",
+        "or as a lookup 4 MiB": "kvpool_server.inbox: MAX_LOOKUP_BYTES",
+        "chunks of up to 4 MiB": "kvpool_server.inline_chunks: MAX_CHUNK_BYTES",
+        "Both sides derive 80 bytes": "kvpool.sealed_socket: 2 * _KEY_BYTES + CHANNEL_ID_BYTES # bytes",
+        "16 bytes that name the channel": "kvpool.sealed_socket: CHANNEL_ID_BYTES",
+        "length of the plaintext (4 bytes": "kvpool.sealed_socket: _LENGTH.size # bytes",
+        "1 to 1 MiB), the ciphertext": "kvpool.sealed_socket: RECORD_BYTES",
+        "its tag of 16 bytes": "kvpool.sealed_socket: _TAG_BYTES",
+        "of the record in its direction (8 bytes)": "kvpool.sealed_socket: _NONCE.size - 4 # bytes",
+        "a proof of 16 bytes": "kvpool.data_port: PROOF_BYTES",
+        "limits by method, 1 MiB as a rule": "kvpool.replies: CONTROL_LIMIT # bytes",
+        "accepts frames of 4 MiB": "kvpool.events: MAX_FRAME_BYTES",
+        "replays of 1 GiB": "kvpool.events: MAX_REPLAY_BYTES",
+    },
+    "security.md": {
+        "ends the token within 10 seconds": "kvpool.watched_files: LOOK_EVERY_S",
+        "in records of 1 MiB at most": "kvpool.sealed_socket: RECORD_BYTES",
+        "keys and tokens every 10 seconds": "kvpool.watched_files: LOOK_EVERY_S",
+        "a control message | 1 MiB": "kvpool_server.inbox: MAX_CONTROL_BYTES",
+        "a specification and quotas 64 KiB": "kvpool_server.cache.limits: Limits().max_spec_bytes",
+        "a lookup 4 MiB": "kvpool_server.inbox: MAX_LOOKUP_BYTES",
+        "any message | 4 MiB": "kvpool_server.inbox: MAX_DATA_BYTES - (64 << 10) # bytes",
+        "and 64 KiB for what surrounds it": "kvpool_server.inbox: MAX_DATA_BYTES - (4 << 20) # bytes",
+        "512; each within 10 s": "kvpool_server.inbox: MESSAGE_S",
+        "and within 1 s if": "kvpool_server.inbox: CROWDED_S",
+        "4 GiB if all come": "kvpool_server.inbox: MAX_AWAITED * 2 * MAX_LOOKUP_BYTES",
+        "512 MiB for longer": "kvpool_server.inbox: CROWDED * 2 * MAX_LOOKUP_BYTES",
+        "64; the next message within 30 s": "kvpool_server.inbox: PIECE_S",
+        "others wait for 10 s": "kvpool_server.inbox: MESSAGE_S",
+        "`UNAVAILABLE` | 512 MiB": "kvpool_server.inbox: MAX_DATA_STREAMS * 2 * MAX_LOOKUP_BYTES",
+        "256 MiB while their clients": "tests.security.test_floods: IDLE_STREAMS_BYTES",
+        "8 MiB for each that withholds": "kvpool_server.inbox: 2 * MAX_LOOKUP_BYTES",
+        "deadline (600 s at most)": "kvpool_server.service: MAX_STREAM_S",
+        "headers of a call | 16 KiB": "kvpool_server.grpc_server: MAX_METADATA_BYTES",
+        "the call is refused | 64 MiB": "kvpool_server.grpc_server: MAX_CALLS * MAX_METADATA_BYTES",
+        "with specifications of 16 MiB": "kvpool_server.cache.limits: Limits().max_specs_bytes",
+        "16, each for 5 s": "kvpool_server.http: CONNECTION_S",
+        "KV events' ports | 1 KiB": "kvpool_server.events.publisher: MAX_RECEIVED_BYTES",
+        "2,048 of at most 36 KiB": ELSEWHERE,
+        "takes none for 30 s": "kvpool_server.events.publisher: DEAF_MS",
+        "a gap | 72 MiB": "kvpool_server.events.publisher: PUB_HWM * (36 << 10) # bytes",
+        "one in 10 s for a client": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
+        "120 s each": "kvpool_server.events.publisher: REPLAY_S",
+        "2.25 MiB a client": "kvpool_server.events.publisher: ROUTER_HWM * (36 << 10) # bytes",
+        "more than 10 ms of CPU time": "tests.security.test_loop: LONGEST_S",
     },
     "benchmarks": {
         "95 % of all resamplings": ELSEWHERE,

@@ -33,6 +33,7 @@ from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 StartServer = Callable[..., ServerProcess]
 MIB = 1 << 20
+IDLE_STREAMS_BYTES = 256 * MIB
 PING_S = 5.0
 """Far more than a call takes, because the test's machine is shared; a stalled server answers none."""
 CHUNK = 64
@@ -230,7 +231,7 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
 
 def test_thousands_of_idle_streams_hold_little(pool_server: StartServer) -> None:
     server = pool_server()
-    with _served(server, 256 * MIB):
+    with _served(server, IDLE_STREAMS_BYTES):
         connections = [HalfSentCalls(server.endpoint) for _ in range(4)]
         for calls in connections:
             for _ in range(750):
