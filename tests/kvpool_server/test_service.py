@@ -454,6 +454,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.Remove(pb.RemoveRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
         stub.Clear(pb.ClearRequest(namespace=namespace.fingerprint), timeout=10),
         stub.Ping(pb.PingRequest(), timeout=10),
+        stub.WhoAmI(pb.WhoAmIRequest(), timeout=10),
         stub.Stats(pb.StatsRequest(), timeout=10),
         stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
         stub.ListQuotas(pb.ListQuotasRequest(), timeout=10),
@@ -926,7 +927,7 @@ def _answers(client: Client) -> bool:
 
 def test_an_address_that_does_not_resolve_is_named() -> None:
     with (
-        Client(ClientConfig(endpoint="no-such-host.invalid:50051", timeout_ms=10_000)) as client,
+        Client(ClientConfig(endpoint="no-such-host.invalid:50051", timeout_ms=10_000, insecure_network=True)) as client,
         pytest.raises((UnavailableError, PoolTimeoutError), match=r"kvpool-server at no-such-host\.invalid:50051"),
     ):
         client.admin.ping()

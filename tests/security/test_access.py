@@ -200,8 +200,9 @@ def test_a_certificate_that_names_no_principal(deployment: Deployment, tmp_path:
     with Client(deployment.config(files)) as client:
         with pytest.raises(UnauthenticatedError, match="certificate names"):
             client.admin.ping()
+        stream = client.rpc.stub.LookupStream
         with pytest.raises(UnauthenticatedError, match="certificate names"):
-            client.rpc.call(client.rpc._lookups, lambda: pb.LookupRequest())
+            client.rpc.call(lambda requests, timeout: list(stream(requests, timeout=timeout)), iter(()))
 
 
 @pytest.mark.parametrize("fault", ["plaintext", "another authority", "a server's", "ended", "not yet valid"])
@@ -318,7 +319,7 @@ def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> 
         (["--listen", "0.0.0.0:0"], "--tls-client-ca (or --tokens), or give --insecure-network"),
         (["--http-listen", "0.0.0.0:0"], "--http-listen 0.0.0.0:0: other hosts can reach"),
         (["--data-listen", "0.0.0.0:0"], "--data-listen 0.0.0.0:0: other hosts can reach"),
-        (["--kv-events-replay", "tcp://0.0.0.0:0"], "nor is anything encrypted"),
+        (["--kv-events", "ipc:///tmp/e", "--kv-events-replay", "tcp://0.0.0.0:0"], "nor is anything encrypted"),
         (["--kv-events", "tcp://0.0.0.0:0"], "--kv-events 0.0.0.0:0"),
         (["--mooncake", "tcp"], "asks nobody who he is"),
         (["--tls-cert", "x"], "TLS needs --tls-cert and --tls-key"),

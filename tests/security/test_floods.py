@@ -21,6 +21,7 @@ import zmq
 from kvpool import wire
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.replies import LookupQuestion
 from kvpool.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
@@ -221,11 +222,11 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
     streams = [calls.begin("LookupStream") for _ in range(20)]
     wait_for(lambda: calls.ended == set(streams[:12]), "the end of those that have been idle longest")
     with Client(ClientConfig(f"127.0.0.1:{server.port}", transport="grpc")) as client:
-        request = pb.LookupRequest(namespace=name, runs=wire.encode_runs([run_of(0)]), lease_ttl_ms=1_000)
-        assert client.rpc._lookups(lambda: request, 10.0).lease_id
+        question = LookupQuestion(name, [], 1 << 20, [run_of(0)], False, 1_000, False)
+        assert client.rpc._lookups(question, 10.0).lease_id
         streams += [calls.begin("LookupStream") for _ in range(20)]
         wait_for(lambda: calls.ended == set(streams[:-8]), "the end of the client's stream, too")
-        assert client.rpc._lookups(lambda: request, 10.0).lease_id, "the client opens another"
+        assert client.rpc._lookups(question, 10.0).lease_id, "the client opens another"
     calls.close()
 
 

@@ -33,6 +33,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
+from tests.support.service_loop import CallContext, ServiceLoop
 
 LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)
 METHODS = (
@@ -85,13 +86,13 @@ class _LaggingPool(TieredPool):
         self,
         fingerprint: bytes,
         runs: Sequence[BlockRun],
-        *,
         prefix_only: bool,
         lease_ttl_ms: int = 0,
         locate: bool = False,
+        owner: str = "",
     ) -> Lookup:
         if not self.lags or not lease_ttl_ms:
-            return super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, locate=locate)
+            return super().lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner)
         lag = self.lags.pop(0)
         whole = super().lookup(fingerprint, runs, prefix_only=prefix_only)
         seen = [replace(run, block_hashes=_hidden(run.block_hashes, lag.num_up)) for run in runs]
@@ -103,10 +104,10 @@ class _LaggingPool(TieredPool):
         return replace(found, hits=hits, retry_after_ms=lag.retry_ms if any(hit.num_pending for hit in hits) else 0)
 
     async def lookup_once_up(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, wait_ms: int, **asked: Any
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *options: Any, wait_ms: int, **asked: Any
     ) -> Lookup:
         """Waits for nothing: the network decides how late an answer is."""
-        return self.lookup(fingerprint, runs, **asked)
+        return self.lookup(fingerprint, runs, *options, **asked)
 
 
 def _hidden(names: Sequence[bytes], num_up: int) -> list[bytes]:
@@ -150,6 +151,7 @@ class SimServer:
         self._size = extent_bytes, num_extents
         self._observer = observer
         self._ids = itertools.count(1)
+        self._loop = ServiceLoop()
         self.start()
 
     def start(self) -> None:
@@ -177,14 +179,10 @@ class SimServer:
         if not self.up:
             self.is_lossless = False
             raise RpcFailed(grpc.StatusCode.UNAVAILABLE, "injected: away")
-        coroutine = getattr(self._service, method)(request, None)
         try:
-            coroutine.send(None)
-        except StopIteration as returned:
-            return returned.value
+            return self._loop.run(getattr(self._service, method)(request, CallContext()))
         except KVPoolError as error:
             raise RpcFailed(status_of(error), str(error)) from None
-        raise AssertionError(f"{method} waits for something")
 
     def pop_loss(self) -> str:
         loss = self.losses.pop(0) if self.losses else ""

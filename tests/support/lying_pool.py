@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -33,6 +33,7 @@ from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
+from tests.support.service_loop import CallContext, ServiceLoop
 
 _METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
 _EXTENT_BYTES, _NUM_EXTENTS = 64 << 10, 16
@@ -61,13 +62,14 @@ class LyingPool:
         self.pool = Pool(Arena(size, _EXTENT_BYTES), self.clock, lambda: next(ids), limits)
         offer = Offer(
             PIECE_BYTES,
-            SegmentInfo("/dev/shm/kvpool-1", size, _NONCE, size),
+            SegmentInfo(size, _NONCE, size, bytes(16)),
             MooncakeInfo("127.0.0.1:12345", "tcp", 1 << 40, size, _NONCE, size),
             DataPortInfo("127.0.0.1", 50_052, _NONCE),
         )
         tiered, stats = TieredPool(self.pool, self.memory), self.pool.stats
         self._service = PoolService(tiered, self.memory, offer, 7, _NoMetrics(), stats)  # type: ignore[arg-type]
         self._serving = threading.RLock()
+        self._loop = ServiceLoop()
         for name in _METHODS:
             setattr(self, name, _Method(self, name))
 
@@ -80,11 +82,10 @@ class LyingPool:
         with self._serving:
             try:
                 if method == "GetChunks":
-                    return [
-                        self._sent(method, reply) for reply in _run(_all(self._service.GetChunks(request, _Context())))
-                    ]
+                    replies = self._loop.run(_all(self._service.GetChunks(request, CallContext())))
+                    return [self._sent(method, reply) for reply in replies]
                 request = _stream(list(request)) if _METHODS[method].client_streaming else request
-                return self._sent(method, _run(getattr(self._service, method)(request, _Context())))
+                return self._sent(method, self._loop.run(getattr(self._service, method)(request, CallContext())))
             except KVPoolError as error:
                 raise StreamedError(status_of(error), str(error)) from None
 
@@ -105,8 +106,8 @@ class LyingPool:
         def replies() -> Iterator[bytes]:
             for request in requests:
                 with self._serving:
-                    reply = self._service._answer(request)
-                if request.runs or not request.release:
+                    reply = self._loop.run(self._service._answer(request.SerializeToString(), CallContext().peer()))
+                if reply is not None:
                     whole = reply.SerializeToString()
                     yield whole if self.alter is None else self._altered("LookupStream", reply)
 
@@ -169,13 +170,6 @@ class _Ended:
         """Nothing to end."""
 
 
-class _Context:
-    """What the service asks of gRPC."""
-
-    def time_remaining(self) -> float:
-        return 5.0
-
-
 class _NoChannel:
     def close(self) -> None:
         """Nothing to close."""
@@ -187,15 +181,6 @@ class _NoMetrics:
 
     def timed(self, _: str) -> threading.RLock:
         return threading.RLock()  # A context manager that does nothing here.
-
-
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as returned:
-        return returned.value
-    raise AssertionError("a call waits for something")
 
 
 async def _all(replies: Any) -> list[Any]:
