@@ -21,6 +21,7 @@ import zmq
 from kvpool import wire
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.errors import TransferError
 from kvpool.replies import LookupQuestion
 from kvpool.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -48,7 +49,11 @@ def _own_bytes(server: ServerProcess) -> int:
 
 @contextmanager
 def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
-    """Asserts that Ping is answered all through the body, and that the server's memory grows by less than a bound."""
+    """Asserts that Ping is answered all through the body, and that the server's memory grows by less than a bound.
+
+    While thousands of calls arrive at once, gRPC drops some by chance before the server sees them (CANCELLED): who is
+    dropped asks again, and has to be answered within the same time.
+    """
     before, peak, longest, ended = _own_bytes(server), 0, 0.0, threading.Event()
     failures: list[BaseException] = []
 
@@ -58,7 +63,8 @@ def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
             while not ended.wait(0.02):
                 began = time.monotonic()
                 try:
-                    client.admin.ping()
+                    while not _answers(client) and time.monotonic() - began < PING_S:
+                        pass
                 except Exception as error:
                     failures.append(error)
                     return
@@ -74,6 +80,16 @@ def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
         thread.join(30)
     assert not failures and longest < PING_S
     assert peak - before < most_bytes, f"the server's memory grew by {(peak - before) / MIB:.0f} MiB"
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.admin.ping()
+    except TransferError as error:
+        if str(error) != "CANCELLED":
+            raise
+        return False
+    return True
 
 
 # Messages

@@ -43,6 +43,7 @@ from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 __all__ = ["tiny_model", "vllm_config"]
 
+PROMOTION_WAIT_MS, MAX_WAIT_S = 20, 5.0
 NUM_SEEDS = effort(560)
 """Examples of the fuzzed client; each is about 20 replies."""
 MAX_CPU_S = 2.0
@@ -430,6 +431,7 @@ def test_no_answer_to_a_lookup_brings_a_scheduler_down(
     monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e9)
     monkeypatch.setattr(step_budget, "MAX_WAIT_S", 1e9)
     extra = {"endpoint": "127.0.0.1:1", "lookup_timeout_ms": 5_000, "decline_slow_loads": False}
+    extra["promotion_wait_ms"] = PROMOTION_WAIT_MS
     core = Core(vllm_config(), extra, cache_config(num_blocks=NUM_BLOCKS)).connected()
     (its_session,) = core.side.stages.sessions
     its_session.report = lambda *_: None  # type: ignore[method-assign]
@@ -447,7 +449,11 @@ def test_no_answer_to_a_lookup_brings_a_scheduler_down(
         pool.alter = lambda _, reply: altered(reply, dice) if dice.random() < 0.9 else reply.SerializeToString()
         request = make_request(f"{seed}", prompt)
         began_s = time.process_time()
+        began = time.monotonic()
         matched, is_async = core.side.matched_tokens(request, 0)
+        while matched is None:  # The pool says that blocks are on their way up from a tier.
+            assert time.monotonic() - began < MAX_WAIT_S
+            matched, is_async = core.side.matched_tokens(request, 0)
         assert matched in range(0, 96, 16) and is_async == (matched > 0)
         hits += is_async
         core.allocate(request, matched)

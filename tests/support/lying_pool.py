@@ -163,6 +163,9 @@ class _Ended:
             raise self._error
         return self._reply
 
+    def done(self) -> bool:
+        return True
+
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)
 
