@@ -23,7 +23,10 @@ from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for
 from tests.support.values import group_spec, namespace_spec
 
-LONGEST_S = 0.010
+PROMISED_S = 0.010
+LONGEST_S = PROMISED_S if EFFORT > 1 else 3 * PROMISED_S
+"""What is promised holds on a machine that has nothing else to do. What others compute beside the test
+costs it its share of caches and of a core's units, and `thread_time` counts that."""
 CHUNK = 64
 SLOTS_PER_EXTENT = 1 << 18
 BATCH = 8_192

@@ -41,7 +41,7 @@ from tests.support.workers import Permitted, Port, data_port, is_worker, workers
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "sealed"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.more)], ids=["plain", "sealed"])
 def port(request: pytest.FixtureRequest) -> Iterator[Port]:
     with data_port(sealed=request.param) as port:
         yield port

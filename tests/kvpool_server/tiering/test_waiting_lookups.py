@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
@@ -155,6 +156,9 @@ async def test_a_namespace_that_is_closed_meanwhile_ends_the_wait(rig: Rig, tier
     tier.gate.clear()
     task = ask(rig, "a", "b")
     await turns()
+    # Only a namespace whose weights were replaced, and which nobody has used for a minute, is closed for others.
+    rig.pool.open_namespace(dataclasses.replace(rig.namespace.spec, weights_epoch="next"))
+    rig.clock.advance(61)
     for nth in range(rig.pool.limits.max_namespaces):
         rig.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT), salt=f"{nth}"))
     tier.gate.set()
