@@ -302,7 +302,15 @@ def _channel(server: ServerProcess, opened: ExitStack) -> grpc.Channel:
 
 
 def _num_sockets(pid: int) -> int:
-    return sum(os.readlink(each).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
+    """TCP and Unix sockets that a process has open."""
+    return sum(map(_is_socket, Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _is_socket(descriptor: Path) -> bool:
+    try:
+        return os.readlink(descriptor).startswith("socket:")
+    except FileNotFoundError:  # Closed since the listing.
+        return False
 
 
 def _wait_until_still(count: Callable[[], int]) -> None:
