@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 
 from testbed.tiny_llama import write
 from tests.simulation.schedules import make_schedule, play
 from tests.support.effort import effort
+from tests.support.quiet_engine import quiet_engine
 from tests.support.saboteur import PLACES, Sabotage
 from tests.support.toy.fixtures import TINY
 from tests.support.vllm_objects import make_config
@@ -42,12 +42,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-    torch.set_num_threads(threads)
+    with quiet_engine():
+        yield
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from testbed.tiny_llama import write
+from tests.support.quiet_engine import quiet_engine
 from tests.support.toy.fixtures import TINY
 
 if importlib.util.find_spec("vllm") is None:
@@ -24,14 +24,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_config(write(tmp_path_factory.mktemp("models") / "tiny", TINY), "127.0.0.1:1")
 
 
-@pytest.fixture
-def quiet_engine() -> Iterator[None]:
-    """One torch thread, and no log, because faults are simulated."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-    torch.set_num_threads(threads)
+@pytest.fixture(name="quiet_engine")
+def _quiet_engine() -> Iterator[None]:
+    with quiet_engine():
+        yield
