@@ -40,6 +40,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("llama", {**FLOAT32, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}),
     "eagle3": ("llama", {**FLOAT32, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}),
 }
+OVER_TCP = ("gemma3", "llama4", "deepseek", "qwen3-next", "fp8 cache")
+"""One shape of each kind of group: full attention, windows, chunks, MLA, states; and elements of one byte."""
+
 LENGTHS = (100, 700, 1500, 3000)
 
 
@@ -48,8 +51,10 @@ def prompts_of(shape: str) -> list[list[int]]:
     return [[picks.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_load_is_what_the_engine_would_have_had(pool_server, shape: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("shape", "transport"), [(shape, "shm") for shape in SHAPES] + [(shape, "tcp") for shape in OVER_TCP]
+)
+def test_a_load_is_what_the_engine_would_have_had(pool_server, shape: str, transport: str, tmp_path: Path):
     name, options = SHAPES[shape]
     model = write(name, tmp_path)
     options = {**COMMON, **options}
@@ -58,6 +63,7 @@ def test_a_load_is_what_the_engine_would_have_had(pool_server, shape: str, tmp_p
         options["speculative_config"] = {**options["speculative_config"], "model": head}
     server = pool_server("--memory", "2GiB")
     extra = {"lookup_timeout_ms": 5_000, "load_timeout_ms": 20_000, "decline_slow_loads": False}
+    extra["transport"] = transport
     transfer = kvpool_transfer_config(server.endpoint, **extra)
     spec = EngineSpec(model, transfer, options, in_process=True)
     prompts = prompts_of(shape)
