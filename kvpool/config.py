@@ -55,7 +55,7 @@ class ClientConfig:
         timeout_ms: deadline of every control call. Raise it for a distant server.
         data_timeout_ms: deadline of the bytes of one put or get.
         stream_connections: most connections over which `tcp` spreads a transfer; 0: as many as the cores pay for, and
-            fewer for reads whose bytes no thread sums.
+            fewer for transfers that spare cores.
         local_clients: clients that share this host's cores, such as the ranks of one engine.
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
         tls: the client's certificate, its key, and the authority of the server's; None: plaintext, only to this host.

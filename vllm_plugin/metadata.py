@@ -84,6 +84,7 @@ class LoadJob:
         lease_ids: one for each pipeline stage.
         weights_epoch: of the namespace that the job is meant for.
         clock: of the host whose `time.monotonic` the ends of leases are by.
+        beside_compute: whether the engine computes something in the step that begins the load.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class LoadJob:
     groups: list[GroupBlocks]
     weights_epoch: str = ""
     clock: str = ""
+    beside_compute: bool = False
 
 
 @dataclass(slots=True)

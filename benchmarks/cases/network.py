@@ -43,6 +43,8 @@ from kvpool_server.data_plane.workers import default_count
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB
 BATCH_BYTES = 256 * MIB
+DEVICE_BATCH_BYTES = 32 << 20
+"""As where a GPU copies and sums."""
 CONNECTIONS = (1, 2, 4, 8)
 NUM_CLIENTS, CLIENT_CONNECTIONS = 4, 4
 WAIT_S = 120.0
@@ -70,11 +72,13 @@ class Blocks(Traffic):
     def put_unsummed(self) -> float:
         """As `put`, where something else has computed the checksums."""
         self._client.admin.remove(self._namespace, [self._run])
-        return timed(lambda: self._client.put(self._namespace, [self._run], self._known))
+        return timed(
+            lambda: self._client.put(self._namespace, [self._run], self._known, batch_bytes=DEVICE_BATCH_BYTES)
+        )
 
     def get_unsummed(self) -> float:
         """As `get_without_lookup`, where something else computes the checksums."""
-        self._get(self._known, drain_sums=True)
+        self._get(self._known, drain_sums=True, batch_bytes=DEVICE_BATCH_BYTES)
         return self.last_get_s
 
     def _known(self, indices: Sequence[int], buffers: Buffers) -> Checksums:

@@ -56,11 +56,11 @@ class Traffic:
         """Seconds of lookup, get and release; `last_get_s` is the get's part."""
         return self._get(InPlace(list(self._sink)))
 
-    def _get(self, drain: DrainBlocks | InPlace, drain_sums: bool = False) -> float:
+    def _get(self, drain: DrainBlocks | InPlace, **options: Any) -> float:
         started = time.perf_counter()
         found = self._client.lookup(self._namespace, [self._run])
         looked_up = time.perf_counter()
-        self._client.get(self._namespace, found.lease_id, [self._run], drain, drain_sums=drain_sums)
+        self._client.get(self._namespace, found.lease_id, [self._run], drain, **options)
         self.last_get_s = time.perf_counter() - looked_up
         self._client.release([found.lease_id])
         return time.perf_counter() - started

@@ -24,7 +24,7 @@ from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.helpers import movers_of
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.shm import ShmTransport
-from kvpool.transport.tcp import UNSUMMED_CONNECTIONS, TcpTransport, peer_of
+from kvpool.transport.tcp import SPARING_CONNECTIONS, TcpTransport, peer_of
 from kvpool.types import Offer
 from kvpool.unix_socket import socket_path
 
@@ -127,9 +127,9 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     peer = peer_of(offer.data_port, host, stall_s, stall_s)
     peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
-    # Threads that decrypt work on the bytes as those do that sum.
+    # Threads that decrypt work on the bytes: fewer of them would carry far less.
     wants_all = config.stream_connections or offer.data_port.sealed
-    transport = TcpTransport(peer, connections, connections if wants_all else UNSUMMED_CONNECTIONS)
+    transport = TcpTransport(peer, connections, connections if wants_all else SPARING_CONNECTIONS)
     return Choice(transport, f"tcp over {transport.route}")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from kvpool.transport.base import Bytes, Sink, Source, Transfer, no_sum
+from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import ConnectionPool, Peer
@@ -21,10 +21,10 @@ from kvpool.types import DataPortInfo
 MAX_CONNECTIONS = 32
 """Of one client, for all of its callers."""
 
-UNSUMMED_CONNECTIONS = 4
-"""Most connections of a read whose bytes no thread sums or decrypts, unless the configuration says how many: four
-carried what eight did on a host of 16 cores, and each thread takes cores and the interpreter's lock from the rest of
-the process."""
+SPARING_CONNECTIONS = 4
+"""Most connections of a transfer that spares cores, unless the configuration says how many. In an engine on 16 cores
+with four instead of eight, a prompt's first token took 1.14 times as long, and the slowest hundredth of the steps of
+those who decoded meanwhile 0.72 times (`benchmarks.cases.gpu_network`)."""
 
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
@@ -37,7 +37,7 @@ class TcpTransport:
 
     Args:
         num_connections: most connections of one transfer: one for the caller's thread, and one for each helper.
-        num_unsummed: the same for reads whose bytes no thread sums; 0: `num_connections`.
+        num_sparing: the same for transfers that spare cores; 0: `num_connections`.
 
     Attributes:
         memory: what bytes of callbacks pass through.
@@ -46,10 +46,10 @@ class TcpTransport:
     name = "tcp"
     one_sided = False
 
-    def __init__(self, peer: Peer, num_connections: int, num_unsummed: int = 0):
+    def __init__(self, peer: Peer, num_connections: int, num_sparing: int = 0):
         self.peer = peer
         self._num_connections = num_connections
-        self._num_unsummed = num_unsummed or num_connections
+        self._num_sparing = num_sparing or num_connections
         self._connections = ConnectionPool(peer, MAX_CONNECTIONS)
         self._helpers = Helpers(num_connections - 1)
         self._staging = Staging()
@@ -68,11 +68,13 @@ class TcpTransport:
         return f"{self.peer}, {self._num_connections} connection{'s' * (self._num_connections > 1)}"
 
     def write(self, transfer: Transfer, source: Source) -> None:
-        TcpWrite(transfer, source, self._connections, self._helpers).run(self._staging)
+        TcpWrite(transfer, source, self._connections, self._helpers, self._movers_of(transfer)).run(self._staging)
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        num_movers = self._num_unsummed if sink.sum is no_sum else self._num_connections
-        TcpRead(transfer, sink, self._connections, self._helpers, num_movers).run(self._staging)
+        TcpRead(transfer, sink, self._connections, self._helpers, self._movers_of(transfer)).run(self._staging)
+
+    def _movers_of(self, transfer: Transfer) -> int:
+        return self._num_sparing if transfer.spares_cores else self._num_connections
 
     def close(self) -> None:
         self._end()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvpool.data_port import pack_offsets
 from kvpool.errors import KVPoolError, PoolTimeoutError
-from kvpool.transport.base import Bytes, Pieces, Sink, Source, Transfer, no_sum
+from kvpool.transport.base import Bytes, Pieces, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Connection, ConnectionPool, Part
@@ -29,8 +29,8 @@ PART_BYTES = (2 << 20, 8 << 20)
 """Bytes of a part, unless one region has more: at least, which stay in a core's cache until they are summed, and at
 most, which cost the threads of one interpreter fewer turns. Neighbours travel together."""
 
-UNSUMMED_PART_BYTES = 16 << 20
-"""The most where no thread sums the bytes."""
+SPARING_PART_BYTES = 16 << 20
+"""The most of a transfer that spares cores."""
 
 PARTS_A_MOVER = 4
 """A part is at most this fraction of a thread's share of what is left, down to the least: parts become smaller towards
@@ -75,7 +75,6 @@ class _TcpTransfer:
 
     Args:
         rows: the caller's arrays, one entry a region; None: each batch has a buffer.
-        is_summed: whether threads sum what they move.
         num_movers: most threads, the caller's among them; 0: the caller and all helpers.
     """
 
@@ -86,8 +85,7 @@ class _TcpTransfer:
         connections: ConnectionPool,
         helpers: Helpers,
         is_write: bool,
-        is_summed: bool = True,
-        num_movers: int = 0,
+        num_movers: int,
     ):
         self._transfer = transfer
         self._rows = rows
@@ -95,7 +93,7 @@ class _TcpTransfer:
         self._helpers = helpers
         num_threads = 1 + helpers.num_threads
         self._num_movers = min(num_movers or num_threads, num_threads)
-        self._most_part_bytes = PART_BYTES[1] if is_summed else max(PART_BYTES[1], UNSUMMED_PART_BYTES)
+        self._most_part_bytes = SPARING_PART_BYTES if transfer.spares_cores else PART_BYTES[1]
         self._deadline = time.monotonic() + transfer.timeout_s
         self._changed = threading.Condition()
         # Guarded by the lock.
@@ -255,10 +253,16 @@ class _TcpTransfer:
 
 
 class TcpWrite(_TcpTransfer):
-    """One write."""
+    """One write.
 
-    def __init__(self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers):
-        super().__init__(transfer, source.rows, connections, helpers, is_write=True)
+    Args:
+        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
+    """
+
+    def __init__(
+        self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
+    ):
+        super().__init__(transfer, source.rows, connections, helpers, True, num_movers)
         self._source = source
         self._filled: deque[_Move] = deque()
         self._filling = True
@@ -362,8 +366,7 @@ class TcpRead(_TcpTransfer):
     def __init__(
         self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
     ):
-        is_summed = sink.sum is not no_sum
-        super().__init__(transfer, sink.rows, connections, helpers, False, is_summed, num_movers)
+        super().__init__(transfer, sink.rows, connections, helpers, False, num_movers)
         self._sink = sink
         self._num_freed = 0
         self._draining: deque[tuple[_Batch, Callable[[], object] | None]] = deque()

@@ -176,6 +176,8 @@ class KVPoolScheduler:
         loading_step = self._peer_loads.prepare(output)
         stores = self._peer_loads.hold(self.stores.build(output, self._may_store()))
         dropped = self.jobs.take_dropped()
+        for job in self._new_loads:
+            job.beside_compute = output.total_num_scheduled_tokens > 0
         metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, loading_step)
         # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
         self._new_loads, self._delivered_step = [], self.jobs.step
