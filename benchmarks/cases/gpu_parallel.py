@@ -21,8 +21,8 @@ from benchmarks.harness.measuring import Logs, Row, at_least
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
 POOL_GIB = 24
-KV_BYTES = 11 << 29
-"""Half of the engine's blocks may be on their way to the pool at once, and that is to be a whole prompt."""
+KV_BYTES, WRITER_KV_BYTES = 11 << 29, 12 << 30
+"""A quarter of the writer's blocks may be on their way to the pool at once, and that is to be a whole prompt."""
 SAME_RATE = {"shm": 0.9, "tcp": 0.8}
 _LOAD_SECONDS, _LOADED_BYTES = "vllm:kvpool_load_seconds", "vllm:kvpool_loaded_bytes"
 
@@ -42,7 +42,11 @@ def main(
         specs = {}
         for size in sizes:
             options = {**OPTIONS, "tensor_parallel_size": size, "kv_cache_memory_bytes": KV_BYTES // size}
-            specs |= {_name(who, size): EngineSpec(model, transfer, options) for who in ("writer", "reader")}
+            writing = {**options, "kv_cache_memory_bytes": WRITER_KV_BYTES // size}
+            specs |= {
+                _name("writer", size): EngineSpec(model, transfer, writing),
+                _name("reader", size): EngineSpec(model, transfer, options),
+            }
             offload = {"cpu_bytes_to_use": 8 << 30, "block_size": 16}
             connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
             specs[_name("offloading", size)] = EngineSpec(

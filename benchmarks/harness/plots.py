@@ -220,6 +220,7 @@ PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "vllm": first_tokens,
     "gpu": first_tokens,
     "clients": many_clients,
+    "clients-16-cores": many_clients,
     "replay": hit_ratios,
 }
 

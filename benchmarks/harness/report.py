@@ -47,6 +47,7 @@ Mooncake is out of reach here: a bare TCP socket does not reach it either. A put
 it is sent, which adds to its time on two cores that sender and receiver keep busy.""",
     "tls": """What certificates and encryption cost: lookups and bytes over the data port, beside a server without
 TLS in the same run.""",
+    "tls-16-cores": "The same on a GPU's host, with 16 cores: client and server have cores of their own.",
     "transport-16-cores": """The same on a GPU's host, with 16 cores and a newer Mooncake. One thread copies and sums
 3.6 GB/s<!-- transport-16-cores: memcpy + xxh3, 1 shards --> there, so where cores are many other threads compute the
 checksums (`kvpool.transport.helpers`).""",
@@ -65,6 +66,8 @@ clients that call again at once keep every core busy, and each call waits for 64
 cores, raise `timeout_ms`. Where clients and server share few cores, calls a second say little of the server: compare
 its CPU a call. A client's next lookup also releases its last lease, and its answer says where blocks lie, so the server
 handles one message a lookup and one a load.""",
+    "clients-16-cores": """The same on a GPU's host, with 16 cores: the event loop has a core of its own, which is full
+from 16 clients on.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of
@@ -90,6 +93,9 @@ compared with the expected byte; at the end no slot, lease or ticket may be held
     "network": """How much of what its wires carry the data port moves: one client by connections, four clients, and
 shared memory, beside bare sockets and beside threads that copy and sum. "Without sums": the checksums come from
 elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
+    "network-16-cores": """The same on a GPU's host, with 16 cores. There the threads that sum set the rate: the bare
+sockets with sums are the limit of the puts and gets with sums. "Without sums" went in batches of 2 MiB, so the turns of
+eight threads in one interpreter set the rate, and four threads moved more.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `testbed.link`). A put makes two round trips besides its bytes, and a get one: the lookup, which says where
@@ -108,7 +114,8 @@ connector over TCP. Warm: another process loads what one process stored, checksu
     "interference": """What loads cost a thread that works in the same process, on a host of many cores: steps of Python
 and calls that give up its lock, beside loads into staging that nobody sums, as an engine with a GPU makes them.""",
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
-Rows that name a number of connections come from `--connections 8,4,2`, from engines one after the other.""",
+Rows that name a number of connections come from `--connections`, from engines one after the other. In this run a
+load took four connections of its own accord; since then it takes eight where the engine computes nothing meanwhile.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
@@ -116,6 +123,8 @@ questions after three minutes, when the benchmark ended it.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is over its whole load, from the call for the blocks' regions to the last checksum. The parts of a load
 that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares.""",
+    "gpu_parallel-tcp": """The same over TCP (loopback, one host), as if the pool were on another host:
+`python -m benchmarks.cases.gpu_parallel --transport tcp`; the changes are against shared memory on another host.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
 }
 
