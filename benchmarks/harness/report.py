@@ -94,7 +94,7 @@ compared with the expected byte; at the end no slot, lease or ticket may be held
 shared memory, beside bare sockets and beside threads that copy and sum. "Without sums": the checksums come from
 elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
     "network-16-cores": """The same on a GPU's host, with 16 cores. There the threads that sum set the rate: the bare
-sockets with sums are the limit of the puts and gets with sums. "Without sums" went in batches of 2 MiB, so the turns of
+sockets with sums are the limit of the puts and gets with sums. "Without sums" went in small batches, so the turns of
 eight threads in one interpreter set the rate, and four threads moved more.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,

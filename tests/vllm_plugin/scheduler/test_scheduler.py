@@ -209,6 +209,19 @@ def test_a_load_names_the_leased_blocks_and_their_places(core: MakeCore) -> None
     assert one.step().loads == [], "a load is told once"
 
 
+def test_a_load_knows_whether_its_step_computes(core: MakeCore) -> None:
+    one = core().connected()
+    other, request = make_request("other", tokens(50)), make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    for request_id, scheduled in (("idle", []), ("busy", [(other, 50)])):
+        again = make_request(request_id, tokens(100))
+        one.allocate(again, one.ask(again))
+        if scheduled:
+            one.allocate(other, one.ask(other))
+        (job,) = one.step(*scheduled).loads
+        assert job.beside_compute == bool(scheduled)
+
+
 def test_a_core_that_takes_less_than_it_was_offered_loads_less(core: MakeCore) -> None:
     one = core().connected()
     request = make_request("r", tokens(100))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool import checksum
 from kvpool.config import ClientConfig
 from kvpool.namespace import NamespaceSpec
-from kvpool.transport.base import Buffers
+from kvpool.sums import Checksums
+from kvpool.transport.base import Buffers, Transfer
 from kvpool.types import BlockRun, ShardRange
 from tests.conftest import StartServer
 from tests.support.faults import flip_arena, stopped
@@ -169,6 +172,63 @@ def test_ranks_share_blocks_over_mooncake(start: Start, pool_server: StartServer
     assert writer.store("abc", [3, 1, 7])
     assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])
     assert torch.equal(reader.kv[:, [10, 11, 2]], writer.kv[:, [3, 1, 7]])
+
+
+class Device:
+    """A copier that answers for a device's: it returns the checksums of what it copies."""
+
+    def __init__(self, copier: Copier):
+        self._copier = copier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copier, name)
+
+    def sums(self, group_idx: int) -> bool:
+        return True
+
+    def in_place(self, group_idx: int, block_ids: BlockIds) -> None:
+        return None
+
+    def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums:
+        self._copier.gather(mark, group_idx, block_ids, buffers)
+        return self._summed(buffers)
+
+    def scatter(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums:
+        self._copier.scatter(mark, group_idx, block_ids, buffers)
+        return self._summed(buffers)
+
+    @staticmethod
+    def _summed(buffers: Buffers) -> Checksums:
+        sums = [checksum(chunk) for buffer in buffers for chunk in buffer.reshape(-1, CHUNK_BYTES)]
+        return lambda: sums
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("beside_compute", [False, True])
+def test_a_device_spares_cores_for_those_who_compute(
+    on_device: bool, beside_compute: bool, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = start(shared_server, transport="tcp", stream_connections=2)
+    if on_device:
+        rank.sender._copier = rank.receiver._copier = Device(rank.copier)
+    transport = rank.session.namespace.transport
+    sparing: list[bool] = []
+
+    def move(act: Callable[..., None], transfer: Transfer, end: Any) -> None:
+        sparing.append(transfer.spares_cores)
+        act(transfer, end)
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(transport, name, functools.partial(move, getattr(transport, name)))
+    names = [f"sparing {on_device} {beside_compute} {nth}" for nth in range(3)]
+    blocks = [3, 1, 7]
+    assert rank.store(names, blocks)
+    before = rank.kv[:, blocks].clone()
+    rank.kv.zero_()
+    rank.receiver.submit(LoadJob("r", (rank.lease(names),), [blocks_of(names, blocks)], beside_compute=beside_compute))
+    assert rank._outcome(rank.receiver, REPORTED_S)
+    assert torch.equal(rank.kv[:, blocks], before)
+    assert sparing == [on_device, on_device and beside_compute]
 
 
 def test_two_ranks_make_a_block_that_one_rank_reads(start: Start, shared_server: ServerProcess) -> None:
