@@ -41,6 +41,7 @@ from kvpool_server.access.caller import (
 )
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.pool import is_corrupt
@@ -171,10 +172,10 @@ class PoolService(PoolServicer):
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, _owner(context), request.wait_ms)
 
-    async def _lookup(self, request: pb.LookupRequest, owner: str, wait_ms: int = 0) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, owner: Owner, wait_ms: int = 0) -> pb.LookupResponse:
         if request.release:
             self._check_count(len(request.release), "leases")
-            self._pool.release(request.release)
+            self._pool.release(request.release, owner)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
         fingerprint = self._namespace(request.namespace)
@@ -239,7 +240,7 @@ class PoolService(PoolServicer):
             self._idle_streams.pop(task, None)
             self._ended_streams.discard(task)
 
-    async def _answer(self, message: bytes, owner: str) -> pb.LookupReply | None:
+    async def _answer(self, message: bytes, owner: Owner) -> pb.LookupReply | None:
         """The answer to one request of a stream; None to one that only releases leases."""
         try:
             request = _decode(pb.LookupRequest, check_size(message, MAX_LOOKUP_BYTES))
@@ -296,27 +297,29 @@ class PoolService(PoolServicer):
         return self._permits.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
 
     async def Write(self, pieces: AsyncIterator[Piece], context: Any) -> pb.WriteResponse:
-        nbytes = 0
+        nbytes, owner = 0, _owner(context)
         async for piece in pieces:
             payload = np.frombuffer(piece.payload, np.uint8)
-            self._pool.writable(piece.token, piece.offset, len(payload))
+            self._pool.writable(piece.token, piece.offset, len(payload), owner)
             self._memory[piece.offset : piece.offset + len(payload)] = payload
             nbytes += len(payload)
         self._metrics.add_bytes("write", nbytes)
         return pb.WriteResponse(boot_token=self._boot_token, nbytes=nbytes)
 
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
-        receipt = await self._turns.run(self._pool.put_end_in_steps(request.ticket_id, request.checksums))
+        steps = self._pool.put_end_in_steps(request.ticket_id, request.checksums, _owner(context))
+        receipt = await self._turns.run(steps)
         return wire.encode_receipt(receipt, self._boot_token)
 
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
-        return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
+        revoked = self._pool.put_revoke(request.ticket_id, _owner(context))
+        return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=revoked)
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns = time.monotonic_ns()
-        located = self._pool.get(request.lease_id, namespace, runs, shards)
+        located = self._pool.get(request.lease_id, namespace, runs, shards, _owner(context))
         if located.offsets:
             region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
             deadline_ns = now_ns + located.lease_remaining_ms * 1_000_000
@@ -329,12 +332,12 @@ class PoolService(PoolServicer):
         self._check_count(len(request.offsets), "regions")
         if request.offsets and not request.region_bytes:
             raise InvalidRequestError("region_bytes is 0; give the bytes of one region")
-        nbytes, total = 0, len(request.offsets) * request.region_bytes
+        nbytes, total, owner = 0, len(request.offsets) * request.region_bytes, _owner(context)
         try:
             for region in request.offsets:
                 for offset in range(region, region + request.region_bytes, PIECE_BYTES):
                     size = min(PIECE_BYTES, region + request.region_bytes - offset)
-                    self._pool.readable(request.lease_id, offset, size)
+                    self._pool.readable(request.lease_id, offset, size, owner)
                     nbytes += size
                     if nbytes == total:
                         context.set_code(grpc.StatusCode.OK)  # A client may hang up as soon as it has every byte.
@@ -345,7 +348,8 @@ class PoolService(PoolServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         self._check_count(len(request.lease_ids), "leases")
-        return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
+        released = self._pool.release(request.lease_ids, _owner(context))
+        return pb.ReleaseResponse(boot_token=self._boot_token, num_released=released)
 
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses = bytearray()
@@ -461,10 +465,10 @@ def _check_deadline(context: Context) -> None:
         raise InvalidRequestError(f"a call with a stream of replies has {has}; give it one within {MAX_STREAM_S:.0f} s")
 
 
-def _owner(context: Context) -> str:
-    """Whose leases and tickets count together: the caller's, or where callers prove nothing, the connection's."""
+def _owner(context: Context) -> Owner:
+    """Whose leases and tickets a call's are: the caller's, or where callers prove nothing, the connection's."""
     caller = CALLER.get()
-    return context.peer() if caller is None else str(caller)
+    return Owner(context.peer()) if caller is None else Owner(str(caller), caller.tenant)
 
 
 async def _removed(removal: Awaitable[int]) -> int:
