@@ -27,6 +27,11 @@ class IdentityLimits:
     connections: int = 32
 
 
+def default_limits(_: str) -> IdentityLimits:
+    """The same for every identity."""
+    return IdentityLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """See the module.

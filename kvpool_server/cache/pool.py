@@ -50,7 +50,7 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import NOBODY, Found, HoldTable, Lease, Owner, Ticket
-from kvpool_server.cache.limits import IdentityLimits, Limits
+from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
@@ -83,7 +83,7 @@ class Pool:
         limits: Limits | None = None,
         policy: Callable[[], Policy] = POLICIES[DEFAULT_POLICY],
         transfers: Transfers | None = None,
-        limits_of: Callable[[str], IdentityLimits] = lambda _: IdentityLimits(),
+        limits_of: Callable[[str], IdentityLimits] = default_limits,
     ):
         self.arena = arena
         self.limits_of = limits_of
