@@ -27,28 +27,12 @@ from kvpool_server.cache.steps import finish
 from tests.security.test_access import Deployment
 from tests.support.calls import BLOCK_BYTES, METHODS, Outcome, Target, outcome
 from tests.support.clock import FakeClock
-from tests.support.processes import ServerProcess
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 WHOLE = ShardRange(0, 1)
 ABOUT_NOTHING = {"Ping", "WhoAmI", "Stats", "ListNamespaces", "ListQuotas", "SetQuotas"}
 BY_ID = ("Get", "Read", "Release", "PutEnd", "PutRevoke", "Write")
 UNKNOWN_ID = 0x1234_5678_9ABC
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    started: list[ServerProcess] = []
-
-    def start(*flags: str, **fields: object) -> ServerProcess:
-        started.append(ServerProcess(tmp_path_factory.mktemp("server"), *flags, **fields))  # type: ignore[arg-type]
-        return started[-1]
-
-    try:
-        yield Deployment(tmp_path_factory.mktemp("certificates") / "pki", start)
-    finally:
-        for server in started:
-            server.stop()
 
 
 @pytest.fixture
