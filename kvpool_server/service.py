@@ -25,7 +25,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
-from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError
+from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
+from kvpool.principal import Role
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
@@ -36,6 +37,7 @@ from kvpool_server.access.caller import (
     check_all_tenants,
     check_tenant,
     is_visible,
+    may_create_namespaces,
     may_see_quota,
     may_use_memory,
 )
@@ -124,6 +126,11 @@ class PoolService(PoolServicer):
         check_tenant(spec.tenant)
         if request.expected_fingerprint not in (b"", spec.fingerprint()):
             self._visible(request.expected_fingerprint)  # The error that follows says how the two differ.
+        if not may_create_namespaces() and self._pool.namespace(spec.fingerprint()) is None:
+            raise UnknownNamespaceError(
+                f"namespace {spec.fingerprint().hex()[:12]} is not open on this server, and a caller that only reads "
+                f"cannot create it; try again when an engine of role {Role.ENGINE_WRITE} has opened it"
+            )
         namespace, created = self._pool.open_namespace(
             spec, request.expected_fingerprint, wire.decode_opener(request.opener)
         )

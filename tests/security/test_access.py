@@ -115,8 +115,6 @@ def test_another_tenants_namespace_is_as_one_that_is_not(deployment: Deployment,
             foreign = _call(client, method, deployment.fingerprints["umbra"])
             assert foreign == _call(client, method, block_hash("never opened")) == grpc.StatusCode.NOT_FOUND
     with deployment.client(Role.ENGINE_READ, "umbra") as client:
-        namespace = client.open_namespace(namespace_spec(tenant="umbra"))
-        assert namespace.fingerprint != deployment.fingerprints["umbra"]
         found = client.rpc.stub.Lookup(
             pb.LookupRequest(namespace=deployment.fingerprints["umbra"], runs=wire.encode_runs([run_of("block")]))
         )
@@ -133,6 +131,14 @@ def test_a_tenant_opens_its_own_namespaces_only(deployment: Deployment) -> None:
             client.open_namespace(spec, deployment.fingerprints["umbra"])
         with pytest.raises(IncompatibleNamespaceError):
             client.open_namespace(spec, deployment.fingerprints["acme"])
+
+
+def test_who_only_reads_opens_namespaces_that_are_open(deployment: Deployment) -> None:
+    spec = namespace_spec(tenant="acme")
+    with deployment.client(Role.ENGINE_READ) as reader, deployment.client(Role.ENGINE_WRITE) as writer:
+        with pytest.raises(UnknownNamespaceError, match="a caller that only reads cannot create it"):
+            reader.open_namespace(spec)
+        assert writer.open_namespace(spec).fingerprint == reader.open_namespace(spec).fingerprint
 
 
 def test_a_tenant_lists_its_own_namespaces_and_quotas_only(deployment: Deployment) -> None:
