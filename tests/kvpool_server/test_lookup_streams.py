@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool_server.lookup_streams import LookupStreams
+from tests.support.effort import effort
 
 MAX_STREAMS, OWN = 5, 3
 OWNERS = ["acme", "umbra", "third"]
@@ -82,3 +84,4 @@ class LookupStreamsMachine(RuleBasedStateMachine):
 
 
 TestLookupStreams = LookupStreamsMachine.TestCase
+TestLookupStreams.settings = settings(max_examples=effort(50), stateful_step_count=40)

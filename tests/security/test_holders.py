@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -27,6 +28,7 @@ from kvpool_server.cache.steps import finish
 from tests.security.test_access import Deployment
 from tests.support.calls import BLOCK_BYTES, METHODS, Outcome, Target, outcome
 from tests.support.clock import FakeClock
+from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 WHOLE = ShardRange(0, 1)
@@ -221,6 +223,7 @@ def _refusal(call: Callable[[], object]) -> str:
 
 
 TestHolders = HoldersMachine.TestCase
+TestHolders.settings = settings(max_examples=effort(75), stateful_step_count=40)
 
 
 def test_a_foreign_id_costs_as_long_as_an_unknown_one() -> None:

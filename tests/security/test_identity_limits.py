@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import queue
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +54,17 @@ SMALL = "leases = 4\nleased_blocks = 12\ntickets = 3\nstreams = 2\nconnections =
 TIMEOUT_S = 10.0
 
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+
+
 # The file
+
+
+def test_the_page_tells_the_limits() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\d,]+)\b", DOCUMENT.read_text(), re.MULTILINE)
+    assert {key: int(value.replace(",", "")) for key, value in rows} == dataclasses.asdict(IdentityLimits())
+    (own,) = re.findall(r"^\| streams of payload that are read \| \| (\d+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert int(own) == inbox.MAX_OWN_DATA_STREAMS
 
 
 def _read(tmp_path: Path, text: str) -> tuple[IdentityLimits, dict[str, IdentityLimits]]:
