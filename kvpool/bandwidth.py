@@ -27,6 +27,7 @@ from kvpool.block_io import InPlace
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError
+from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import HASH_BYTES, BlockRun, PoolStats, ShardRange
 
@@ -163,13 +164,14 @@ def largest_group(spec: NamespaceSpec, tp_size: int, num_tokens: int = HIT_TOKEN
     return max(spec.groups, key=lambda group: hit_bytes(group, num_tokens, tp_size))
 
 
-def hit_cost(measured: Bandwidth, spec: NamespaceSpec, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
+def hit_cost(measured: Bandwidth, namespace: NamespaceInfo, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
     """What loading a hit of so many tokens would cost one rank at the measured rates, its lookup included."""
-    nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in spec.groups)
+    groups = namespace.spec.groups
+    nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in groups)
     # Each group's blocks are a get of their own.
-    latency_s = measured.one_block_s + (len(spec.groups) - 1) * measured.round_trip_s
+    latency_s = measured.one_block_s + (len(groups) - 1) * measured.round_trip_s
     load_s = latency_s + max(0, nbytes - measured.region_bytes) / measured.get.median
-    return HitCost(spec.fingerprint(), num_tokens, nbytes, load_s)
+    return HitCost(namespace.fingerprint, num_tokens, nbytes, load_s)
 
 
 def usual_block(client: Client) -> GroupSpec:

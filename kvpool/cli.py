@@ -33,7 +33,7 @@ from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
-from kvpool.namespace import Difference, NamespaceSpec, differences
+from kvpool.namespace import Difference, differences
 from kvpool.quotas import parse_quota, size_text
 from kvpool.tls import TlsFiles
 from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
@@ -100,13 +100,13 @@ def ping(
             typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
             typer.echo(f"bytes would travel by {choice.route}: {choice.why}")
         if bandwidth:
-            spec = None if namespace is None else _spec(client, namespace)
-            if spec is None:
+            chosen = None if namespace is None else _info(client, namespace)
+            if chosen is None:
                 measured, cost = measure(client, mib << 20, usual_block(client)), None
             else:
-                block = largest_group(spec, tensor_parallel)
+                block = largest_group(chosen.spec, tensor_parallel)
                 measured = measure(client, mib << 20, block, shards_of_rank(block, tensor_parallel))
-                cost = hit_cost(measured, spec, tensor_parallel)
+                cost = hit_cost(measured, chosen, tensor_parallel)
             found |= row_of(measured, cost, prefill)
             if not as_json:
                 typer.echo(text_of(measured, cost, prefill))
@@ -242,8 +242,8 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
 
 
 def _values(difference: Difference) -> tuple[str, Any, Any]:
-    """A field and its two values, which are hidden where they are private to a tenant."""
-    if difference.is_private:
+    """A field and its two values. Of secrets the server sends digests; a tenant's name is hidden."""
+    if difference.field == "tenant":
         return difference.field, "(differs)", "(differs)"
     return difference.field, difference.ours, difference.theirs
 
@@ -345,8 +345,8 @@ def _resolve(client: Client, prefix: str) -> bytes:
     return _one_of(fingerprints, prefix)
 
 
-def _spec(client: Client, prefix: str) -> NamespaceSpec:
-    known = {info.fingerprint: info.spec for info in client.admin.namespaces(holdings=False)}
+def _info(client: Client, prefix: str) -> NamespaceInfo:
+    known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
     return known[_one_of(list(known), prefix)]
 
 

@@ -21,6 +21,7 @@ class NamespaceInfo:
     """An open namespace, as its server knows it.
 
     Args:
+        spec: from a server, as `NamespaceSpec.listed`: with digests in the place of secrets.
         num_entries: complete blocks in the arena.
         nbytes: size of those blocks' slots.
         lookup_blocks: blocks that lookups asked for since the namespace was opened.

@@ -20,6 +20,9 @@ FORMAT_VERSION = 1
 """Order of the bytes in a chunk: layer, then KV head, then token, then K before V; no padding."""
 
 _LABELS = ("model", "revision")
+_SECRETS = ("salt", "hash_seed")
+"""Who knows them, and the rest of a spec, can compute the hashes of guessed prompts."""
+DIGEST_CHARS = 12
 
 MAX_SHARDS = 64
 MAX_GROUPS = 64
@@ -110,6 +113,13 @@ class NamespaceSpec:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).digest()
 
+    def listed(self) -> NamespaceSpec:
+        """The spec as servers list it: each secret that is set is replaced by the first digits of its SHA-256.
+
+        So people can compare two listed specs, and an engine its own with a listed one. Its fingerprint is another.
+        """
+        return dataclasses.replace(self, salt=_digest_of(self.salt), hash_seed=_digest_of(self.hash_seed))
+
     def check(self) -> None:
         """Raises InvalidRequestError, which names the field, if the spec is invalid."""
         if not self.model:
@@ -133,6 +143,10 @@ class NamespaceSpec:
                 raise InvalidRequestError(f"{where}.block_tokens {group.block_tokens} is not positive")
 
 
+def _digest_of(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()[:DIGEST_CHARS] if secret else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """One field in which two specs differ."""
@@ -144,7 +158,7 @@ class Difference:
     @property
     def is_private(self) -> bool:
         """Whether the values belong to their tenants alone: report that they differ, not how."""
-        return self.field in ("tenant", "salt")
+        return self.field in ("tenant", *_SECRETS)
 
     def __str__(self) -> str:
         if self.is_private:

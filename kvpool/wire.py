@@ -340,7 +340,7 @@ def decode_stats(message: pb.StatsResponse) -> PoolStats:
 
 def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
     tiers = [_encode(tier, pb.TierHoldings) for tier in info.tiers]
-    return _encode(info, pb.NamespaceInfo, spec=encode_spec(info.spec), tiers=tiers)
+    return _encode(info, pb.NamespaceInfo, spec=encode_spec(info.spec.listed()), tiers=tiers)
 
 
 def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:

@@ -53,6 +53,7 @@ def serve(
     tls_client_ca: Annotated[str | None, typer.Option(help=_help("tls_client_ca"))] = None,
     tokens: Annotated[str | None, typer.Option(help=_help("tokens"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
+    identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,
     insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
     tier: Annotated[list[str] | None, typer.Option(help=_help("tier"))] = None,

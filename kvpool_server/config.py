@@ -95,6 +95,11 @@ class ServerConfig(BaseModel):
         description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
         "remove blocks, set quotas or open namespaces. Empty: none.",
     )
+    identity_limits: str = Field(
+        "",
+        description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "
+        "connections), where callers prove who they are; read again when it changes. See docs/security.md.",
+    )
     insecure_network: bool = Field(
         False,
         description="Serve other hosts although they prove nothing and anyone between can read and change the pool: "

@@ -8,15 +8,18 @@ wire, and reads the messages itself.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 
 from kvpool.errors import InvalidRequestError, PoolTimeoutError, UnavailableError
 from kvpool.quotas import size_text
+from kvpool_server.access.caller import CALLER
 
 MAX_CONTROL_BYTES = 1 << 20
 MAX_DATA_BYTES = (4 << 20) + (64 << 10)
@@ -28,11 +31,14 @@ CROWDED = 64
 CROWDED_S = 1.0
 """How long, if `CROWDED` others are on their way."""
 MAX_AWAITED = 512
-"""Messages on their way at once. One more, and the one that has been awaited longest is given up."""
+"""Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers prove
+who they are, of the caller from whom most are awaited."""
 PIECE_S = 30.0
 """How long the next message of a stream of data may be on its way."""
 MAX_DATA_STREAMS = 64
 """Streams of data that are read at once."""
+MAX_OWN_DATA_STREAMS = 16
+"""Of them, one identity's, where callers prove who they are: more of one caller's are no faster together."""
 
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
@@ -44,8 +50,9 @@ class Inbox:
     """The messages that one server awaits."""
 
     def __init__(self) -> None:
-        self._awaited: dict[asyncio.Timeout, None] = {}
+        self._awaited: dict[asyncio.Timeout, str] = {}  # With the caller, oldest first.
         self._streams = asyncio.Semaphore(MAX_DATA_STREAMS)
+        self._own_streams: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def receive(self, context: Context, max_bytes: int) -> bytes:
         """The only message of a call.
@@ -56,13 +63,11 @@ class Inbox:
         """
         seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S
         if len(self._awaited) >= MAX_AWAITED:
-            oldest = next(iter(self._awaited))
-            del self._awaited[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+            self._give_one_up()
         deadline = asyncio.timeout(seconds)
         try:
             async with deadline:
-                self._awaited[deadline] = None
+                self._awaited[deadline] = _caller()
                 message = await context.read()
         except TimeoutError:
             raise PoolTimeoutError(f"the request did not arrive within {seconds:g} s; send it again") from None
@@ -71,6 +76,12 @@ class Inbox:
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("the call has no request; send one message")
         return check_size(message, max_bytes)
+
+    def _give_one_up(self) -> None:
+        ((most, _),) = Counter(self._awaited.values()).most_common(1)
+        oldest = next(deadline for deadline, caller in self._awaited.items() if caller == most)
+        del self._awaited[oldest]
+        oldest.reschedule(asyncio.get_running_loop().time())
 
     async def stream(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages of a stream of data, each of which has to come in time. Raises as `receive`."""
@@ -87,15 +98,23 @@ class Inbox:
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(MESSAGE_S):
-                await self._streams.acquire()
-        except TimeoutError:
-            raise UnavailableError(f"{MAX_DATA_STREAMS} streams of data are under way; try again later") from None
-        try:
+        most = MAX_OWN_DATA_STREAMS if _caller() else MAX_DATA_STREAMS
+        own = self._own_streams.setdefault(_caller(), asyncio.Semaphore(most))
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(MESSAGE_S):
+                    for slots in (own, self._streams):
+                        await stack.enter_async_context(slots)
+            except TimeoutError:
+                raise UnavailableError(
+                    f"{MAX_DATA_STREAMS} streams of data, or {most} of this caller, are under way; try again later"
+                ) from None
             yield
-        finally:
-            self._streams.release()
+
+
+def _caller() -> str:
+    """Whose call the running handler serves; empty where callers prove nothing."""
+    return str(CALLER.get() or "")
 
 
 def check_size(message: bytes, max_bytes: int) -> bytes:

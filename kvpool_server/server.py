@@ -24,10 +24,11 @@ from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.caller import Certificates, Tokens, Who
 from kvpool_server.access.credentials import ServerCredentials
+from kvpool_server.access.identity_limits import IdentityLimitsFile
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.transfers import NoTransfers
@@ -115,6 +116,8 @@ class Server:
         if files is not None:
             self._credentials = ServerCredentials(files)
             self._who = Tokens(config.tokens) if config.tokens else Certificates()
+        if config.identity_limits and self._who is None:
+            raise ConfigError("identity_limits bounds nobody where callers prove nothing; give --tls-cert, too")
         self._permits = self._make_permits() if config.data_listen else None
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
@@ -162,7 +165,8 @@ class Server:
         check_fits(config.memory)
         arena = Arena(config.memory, backed_bytes=0)
         new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
-        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers())
+        limits_of = IdentityLimitsFile(config.identity_limits) if config.identity_limits else default_limits
+        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers(), limits_of)
         try:
             pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:

@@ -25,7 +25,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
-from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError
+from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
+from kvpool.principal import Role
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
@@ -36,19 +37,22 @@ from kvpool_server.access.caller import (
     check_all_tenants,
     check_tenant,
     is_visible,
+    may_create_namespaces,
     may_see_quota,
     may_use_memory,
 )
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.pool import is_corrupt
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 from kvpool_server.cache.tier_access import pin
-from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
 from kvpool_server.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox, check_size
 from kvpool_server.inline_chunks import get_chunk, put_chunk
+from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
@@ -111,10 +115,7 @@ class PoolService(PoolServicer):
         self._started = time.monotonic()
         self._turns = turns or Turns()
         self._verifying = asyncio.Semaphore(1)
-        self._num_streams = 0
-        self._idle_streams: dict[asyncio.Task[Any], None] = {}  # The one that has been idle longest is first.
-        self._ended_streams: set[asyncio.Task[Any]] = set()
-        self._ending = False
+        self._streams = LookupStreams(self._pool.limits.max_streams)
 
     @property
     def limits(self) -> Limits:
@@ -125,6 +126,11 @@ class PoolService(PoolServicer):
         check_tenant(spec.tenant)
         if request.expected_fingerprint not in (b"", spec.fingerprint()):
             self._visible(request.expected_fingerprint)  # The error that follows says how the two differ.
+        if not may_create_namespaces() and self._pool.namespace(spec.fingerprint()) is None:
+            raise UnknownNamespaceError(
+                f"namespace {spec.fingerprint().hex()[:12]} is not open on this server, and a caller that only reads "
+                f"cannot create it; try again when an engine of role {Role.ENGINE_WRITE} has opened it"
+            )
         namespace, created = self._pool.open_namespace(
             spec, request.expected_fingerprint, wire.decode_opener(request.opener)
         )
@@ -171,10 +177,10 @@ class PoolService(PoolServicer):
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, _owner(context), request.wait_ms)
 
-    async def _lookup(self, request: pb.LookupRequest, owner: str, wait_ms: int = 0) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, owner: Owner, wait_ms: int = 0) -> pb.LookupResponse:
         if request.release:
             self._check_count(len(request.release), "leases")
-            self._pool.release(request.release)
+            self._pool.release(request.release, owner)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
         fingerprint = self._namespace(request.namespace)
@@ -190,20 +196,20 @@ class PoolService(PoolServicer):
         else:
             found = self._tiered.lookup(fingerprint, runs, *options)
         if found.slots and self._permits is not None:
-            found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000)
+            found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000, owner)
         return wire.encode_lookup(found, runs, self._boot_token)
 
     def _with_permits(
-        self, found: types.Lookup, fingerprint: bytes, runs: Sequence[BlockRun], deadline_ns: int
+        self, found: types.Lookup, fingerprint: bytes, runs: Sequence[BlockRun], deadline_ns: int, owner: Owner
     ) -> types.Lookup:
         """The same answer, with permits to read whole slots through the data port."""
         assert self._permits is not None
-        slots = []
+        slots, bound = [], self._bound(owner)
         for run, each in zip(runs, found.slots, strict=True):
             if each.offsets:
                 region_bytes = self._pool.slot_bytes(fingerprint, run)
                 offsets = np.frombuffer(each.offsets, "<u8")
-                permit = self._permits.permit(Kind.READ, found.lease_id, deadline_ns, region_bytes, offsets)
+                permit = self._permits.permit(Kind.READ, found.lease_id, deadline_ns, region_bytes, offsets, bound)
                 each = Slots(each.offsets, each.checksums, permit)
             slots.append(each)
         return dataclasses.replace(found, slots=tuple(slots))
@@ -211,35 +217,39 @@ class PoolService(PoolServicer):
     async def LookupStream(self, _: AsyncIterator[pb.LookupRequest], context: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
-        try:
-            _check_deadline(context)
-        except KVPoolError as error:
-            await context.abort(wire.status_of(error), str(error))
-        if not self._make_room_for_stream():
-            most = self._pool.limits.max_streams
-            full = OutOfSpaceError(f"{most} streams of lookups are under way, and none is idle; use Lookup")
-            await context.abort(wire.status_of(full), str(full))
-        self._num_streams += 1
         owner = _owner(context)
         try:
-            while not (self._ending or task in self._ended_streams):
-                self._idle_streams[task] = None
+            _check_deadline(context)
+            self._begin_stream(task, owner)
+        except KVPoolError as error:
+            await context.abort(wire.status_of(error), str(error))
+        streams = self._streams
+        try:
+            while not streams.is_ended(task):
+                streams.wait(task)
                 # Takes a third less time than the iterators of requests and replies.
                 message = await context.read()
-                self._idle_streams.pop(task, None)
+                streams.work(task)
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
                 if (reply := await self._answer(message, owner)) is not None:
                     await context.write(reply)
         except asyncio.CancelledError:
-            if not (self._ending or task in self._ended_streams):
+            if not streams.is_ended(task):
                 raise  # The client has hung up.
         finally:
-            self._num_streams -= 1
-            self._idle_streams.pop(task, None)
-            self._ended_streams.discard(task)
+            streams.finish(task)
 
-    async def _answer(self, message: bytes, owner: str) -> pb.LookupReply | None:
+    def _begin_stream(self, task: asyncio.Task[Any], owner: Owner) -> None:
+        """Raises OutOfSpaceError if there are too many streams of lookups."""
+        most = self._pool.limits.max_streams
+        own = self._pool.limits_of(owner.name).streams if owner.tenant else most
+        if not self._streams.begin(task, owner.name, own):
+            raise OutOfSpaceError(
+                f"{most} streams of lookups, or {own} of this caller, are under way, and none is idle; use Lookup"
+            )
+
+    async def _answer(self, message: bytes, owner: Owner) -> pb.LookupReply | None:
         """The answer to one request of a stream; None to one that only releases leases."""
         try:
             request = _decode(pb.LookupRequest, check_size(message, MAX_LOOKUP_BYTES))
@@ -249,30 +259,9 @@ class PoolService(PoolServicer):
             return wire.encode_lookup_error(error)
         return pb.LookupReply(found=found) if request.runs or not request.release else None
 
-    def _make_room_for_stream(self) -> bool:
-        """Ends the stream that has been idle longest if there are too many; its client opens another when it needs one.
-
-        False if there are too many and none is idle.
-        """
-        if self._num_streams - len(self._ended_streams) < self._pool.limits.max_streams:
-            return True
-        longest_idle = next(iter(self._idle_streams), None)
-        if longest_idle is not None:
-            self._end_stream(longest_idle)
-        return longest_idle is not None
-
-    def _end_stream(self, task: asyncio.Task[Any]) -> None:
-        del self._idle_streams[task]
-        self._ended_streams.add(task)
-        task.cancel()
-
     def end_streams(self) -> None:
         """Ends the LookupStream calls, which would otherwise last as long as their clients."""
-        self._ending = True
-        # Only idle calls are cancelled: gRPC does not end a call that is cancelled while a reply is being sent. The
-        # other calls end after their reply.
-        for task in list(self._idle_streams):
-            task.cancel()
+        self._streams.stop()
 
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
@@ -283,44 +272,51 @@ class PoolService(PoolServicer):
         if grant.offsets:
             region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
             deadline_ns = now_ns + grant.ticket_ttl_ms * 1_000_000
-            permit = self._permit(Kind.WRITE, grant.ticket_id, deadline_ns, region_bytes, grant.offsets)
+            permit = self._permit(Kind.WRITE, grant.ticket_id, deadline_ns, region_bytes, grant.offsets, owner)
             grant = dataclasses.replace(grant, permit=permit)
         return wire.encode_grant(grant, self._boot_token)
 
     def _permit(
-        self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Sequence[int]
+        self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Sequence[int], owner: Owner
     ) -> bytes:
         """The right to move regions through the data port until their ticket or lease ends; empty without a port."""
         if self._permits is None:
             return b""
-        return self._permits.permit(kind, holding_id, deadline_ns, region_bytes, pack_offsets(offsets))
+        packed = pack_offsets(offsets)
+        return self._permits.permit(kind, holding_id, deadline_ns, region_bytes, packed, self._bound(owner))
+
+    def _bound(self, owner: Owner) -> Bound:
+        """Of the owner's connections to the data port."""
+        return Bound.of(owner.name, self._pool.limits_of(owner.name).connections) if owner.tenant else NO_BOUND
 
     async def Write(self, pieces: AsyncIterator[Piece], context: Any) -> pb.WriteResponse:
-        nbytes = 0
+        nbytes, owner = 0, _owner(context)
         async for piece in pieces:
             payload = np.frombuffer(piece.payload, np.uint8)
-            self._pool.writable(piece.token, piece.offset, len(payload))
+            self._pool.writable(piece.token, piece.offset, len(payload), owner)
             self._memory[piece.offset : piece.offset + len(payload)] = payload
             nbytes += len(payload)
         self._metrics.add_bytes("write", nbytes)
         return pb.WriteResponse(boot_token=self._boot_token, nbytes=nbytes)
 
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
-        receipt = await self._turns.run(self._pool.put_end_in_steps(request.ticket_id, request.checksums))
+        steps = self._pool.put_end_in_steps(request.ticket_id, request.checksums, _owner(context))
+        receipt = await self._turns.run(steps)
         return wire.encode_receipt(receipt, self._boot_token)
 
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
-        return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=self._pool.put_revoke(request.ticket_id))
+        revoked = self._pool.put_revoke(request.ticket_id, _owner(context))
+        return pb.PutRevokeResponse(boot_token=self._boot_token, revoked=revoked)
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         namespace, runs = self._namespace(request.namespace), self._runs(request.runs)
         shards = wire.decode_shards(request.shards)
-        now_ns = time.monotonic_ns()
-        located = self._pool.get(request.lease_id, namespace, runs, shards)
+        now_ns, owner = time.monotonic_ns(), _owner(context)
+        located = self._pool.get(request.lease_id, namespace, runs, shards, owner)
         if located.offsets:
             region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
             deadline_ns = now_ns + located.lease_remaining_ms * 1_000_000
-            permit = self._permit(Kind.READ, request.lease_id, deadline_ns, region_bytes, located.offsets)
+            permit = self._permit(Kind.READ, request.lease_id, deadline_ns, region_bytes, located.offsets, owner)
             located = dataclasses.replace(located, permit=permit)
         return wire.encode_located(located, self._boot_token)
 
@@ -329,12 +325,12 @@ class PoolService(PoolServicer):
         self._check_count(len(request.offsets), "regions")
         if request.offsets and not request.region_bytes:
             raise InvalidRequestError("region_bytes is 0; give the bytes of one region")
-        nbytes, total = 0, len(request.offsets) * request.region_bytes
+        nbytes, total, owner = 0, len(request.offsets) * request.region_bytes, _owner(context)
         try:
             for region in request.offsets:
                 for offset in range(region, region + request.region_bytes, PIECE_BYTES):
                     size = min(PIECE_BYTES, region + request.region_bytes - offset)
-                    self._pool.readable(request.lease_id, offset, size)
+                    self._pool.readable(request.lease_id, offset, size, owner)
                     nbytes += size
                     if nbytes == total:
                         context.set_code(grpc.StatusCode.OK)  # A client may hang up as soon as it has every byte.
@@ -345,7 +341,8 @@ class PoolService(PoolServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         self._check_count(len(request.lease_ids), "leases")
-        return pb.ReleaseResponse(boot_token=self._boot_token, num_released=self._pool.release(request.lease_ids))
+        released = self._pool.release(request.lease_ids, _owner(context))
+        return pb.ReleaseResponse(boot_token=self._boot_token, num_released=released)
 
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses = bytearray()
@@ -461,10 +458,10 @@ def _check_deadline(context: Context) -> None:
         raise InvalidRequestError(f"a call with a stream of replies has {has}; give it one within {MAX_STREAM_S:.0f} s")
 
 
-def _owner(context: Context) -> str:
-    """Whose leases and tickets count together: the caller's, or where callers prove nothing, the connection's."""
+def _owner(context: Context) -> Owner:
+    """Whose leases and tickets a call's are: the caller's, or where callers prove nothing, the connection's."""
     caller = CALLER.get()
-    return context.peer() if caller is None else str(caller)
+    return Owner(context.peer()) if caller is None else Owner(str(caller), caller.tenant)
 
 
 async def _removed(removal: Awaitable[int]) -> int:

@@ -244,7 +244,7 @@ class Session:
         self._num_opened, self._explained_at = num_opened, now
         spec = namespace.spec
         akin = [
-            (differences(spec, info.spec), info)
+            (differences(spec.listed(), info.spec), info)
             for info in infos
             if info.spec.model == spec.model
             and info.spec.pipeline_stage == spec.pipeline_stage

@@ -137,6 +137,12 @@ def may_see_quota(subject: str) -> bool:
     return caller is None or not caller.role.has_tenant or subject == f"tenant:{caller.tenant}"
 
 
+def may_create_namespaces() -> bool:
+    """Whether the caller may open a namespace that is not open yet: whoever may store blocks in it."""
+    caller = CALLER.get()
+    return caller is None or may_call(caller.role, "PutStart")
+
+
 def may_use_memory() -> bool:
     """Whether the caller may be told how bytes travel: whoever may open namespaces, which says so as well."""
     caller = CALLER.get()

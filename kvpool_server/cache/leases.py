@@ -16,18 +16,34 @@ from kvpool_server.cache.namespaces import PoolNamespace
 SWEEP_AT_LEAST = 1_000
 
 
-@dataclass(eq=False, slots=True)
-class Hold:
-    """Entries held until a deadline.
+class Owner(NamedTuple):
+    """Whose a lease or ticket is.
+
+    All callers of a tenant may use and end each other's: one engine's scheduler takes the leases under which its
+    workers load, and engines that share a tenant can read and write the same blocks anyway.
 
     Args:
-        owner: the client, as far as the server knows it; empty for the server itself.
+        name: leases and tickets of one name count together: an identity's, or where callers prove nothing, a
+            connection's. Empty for the server itself, whose are not counted.
+        tenant: of the caller; empty where callers prove nothing, and for the server itself.
     """
+
+    name: str = ""
+    tenant: str = ""
+
+
+NOBODY = Owner()
+"""The server itself, and the callers of a pool without a server."""
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """Entries held until a deadline."""
 
     id: int
     deadline: float
     entries: list[Entry]
-    owner: str = field(default="", kw_only=True)
+    owner: Owner = field(default=NOBODY, kw_only=True)
     _entry_ids: set[int] | None = field(default=None, init=False)
 
     @property
@@ -119,23 +135,26 @@ class HoldTable(Generic[Held]):
     def values(self) -> list[Held]:
         return list(self._live.values())
 
-    def has_room(self, owner: str, num_blocks: int, max_holds: int, max_blocks: float = math.inf) -> bool:
-        """Whether an owner may get another hold on so many blocks.
+    def is_within(self, owner: Owner, num_blocks: int, max_holds: int, max_blocks: float = math.inf) -> bool:
+        """Whether an owner has at most so many holds and blocks with another hold on `num_blocks`."""
+        own = self._by_owner.get(owner.name, _NOTHING)
+        return own.num_holds < max_holds and own.num_blocks + num_blocks <= max_blocks
+
+    def has_room(self, owner: Owner, num_blocks: int, max_holds: int, max_blocks: float = math.inf) -> bool:
+        """Whether there is room for another hold of an owner on so many blocks.
 
         An owner may have as many as are left, of holds and of blocks. So k owners that take all they get have 1/(k+1)
         each, and the next one finds as much.
 
         Source: A. Choudhury, E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998.
         """
-        own, total = self._by_owner.get(owner, _NOTHING), self._total
-        return (
-            own.num_holds < max_holds - total.num_holds and own.num_blocks + num_blocks <= max_blocks - total.num_blocks
-        )
+        total = self._total
+        return self.is_within(owner, num_blocks, max_holds - total.num_holds, max_blocks - total.num_blocks)
 
     def add(self, hold: Held) -> None:
         self._live[hold.id] = hold
-        if hold.owner:
-            for share in (self._total, self._by_owner.setdefault(hold.owner, Share())):
+        if hold.owner.name:
+            for share in (self._total, self._by_owner.setdefault(hold.owner.name, Share())):
                 share.num_holds += 1
                 share.num_blocks += len(hold.entries)
         heapq.heappush(self._deadlines, (hold.deadline, hold.id))
@@ -146,9 +165,14 @@ class HoldTable(Generic[Held]):
     def get(self, id: int) -> Held | None:
         return self._live.get(id)
 
-    def live(self, id: int, now: float = -math.inf) -> Held:
-        """Raises LeaseExpiredError if there is none with this id, or if its deadline has come."""
+    def find(self, id: int, owner: Owner) -> Held | None:
+        """A hold that this owner may use; None for another tenant's, as for an id that is not live."""
         hold = self._live.get(id)
+        return hold if hold is not None and hold.owner.tenant == owner.tenant else None
+
+    def live(self, id: int, owner: Owner = NOBODY, now: float = -math.inf) -> Held:
+        """As `find`; raises LeaseExpiredError if there is none, or if its deadline has come."""
+        hold = self.find(id, owner)
         if hold is None or hold.deadline <= now:
             raise LeaseExpiredError(
                 f"{self._kind} {id:#x} is not live: it expired, was ended, or is of another boot; {self._fix}"
@@ -158,21 +182,21 @@ class HoldTable(Generic[Held]):
     def pop(self, id: int) -> Held | None:
         """Removes and returns a hold, even if its deadline has come and `pop_expired` has not returned it yet."""
         hold = self._live.pop(id, None)
-        if hold is not None and hold.owner:
-            own = self._by_owner[hold.owner]
+        if hold is not None and (name := hold.owner.name):
+            own = self._by_owner[name]
             for share in (self._total, own):
                 share.num_holds -= 1
                 share.num_blocks -= len(hold.entries)
             if not own.num_holds:
-                del self._by_owner[hold.owner]
+                del self._by_owner[name]
         return hold
 
     def grow(self, hold: Held, entries: Sequence[Entry]) -> None:
         """Has a live hold cover more entries."""
         hold.entries += entries
-        if hold.owner:
+        if hold.owner.name:
             self._total.num_blocks += len(entries)
-            self._by_owner[hold.owner].num_blocks += len(entries)
+            self._by_owner[hold.owner.name].num_blocks += len(entries)
 
     def pop_expired(self, now: float) -> Held | None:
         """Removes and returns a hold that has reached its deadline; None if there is none."""

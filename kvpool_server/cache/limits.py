@@ -8,6 +8,31 @@ from kvpool.types import MAX_BATCH_CHUNKS, MAX_RUNS
 
 
 @dataclass(frozen=True, slots=True)
+class IdentityLimits:
+    """What one identity may have at once, over all of its connections, where callers prove who they are.
+
+    A fleet of engines that share a certificate's name is one identity.
+
+    Args:
+        leases, tickets: live ones.
+        leased_blocks: of all its leases; a block counts once for each lease.
+        streams: of lookups; a further one ends the one that has been idle longest.
+        connections: to each data worker; a further one replaces the one that has been idle longest.
+    """
+
+    leases: int = 1_000
+    leased_blocks: int = 1 << 20
+    tickets: int = 256
+    streams: int = 64
+    connections: int = 32
+
+
+def default_limits(_: str) -> IdentityLimits:
+    """The same for every identity."""
+    return IdentityLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """See the module.
 

@@ -49,8 +49,8 @@ from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
-from kvpool_server.cache.leases import Found, HoldTable, Lease, Ticket
-from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.leases import NOBODY, Found, HoldTable, Lease, Owner, Ticket
+from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
@@ -68,6 +68,7 @@ class Pool:
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
         transfers: those of the data port; none by default.
+        limits_of: of an identity, asked for whenever they apply, because they may change.
 
     Attributes:
         placement: where entries lie, and which are evicted.
@@ -82,8 +83,10 @@ class Pool:
         limits: Limits | None = None,
         policy: Callable[[], Policy] = POLICIES[DEFAULT_POLICY],
         transfers: Transfers | None = None,
+        limits_of: Callable[[str], IdentityLimits] = default_limits,
     ):
         self.arena = arena
+        self.limits_of = limits_of
         self.limits = limits or Limits()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.new_id = new_id
@@ -209,12 +212,12 @@ class Pool:
         *,
         prefix_only: bool,
         lease_ttl_ms: int = 0,
-        owner: str = "",
+        owner: Owner = NOBODY,
     ) -> Found:
         """As `lookup`, without recording it: call `record_use` or `record_use_on_get` next.
 
         Args:
-            owner: the client, whose leases count together.
+            owner: whose the lease is.
         """
         namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
         now = self.expire() if lease_ttl_ms else 0.0  # First: it may evict entries of an extent that is being drained.
@@ -238,7 +241,13 @@ class Pool:
         return Found(namespace, tuple(hits), num_blocks, entries, spans, lease_id, granted_ms)
 
     def find_in_steps(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int, owner: str = ""
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        *,
+        prefix_only: bool,
+        lease_ttl_ms: int,
+        owner: Owner = NOBODY,
     ) -> Steps[Found]:
         """As `find`. Each step leases what it finds; the lease's time begins with the last step."""
         namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
@@ -276,18 +285,25 @@ class Pool:
                 self._ended.add_lease(Lease(0, 0.0, list(entries)))
         return Found(namespace, tuple(hits), sum(map(len, runs)), entries, spans, lease_id, granted_ms)
 
-    def _lease(self, entries: list[Entry], ttl_ms: int, now: float, owner: str) -> tuple[int, int]:
+    def _lease(self, entries: list[Entry], ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
         """Makes a lease on entries that are counted as leased; returns its id and TTL, both 0 if there is no room."""
-        limits = self.limits
-        if len(self.leases) >= limits.max_leases or (
-            owner and not self.leases.has_room(owner, len(entries), limits.max_leases, limits.max_leased_blocks)
-        ):
+        if not self._may_lease(owner, len(entries)):
             self.counters["refused_leases"] += 1
             return 0, 0
-        ttl_ms = min(ttl_ms, limits.max_ttl_ms)
+        ttl_ms = min(ttl_ms, self.limits.max_ttl_ms)
         lease = Lease(self.new_id(), now + ttl_ms / 1000, entries, owner=owner)
         self.leases.add(lease)
         return lease.id, ttl_ms
+
+    def _may_lease(self, owner: Owner, num_blocks: int) -> bool:
+        limits = self.limits
+        if len(self.leases) >= limits.max_leases:
+            return False
+        if owner.tenant:
+            own = self.limits_of(owner.name)
+            if not self.leases.is_within(owner, num_blocks, own.leases, own.leased_blocks):
+                return False
+        return not owner.name or self.leases.has_room(owner, num_blocks, limits.max_leases, limits.max_leased_blocks)
 
     def slots(self, found: Found) -> tuple[Slots, ...]:
         """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""
@@ -336,9 +352,9 @@ class Pool:
         runs: Sequence[BlockRun],
         shards: ShardRange,
         ticket_ttl_ms: int = 0,
-        owner: str = "",
+        owner: Owner = NOBODY,
     ) -> Steps[PutGrant]:
-        """As `put_start`; `owner` is the client, whose tickets count together."""
+        """As `put_start`; the ticket is the owner's."""
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = yield from self._reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
         self.counters["put_granted_blocks"] += len(ticket.entries)
@@ -360,19 +376,14 @@ class Pool:
         return finish(self._reserve_in_steps(fingerprint, runs, shards, ttl_s))
 
     def _reserve_in_steps(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float, owner: str = ""
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float, owner: Owner = NOBODY
     ) -> Steps[tuple[Ticket, list[PutStatus]]]:
         namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         self._check_chunks(runs, shards)
         now = self.expire()
         self._mark_used(namespace, now)
-        most = self.limits.max_tickets
-        if len(self.tickets) >= most or (owner and not self.tickets.has_room(owner, 0, most)):
-            raise OutOfSpaceError(
-                f"{len(self.tickets)} puts are under way; the limit is {most}, and one client may have as many as are "
-                "left; try again later"
-            )
+        self._check_tickets(owner)
         ticket = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner)
         statuses: list[PutStatus] = []
         is_reserved = False
@@ -396,6 +407,21 @@ class Pool:
             self.tickets.add(ticket)
         return ticket, statuses
 
+    def _check_tickets(self, owner: Owner) -> None:
+        """Raises OutOfSpaceError if the owner may not have another ticket."""
+        if owner.tenant:
+            # Puts whose steps are under way are not in the table.
+            under_way = sum(ticket.owner.name == owner.name for ticket in self._writing)
+            most = self.limits_of(owner.name).tickets
+            if not self.tickets.is_within(owner, 0, most - under_way):
+                raise OutOfSpaceError(f"{most} puts of {owner.name} are under way, its limit; try again later")
+        most = self.limits.max_tickets
+        if len(self.tickets) >= most or (owner.name and not self.tickets.has_room(owner, 0, most)):
+            raise OutOfSpaceError(
+                f"{len(self.tickets)} puts are under way; the limit is {most}, and one client may have as many as are "
+                "left; try again later"
+            )
+
     def _check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
         count, most = sum(map(len, runs)), self.limits.max_batch_chunks
         if count * shards.count > most:
@@ -410,14 +436,14 @@ class Pool:
             checksums: xxh3-64 of each chunk: entries x shards, entry-major.
 
         Raises:
-            LeaseExpiredError: the ticket is not live.
+            LeaseExpiredError: the ticket is not live, or another tenant's.
             InvalidRequestError: there is not one checksum for each chunk; the ticket stays live.
         """
         return finish(self.put_end_in_steps(ticket_id, checksums))
 
-    def put_end_in_steps(self, ticket_id: int, checksums: Sequence[int]) -> Steps[PutReceipt]:
+    def put_end_in_steps(self, ticket_id: int, checksums: Sequence[int], owner: Owner = NOBODY) -> Steps[PutReceipt]:
         """As `put_end`: each step makes some of the blocks readable."""
-        ticket = self.tickets.live(ticket_id, self.expire())
+        ticket = self.tickets.live(ticket_id, owner, self.expire())
         count = ticket.shards.count
         if len(checksums) != len(ticket.entries) * count:
             raise InvalidRequestError(
@@ -442,12 +468,13 @@ class Pool:
         self.counters["put_completed_blocks"] += completed
         return PutReceipt(committed, completed)
 
-    def put_revoke(self, ticket_id: int) -> bool:
+    def put_revoke(self, ticket_id: int, owner: Owner = NOBODY) -> bool:
         """Ends a ticket whose writer has stopped writing, without committing; False if it was not live."""
         now = self.expire()
-        ticket = self.tickets.pop(ticket_id)
+        ticket = self.tickets.find(ticket_id, owner)
         if ticket is None:
             return False
+        self.tickets.pop(ticket_id)
         if ticket.deadline <= now:
             self.counters["expired_tickets"] += 1
             self._end_ticket(ticket, self.entry_table.expire)
@@ -456,9 +483,9 @@ class Pool:
         self._end_ticket(ticket, self.entry_table.revoke, self._abandon)
         return True
 
-    def writable(self, ticket_id: int, offset: int, nbytes: int) -> None:
+    def writable(self, ticket_id: int, offset: int, nbytes: int, owner: Owner = NOBODY) -> None:
         """Raises unless a live ticket covers [offset, offset + nbytes)."""
-        ticket = self.tickets.live(ticket_id, self.expire())
+        ticket = self.tickets.live(ticket_id, owner, self.expire())
         entry = self.arena.owner(offset)
         if entry is not None and entry.live and ticket.covers(entry):
             chunk_bytes = entry.group.spec.chunk_bytes
@@ -467,13 +494,20 @@ class Pool:
                 return
         raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {ticket_id:#x}")
 
-    def get(self, lease_id: int, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
+    def get(
+        self,
+        lease_id: int,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        shards: ShardRange,
+        owner: Owner = NOBODY,
+    ) -> Located:
         """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         self._check_chunks(runs, shards)
         now = self.expire()
-        lease = self.leases.live(lease_id, now)
+        lease = self.leases.live(lease_id, owner, now)
         if lease.unrecorded is not None:
             found, lease.unrecorded = lease.unrecorded, None
             self.record_use(found)
@@ -495,19 +529,20 @@ class Pool:
         remaining_ms = int((lease.deadline - now) * 1000)
         return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
 
-    def readable(self, lease_id: int, offset: int, nbytes: int) -> None:
+    def readable(self, lease_id: int, offset: int, nbytes: int, owner: Owner = NOBODY) -> None:
         """Raises unless a live lease covers [offset, offset + nbytes)."""
-        lease = self.leases.live(lease_id, self.expire())
+        lease = self.leases.live(lease_id, owner, self.expire())
         entry = self.arena.owner(offset)
         if entry is None or not lease.covers(entry) or offset + nbytes > entry.offset + entry.group.spec.slot_bytes:
             raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no block of lease {lease_id:#x}")
 
-    def release(self, lease_ids: Sequence[int]) -> int:
-        """Ends leases; returns how many were live."""
+    def release(self, lease_ids: Sequence[int], owner: Owner = NOBODY) -> int:
+        """Ends leases; returns how many were live. Those of other tenants count as not live."""
         now = self.expire()
         released = 0
         for lease_id in lease_ids:
-            if (lease := self.leases.pop(lease_id)) is not None:
+            if (lease := self.leases.find(lease_id, owner)) is not None:
+                self.leases.pop(lease_id)
                 self._end_lease(lease)
                 released += lease.deadline > now
         self._ended.settle(SETTLED_PER_CALL)

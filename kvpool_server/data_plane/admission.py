@@ -2,7 +2,8 @@
 
 A connection is unproven until it has shown a permit in force. There is room for `MAX_UNPROVEN` of them, apart from that
 for others: a new one replaces the oldest of the address that has most. A proven connection replaces, where there is no
-room, one that is idle; else it is refused. So whoever has no permit can only displace whoever has none.
+room, one that is idle; else it is refused. So whoever has no permit can only displace whoever has none. An owner of
+permits who has as many proven connections as allowed gets another in the place of an idle one of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from kvpool_server.data_plane.permits import NO_BOUND, Bound
 
 MAX_CONNECTIONS = 256
 """Proven connections of one worker."""
@@ -38,12 +41,14 @@ class Seat:
 
     Attributes:
         idle_since: when it last began to wait for a request, by `time.monotonic`; None while it handles one.
+        owner: as of `Bound`, of the first permit that it has shown.
     """
 
     client: socket.socket
     address: str
     number: int
     idle_since: float | None
+    owner: int = 0
 
 
 class Admission:
@@ -80,17 +85,19 @@ class Admission:
             self._unproven[seat] = None
             return seat
 
-    def prove(self, seat: Seat) -> bool:
-        """The connection has shown a permit in force. False if there is no room for it."""
+    def prove(self, seat: Seat, bound: Bound = NO_BOUND) -> bool:
+        """The connection has shown a permit in force. False if there is no room for it, or its owner has too many."""
         with self._lock:
             if seat in self._proven:
+                self._trim(bound, 0)
                 return True
-            if seat not in self._unproven or not self._has_room():
+            if seat not in self._unproven or not self._has_room() or not self._trim(bound, 1):
                 return False
             if len(self._proven) >= self._max_proven:
                 self._hang_up_on(_of_most(self._proven, self._replaceable()))
             del self._unproven[seat]
             self._proven[seat] = None
+            seat.owner = bound.owner
             return True
 
     def leave(self, seat: Seat) -> None:
@@ -99,6 +106,18 @@ class Admission:
             self._unproven.pop(seat, None)
             self._proven.pop(seat, None)
             self._free.append(seat.number)
+
+    def _trim(self, bound: Bound, num_new: int) -> bool:
+        """Ends idle connections of an owner until it may have so many new ones. False if too few are idle."""
+        if not bound.owner:
+            return True
+        excess = sum(seat.owner == bound.owner for seat in self._proven) + num_new - bound.max_connections
+        if excess <= 0:
+            return True
+        idle = [seat for seat in self._replaceable() if seat.owner == bound.owner][:excess]
+        for seat in idle:
+            self._hang_up_on(seat)
+        return len(idle) == excess
 
     def _has_room(self) -> bool:
         """Whether one more connection could be proven."""

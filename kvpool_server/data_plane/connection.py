@@ -188,9 +188,13 @@ class Connection:
                 f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
             )
         permit = _Permit(header.kind, header.holding_id, terms, header.region_bytes, offsets)
+        bound = self._word.bound(terms)
         self._remaining_s(permit)
-        if not self._admission.prove(self._seat):
-            raise _RefusedError(Status.BUSY, "all connections of this data worker are moving bytes; try again later")
+        if not self._admission.prove(self._seat, bound):
+            most = f"the caller's {bound.max_connections}" if bound.owner else "all"
+            raise _RefusedError(
+                Status.BUSY, f"{most} connections of this data worker are moving bytes; try again later"
+            )
         return permit
 
     def _move(self, permit: _Permit, header: Header) -> None:

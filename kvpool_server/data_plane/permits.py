@@ -16,13 +16,42 @@ ever waits for the other: a worker that is stopped, or whose client is slow, kee
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import mmap
 import os
 import threading
+from typing import NamedTuple
 
 from kvpool.data_port import Kind, Offsets, Signer, Terms
 
 _WORD_BYTES = 8
+_ENTRY_WORDS = 3
+"""Of an entry of the table: the hold's id, and its bound."""
+
+
+class Bound(NamedTuple):
+    """Whose connections to a worker count together, and how many of them there may be.
+
+    Args:
+        owner: a number for the owner's name; 0: nobody's, who may have as many as there is room for.
+    """
+
+    owner: int = 0
+    max_connections: int = 0
+
+    @classmethod
+    def of(cls, name: str, max_connections: int) -> Bound:
+        return cls(_number_of(name), max_connections)
+
+
+NO_BOUND = Bound()
+
+
+@functools.lru_cache(1_024)
+def _number_of(name: str) -> int:
+    """64 bits of a hash, never 0."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_WORD_BYTES).digest()) or 1
 
 
 class PermitTable:
@@ -36,14 +65,14 @@ class PermitTable:
 
     Attributes:
         entries_fd, words_fd: descriptors of the memory, for the workers.
-        entries: uint64 [num_entries].
+        entries: uint64 [num_entries, 3], flat.
     """
 
     def __init__(self, key: bytes, num_entries: int, num_workers: int, words_per_worker: int, *, sealed: bool = False):
         self.key = key
         self.sealed = sealed
         self.num_workers = num_workers
-        self.entries_fd, self.entries = _share("kvpool-permits", num_entries)
+        self.entries_fd, self.entries = _share("kvpool-permits", num_entries * _ENTRY_WORDS)
         self.words_fd, self._words = _share("kvpool-transfers", num_workers * words_per_worker)
         self._idle = bytes(self._words.nbytes)
         self._words_per_worker = words_per_worker
@@ -52,12 +81,25 @@ class PermitTable:
         self._entry_of: dict[int, int] = {}
         self._free = list(range(num_entries - 1, -1, -1))
 
-    def permit(self, kind: Kind, hold_id: int, deadline_ns: int, region_bytes: int, offsets: Offsets) -> bytes:
-        """A permit of a live hold for these regions, until `end` or `deadline_ns` of CLOCK_MONOTONIC."""
+    def permit(
+        self,
+        kind: Kind,
+        hold_id: int,
+        deadline_ns: int,
+        region_bytes: int,
+        offsets: Offsets,
+        bound: Bound = NO_BOUND,
+    ) -> bytes:
+        """A permit of a live hold for these regions, until `end` or `deadline_ns` of CLOCK_MONOTONIC.
+
+        Args:
+            bound: of the connections that show permits of this owner's. The latest one counts.
+        """
         entry = self._entry_of.get(hold_id)
         if entry is None:
             entry = self._entry_of[hold_id] = self._free.pop()
-            self.entries[entry] = hold_id
+            self.entries[entry * _ENTRY_WORDS] = hold_id
+        self.entries[entry * _ENTRY_WORDS + 1], self.entries[entry * _ENTRY_WORDS + 2] = bound
         permit = self._signer.permit(kind, hold_id, Terms(deadline_ns, entry), region_bytes, offsets)
         return permit + self._signer.key_of(permit) if self.sealed else permit
 
@@ -66,7 +108,7 @@ class PermitTable:
         entry = self._entry_of.pop(hold_id, None)
         if entry is None:
             return True
-        self.entries[entry] = 0
+        self.entries[entry * _ENTRY_WORDS] = 0
         self._free.append(entry)
         self._fence()
         # Most often no word is set. NumPy would take four times as long where its code is not in the core's cache.
@@ -95,7 +137,7 @@ class TransferWord:
     """A connection's side: its word, and the table. One thread.
 
     Args:
-        entries: uint64 [num_entries], which the server writes.
+        entries: uint64 [num_entries, 3], flat, which the server writes.
         word: uint64 [1], which this connection alone writes.
     """
 
@@ -106,7 +148,12 @@ class TransferWord:
 
     def is_live(self, hold_id: int, terms: Terms) -> bool:
         """Whether a hold has not ended."""
-        return bool(self._entries[terms.entry] == hold_id)
+        return bool(self._entries[terms.entry * _ENTRY_WORDS] == hold_id)
+
+    def bound(self, terms: Terms) -> Bound:
+        """That of a hold's owner. It is another's if the hold has ended: ask `is_live` next."""
+        at = terms.entry * _ENTRY_WORDS
+        return Bound(self._entries[at + 1], self._entries[at + 2])
 
     def begin(self, hold_id: int) -> None:
         """Announces a transfer under a hold. Ask `is_live` next, and call `end` whatever it says."""

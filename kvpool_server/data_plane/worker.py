@@ -72,7 +72,7 @@ class DataWorker:
     Args:
         arena: all of the arena, writable.
         tally: uint64 [TALLY_COLUMNS], written by this worker alone.
-        entries: uint64 [any], the table of live tickets and leases.
+        entries: the table of live tickets and leases, see `PermitTable`.
         words: uint64 [MAX_SEATS], written by this worker alone.
         admission: which connections are served; others are refused with `NO_ROOM`.
         sealed: whether connections are.

@@ -21,7 +21,7 @@ from kvpool.errors import InvalidRequestError
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
 from kvpool_server.cache.entry import Entry, Observer
-from kvpool_server.cache.leases import Found
+from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
@@ -156,7 +156,7 @@ class TieredPool(Observer):
         prefix_only: bool,
         lease_ttl_ms: int = 0,
         locate: bool = False,
-        owner: str = "",
+        owner: Owner = NOBODY,
     ) -> Lookup:
         """As `Pool.lookup`; with a TTL, also prefetches missing blocks, and says how many of them are pending.
 
@@ -175,7 +175,7 @@ class TieredPool(Observer):
         prefix_only: bool,
         lease_ttl_ms: int,
         locate: bool,
-        owner: str,
+        owner: Owner,
     ) -> Steps[Lookup]:
         """As `lookup`, of many blocks."""
         found = yield from self.pool.find_in_steps(
@@ -204,7 +204,7 @@ class TieredPool(Observer):
         prefix_only: bool,
         lease_ttl_ms: int,
         locate: bool = False,
-        owner: str = "",
+        owner: Owner = NOBODY,
         *,
         wait_ms: int,
     ) -> Lookup:
@@ -225,11 +225,11 @@ class TieredPool(Observer):
                 while found.retry_after_ms:
                     await self._next_come_up(fingerprint, runs, found)
                     earlier, found = found, look()
-                    self.pool.release([earlier.lease_id])
+                    self.pool.release([earlier.lease_id], owner)
         except TimeoutError:
             pass
         except BaseException:  # Nobody will hear of the lease.
-            self.pool.release([found.lease_id])
+            self.pool.release([found.lease_id], owner)
             raise
         finally:
             self._num_waiting -= 1

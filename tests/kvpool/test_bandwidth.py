@@ -28,7 +28,8 @@ from kvpool.bandwidth_report import row_of, text_of
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.namespace import NamespaceSpec
+from kvpool.holdings import NamespaceInfo
+from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import BlockRun
 from tests.conftest import Connect, StartServer
 from tests.support.clock import FakeClock
@@ -218,12 +219,17 @@ def measurement(rate: float = 1e9, round_trip_s: float = 1e-3, region_bytes: int
 
 def test_a_hit_costs_its_calls_and_its_bytes() -> None:
     group = group_spec(chunk_bytes=1_600, num_shards=4)
-    one = hit_cost(measurement(rate=1e6), namespace_spec(group), 1, 1_000)
+
+    def of(*groups: GroupSpec) -> NamespaceInfo:
+        return NamespaceInfo(namespace_spec(*groups), b"f" * 32)
+
+    one = hit_cost(measurement(rate=1e6), of(group), 1, 1_000)
+    assert one.fingerprint == b"f" * 32
     assert one.nbytes == 400_000 and one.load_s == pytest.approx(2e-3 + (400_000 - 6_400) / 1e6)
     assert one.break_even == pytest.approx(1_000 / one.load_s)
-    both = hit_cost(measurement(rate=1e6), namespace_spec(group, group), 1, 1_000)
+    both = hit_cost(measurement(rate=1e6), of(group, group), 1, 1_000)
     assert both.load_s == pytest.approx(one.load_s + 400_000 / 1e6 + 1e-3)
-    assert hit_cost(measurement(), namespace_spec(group), 1, 1).load_s == 2e-3
+    assert hit_cost(measurement(), of(group), 1, 1).load_s == 2e-3
 
 
 SECONDS = st.floats(1e-6, 100)

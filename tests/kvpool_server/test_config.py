@@ -38,6 +38,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("tls_client_ca", "ca.crt", "ca.crt"),
         ("tokens", "tokens", "tokens"),
         ("audit_log", "audit.json", "audit.json"),
+        ("identity_limits", "limits.toml", "limits.toml"),
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),

@@ -29,15 +29,15 @@ from kvpool.errors import (
 )
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
-from kvpool.types import Quota, ShardRange
+from kvpool.types import Quota
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server.access.permissions import CALLS
+from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import block_hash, namespace_spec, payload, run_of
 
-METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["Pool"].methods)
 ABOUT_A_NAMESPACE = (
     "Lookup", "LookupStream", "PutStart", "Get", "PutChunks", "GetChunks", "Verify", "Remove", "Clear",
 )  # fmt: skip
@@ -91,44 +91,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def _call(client: Client, method: str, namespace: bytes) -> grpc.StatusCode:
     """Calls a method with a request that is right; returns the status."""
-    runs = wire.encode_runs([run_of("block")])
-    shards = wire.encode_shards(ShardRange(0, 1))
-    key = pb.PoolKey(namespace=namespace, block_hash=block_hash("block"))
-    requests: dict[str, Any] = {
-        "OpenNamespace": pb.OpenNamespaceRequest(spec=wire.encode_spec(namespace_spec(tenant="acme"))),
-        "Lookup": pb.LookupRequest(namespace=namespace, runs=runs),
-        "LookupStream": pb.LookupRequest(namespace=namespace, runs=runs),
-        "PutStart": pb.PutStartRequest(namespace=namespace, runs=runs, shards=shards),
-        "PutEnd": pb.PutEndRequest(ticket_id=7),
-        "PutRevoke": pb.PutRevokeRequest(ticket_id=7),
-        "Get": pb.GetRequest(lease_id=7, namespace=namespace, runs=runs, shards=shards),
-        "Release": pb.ReleaseRequest(lease_ids=[7]),
-        "Write": pb.WriteRequest(),
-        "Read": pb.ReadRequest(lease_id=7, offsets=[0], region_bytes=1),
-        "PutChunks": pb.PutChunksRequest(chunks=[pb.Chunk(key=key)]),
-        "GetChunks": pb.GetChunksRequest(keys=[key]),
-        "Verify": pb.VerifyRequest(namespace=namespace, runs=runs),
-        "Remove": pb.RemoveRequest(namespace=namespace, runs=wire.encode_runs([run_of("nothing")])),
-        "Clear": pb.ClearRequest(namespace=namespace),
-        "Ping": pb.PingRequest(),
-        "WhoAmI": pb.WhoAmIRequest(),
-        "Stats": pb.StatsRequest(),
-        "ListNamespaces": pb.ListNamespacesRequest(),
-        "ListQuotas": pb.ListQuotasRequest(),
-        "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 30)]),
-    }
-    call, request = getattr(client.rpc.stub, method), requests[method]
-    descriptor = pb.DESCRIPTOR.services_by_name["Pool"].methods_by_name[method]
-    try:
-        reply = call(iter([request]) if descriptor.client_streaming else request, timeout=TIMEOUT_S)
-        if method == "LookupStream":
-            (found,) = reply
-            return next(code for code in grpc.StatusCode if code.value[0] == found.error.code)
-        if descriptor.server_streaming:
-            list(reply)
-    except grpc.RpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
+    return outcome(client, method, Target(namespace)).code
 
 
 def test_the_table_has_every_rpc_and_no_other() -> None:
@@ -152,8 +115,6 @@ def test_another_tenants_namespace_is_as_one_that_is_not(deployment: Deployment,
             foreign = _call(client, method, deployment.fingerprints["umbra"])
             assert foreign == _call(client, method, block_hash("never opened")) == grpc.StatusCode.NOT_FOUND
     with deployment.client(Role.ENGINE_READ, "umbra") as client:
-        namespace = client.open_namespace(namespace_spec(tenant="umbra"))
-        assert namespace.fingerprint != deployment.fingerprints["umbra"]
         found = client.rpc.stub.Lookup(
             pb.LookupRequest(namespace=deployment.fingerprints["umbra"], runs=wire.encode_runs([run_of("block")]))
         )
@@ -170,6 +131,14 @@ def test_a_tenant_opens_its_own_namespaces_only(deployment: Deployment) -> None:
             client.open_namespace(spec, deployment.fingerprints["umbra"])
         with pytest.raises(IncompatibleNamespaceError):
             client.open_namespace(spec, deployment.fingerprints["acme"])
+
+
+def test_who_only_reads_opens_namespaces_that_are_open(deployment: Deployment) -> None:
+    spec = namespace_spec(tenant="acme")
+    with deployment.client(Role.ENGINE_READ) as reader, deployment.client(Role.ENGINE_WRITE) as writer:
+        with pytest.raises(UnknownNamespaceError, match="a caller that only reads cannot create it"):
+            reader.open_namespace(spec)
+        assert writer.open_namespace(spec).fingerprint == reader.open_namespace(spec).fingerprint
 
 
 def test_a_tenant_lists_its_own_namespaces_and_quotas_only(deployment: Deployment) -> None:

@@ -9,9 +9,11 @@ from contextlib import ExitStack
 import pytest
 
 from kvpool_server.data_plane.admission import MAX_LEAVING, SPARED_S, Admission, Seat
+from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from tests.support.clock import FakeClock
 
 MAX_PROVEN, MAX_UNPROVEN = 3, 4
+ACME, UMBRA = Bound.of("acme", 2), Bound.of("umbra", 2)
 
 
 class Door:
@@ -37,9 +39,9 @@ class Door:
         assert seat is not None
         return seat
 
-    def proven(self, address: str, *, is_idle: bool = True) -> Seat:
+    def proven(self, address: str, bound: Bound = NO_BOUND, *, is_idle: bool = True) -> Seat:
         seat = self.admitted(address)
-        assert self.admission.prove(seat)
+        assert self.admission.prove(seat, bound)
         seat.idle_since = self.clock() if is_idle else None
         return seat
 
@@ -120,3 +122,29 @@ def test_who_was_hung_up_on_cannot_prove_anything_any_more(door: Door) -> None:
     for _ in range(MAX_UNPROVEN):
         door.admitted("a")
     assert door.is_hung_up_on(first) and not door.admission.prove(first)
+
+
+def test_an_owner_with_all_its_connections_gets_one_for_its_own_idle_one(door: Door) -> None:
+    theirs = door.proven("b", UMBRA)
+    door.clock.advance(1)
+    first, second = door.proven("a", ACME), door.proven("c", ACME)
+    door.clock.advance(SPARED_S)
+    second.idle_since = door.clock()
+    third = door.proven("d", ACME)
+    assert [door.is_hung_up_on(seat) for seat in (theirs, first, second, third)] == [False, True, False, False]
+
+
+def test_an_owner_whose_connections_all_move_bytes_gets_no_other(door: Door) -> None:
+    mine = [door.proven("a", ACME, is_idle=False) for _ in range(2)]
+    waiting = door.admitted("a")
+    assert not door.admission.prove(waiting, ACME)
+    assert not any(map(door.is_hung_up_on, mine)) and door.admission.prove(mine[0], ACME)
+    door.admission.leave(mine[0])
+    assert door.admission.prove(waiting, ACME)
+
+
+def test_a_lower_bound_ends_connections_that_exist(door: Door) -> None:
+    idle, busy = door.proven("a", ACME), door.proven("a", ACME, is_idle=False)
+    door.clock.advance(SPARED_S)
+    assert door.admission.prove(busy, Bound.of("acme", 1)), "who moves bytes goes on"
+    assert door.is_hung_up_on(idle) and not door.is_hung_up_on(busy)

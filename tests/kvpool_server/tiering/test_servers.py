@@ -220,7 +220,7 @@ def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
 ) -> None:
     client, spec = _restarted(pool_server, connect, tmp_path)
     (info,) = client.admin.namespaces()
-    assert (info.spec, info.num_entries, info.tiers[0].num_entries) == (spec, 0, len(NAMES))
+    assert (info.spec, info.num_entries, info.tiers[0].num_entries) == (spec.listed(), 0, len(NAMES))
     client.admin.clear(spec.fingerprint())
     assert client.admin.stats().tiers[0].num_entries == 0, "it was not waited for"
     assert _hits(client, client.open_namespace(spec), NAMES) == 0

@@ -1,0 +1,391 @@
+"""What one identity may have at once, over all of its connections: who takes all they can leave others theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import queue
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import wire
+from kvpool.client import Client, Namespace
+from kvpool.data_port import (
+    PERMIT_BYTES,
+    REPLY_BYTES,
+    Header,
+    Kind,
+    Reply,
+    Status,
+    pack_offsets,
+    proof_of,
+    receive_exactly,
+    time_out,
+)
+from kvpool.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
+from kvpool.principal import Principal, Role
+from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
+from kvpool.transport.tcp_connection import Peer
+from kvpool.types import ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.watched_files import LOOK_EVERY_S
+from kvpool_server import inbox
+from kvpool_server.access.caller import CALLER
+from kvpool_server.access.identity_limits import read_limits
+from kvpool_server.cache.limits import IdentityLimits
+from kvpool_server.data_plane.admission import SPARED_S
+from kvpool_server.inbox import Inbox
+from tests.security.conftest import Deploy
+from tests.security.test_access import Deployment
+from tests.support.processes import run_command, server_command, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+BLOCK_BYTES = 256
+ACME = "spiffe://kvpool.local/kvpool/acme/engine-write"
+SMALL = "leases = 4\nleased_blocks = 12\ntickets = 3\nstreams = 2\nconnections = 2\n"
+TIMEOUT_S = 10.0
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+
+
+# The file
+
+
+def test_the_page_tells_the_limits() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\d,]+)\b", DOCUMENT.read_text(), re.MULTILINE)
+    assert {key: int(value.replace(",", "")) for key, value in rows} == dataclasses.asdict(IdentityLimits())
+    (own,) = re.findall(r"^\| streams of payload that are read \| \| (\d+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert int(own) == inbox.MAX_OWN_DATA_STREAMS
+
+
+def _read(tmp_path: Path, text: str) -> tuple[IdentityLimits, dict[str, IdentityLimits]]:
+    path = tmp_path / "limits.toml"
+    path.write_text(text)
+    return read_limits(path)
+
+
+def test_a_file_has_limits_of_all_and_of_some(tmp_path: Path) -> None:
+    of_all, of_each = _read(tmp_path, f'leases = 5\n["{ACME}"]\ntickets = 7\n')
+    assert of_all == IdentityLimits(leases=5)
+    assert of_each == {ACME: IdentityLimits(leases=5, tickets=7)}
+    assert _read(tmp_path, "") == (IdentityLimits(), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("lease = 5", "unknown limit lease; the limits are leases, leased_blocks, tickets, streams, connections"),
+        ("leases = 0", "leases = 0; give a whole number"),
+        ("leases = true", "leases = True; give a whole number"),
+        ("leases = 1.5", "leases = 1.5"),
+        ("leases = '5'", "leases = '5'"),
+        ("[acme]\nleases = 5", "'acme' is not spiffe://"),
+        (f'["{ACME}"]\nnope = 5', f"{ACME}: unknown limit nope"),
+        ("leases", "is not TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told.replace("[", r"\[")):
+        _read(tmp_path, text)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_limits(tmp_path / "nothing")
+
+
+def test_limits_that_would_bound_nobody_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "limits.toml"
+    path.write_text(SMALL)
+    common = ("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB")
+    done = run_command(*server_command(*common, "--identity-limits", str(path)))
+    assert done.returncode == 2
+    assert "identity_limits bounds nobody" in done.stderr
+
+
+# A server
+
+
+class Limited:
+    """A server with small limits, and a namespace with eight blocks of each of two tenants."""
+
+    def __init__(self, deployment: Deployment, file: Path):
+        self.deployment = deployment
+        self.file = file
+        self._stack = ExitStack()
+        self._held: list[tuple[str, int]] = []
+        self.namespaces = {tenant: self._fill(tenant) for tenant in ("acme", "umbra")}
+
+    def client(self, tenant: str) -> Client:
+        """A client with a connection of its own, until the end of the test."""
+        client = self.deployment.client(Role.ENGINE_WRITE, tenant, transport="grpc")
+        return self._stack.enter_context(client)
+
+    def _fill(self, tenant: str) -> Namespace:
+        client = self.client(tenant)
+        namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant=tenant))
+        client.put_blocks(namespace, run_of(*range(8)), [payload(name, BLOCK_BYTES) for name in range(8)])
+        return namespace
+
+    def lease(self, client: Client, tenant: str, count: int = 1) -> int:
+        """A lease on so many blocks; 0 if it was refused."""
+        runs = wire.encode_runs([run_of(*range(count))])
+        request = pb.LookupRequest(namespace=self.namespaces[tenant].fingerprint, runs=runs, lease_ttl_ms=60_000)
+        found = client.rpc.stub.Lookup(request, timeout=TIMEOUT_S)
+        assert found.hits[0].num_leading == count
+        self._held.append((tenant, int(found.lease_id)))
+        return int(found.lease_id)
+
+    def put(self, client: Client, tenant: str, name: object) -> int:
+        """A ticket on a block. Raises OutOfSpaceError."""
+        ticket_id = client.rpc.put_start(self.namespaces[tenant], [run_of(name)], ShardRange(0, 1)).ticket_id
+        self._held.append((tenant, ticket_id))
+        return ticket_id
+
+    def end_but_one(self, client: Client, tenant: str) -> None:
+        """Ends the leases of a tenant but for one that was granted."""
+        mine = [hold_id for whose, hold_id in self._held if whose == tenant and hold_id]
+        client.release(mine[1:])
+        self._held = [(tenant, mine[0])]
+
+    def end(self) -> None:
+        """Ends all leases, tickets and clients."""
+        for tenant in self.namespaces:
+            client = self.client(tenant)
+            mine = [hold_id for whose, hold_id in self._held if whose == tenant]
+            client.release(mine)
+            for hold_id in mine:
+                client.rpc.put_revoke(hold_id)
+        self._held.clear()
+        self._stack.close()
+
+
+def _start(deploy: Deploy, file: Path) -> Limited:
+    file.write_text(SMALL)
+    return Limited(deploy("--identity-limits", str(file), "--data-workers", "1"), file)
+
+
+@pytest.fixture(scope="module")
+def _server(deploy: Deploy, tmp_path_factory: pytest.TempPathFactory) -> Limited:
+    return _start(deploy, tmp_path_factory.mktemp("limits") / "limits.toml")
+
+
+@pytest.fixture
+def limited(_server: Limited) -> Iterator[Limited]:
+    try:
+        yield _server
+    finally:
+        _server.end()
+
+
+def test_an_identity_has_as_many_leases_as_its_limit_over_all_connections(limited: Limited) -> None:
+    first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")
+    leases = [limited.lease(client, "acme") for client in (first, second) * 3]
+    assert [lease_id > 0 for lease_id in leases] == [True] * 4 + [False] * 2
+    assert limited.lease(other, "umbra")
+    assert first.release([leases[1]]) == 1, "another connection's, of the same identity"
+    assert limited.lease(second, "acme")
+
+
+def test_an_identitys_leases_hold_as_many_blocks_as_its_limit(limited: Limited) -> None:
+    first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")
+    assert limited.lease(first, "acme", 8)
+    assert not limited.lease(second, "acme", 5)
+    assert limited.lease(second, "acme", 4)
+    assert limited.lease(other, "umbra", 8)
+
+
+def test_an_identity_has_as_many_tickets_as_its_limit(limited: Limited) -> None:
+    put = limited.put
+    first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")
+    tickets = [put(client, "acme", f"new {nth}") for nth, client in enumerate((first, second, first))]
+    with pytest.raises(KVPoolError, match=f"3 puts of {ACME} are under way"):
+        put(second, "acme", "one more")
+    assert put(other, "umbra", "new")
+    assert second.rpc.put_revoke(tickets[0])
+    assert put(second, "acme", "one more")
+
+
+class Stream:
+    """A LookupStream call."""
+
+    def __init__(self, client: Client, request: pb.LookupRequest):
+        self._requests: queue.SimpleQueue[pb.LookupRequest | None] = queue.SimpleQueue()
+        self._request = request
+        self._replies = client.rpc.stub.LookupStream(iter(self._requests.get, None), timeout=60)
+
+    def is_answered(self) -> bool:
+        """False if the server has ended the call."""
+        self._requests.put(self._request)
+        return next(self._replies, None) is not None
+
+    def close(self) -> None:
+        self._requests.put(None)
+        self._replies.cancel()
+
+
+def test_an_identitys_streams_make_way_for_its_own_alone(limited: Limited) -> None:
+    def begun(tenant: str) -> Stream:
+        runs = wire.encode_runs([run_of(0)])
+        stream = Stream(
+            limited.client(tenant), pb.LookupRequest(namespace=limited.namespaces[tenant].fingerprint, runs=runs)
+        )
+        assert stream.is_answered()
+        return stream
+
+    streams = [begun("umbra"), *(begun("acme") for _ in range(4))]
+    assert [stream.is_answered() for stream in streams] == [True, False, False, True, True]
+    for stream in streams:
+        stream.close()
+
+
+class SealedClient:
+    """A connection to the data port, of one who has a permit to read a block."""
+
+    def __init__(self, limited: Limited, tenant: str):
+        client, namespace = limited.client(tenant), limited.namespaces[tenant]
+        self._lease_id = limited.lease(client, tenant)
+        located = client.rpc.stub.Get(
+            pb.GetRequest(
+                lease_id=self._lease_id,
+                namespace=namespace.fingerprint,
+                runs=wire.encode_runs([run_of(0)]),
+                shards=wire.encode_shards(ShardRange(0, 1)),
+            )
+        )
+        self._permit, self._offsets = located.permit[:PERMIT_BYTES], list(located.offsets)
+        key = located.permit[PERMIT_BYTES:]
+        port = client.rpc.ping().data_port
+        self._plain, server_random = Peer(
+            "127.0.0.1", port.port, port.nonce, TIMEOUT_S, TIMEOUT_S, sealed=True
+        ).connect(TIMEOUT_S)
+        client_random = os.urandom(RANDOM_BYTES)
+        self._plain.sendall(client_random + self._permit)
+        self._sealed = SealedSocket(self._plain, key, client_random, server_random, is_client=True)
+        self._proof = proof_of(key, self._sealed.channel_id)
+        time_out(self._plain, TIMEOUT_S)
+
+    def reads(self) -> Status:
+        """What comes of reading the block."""
+        header = Header(Kind.READ, 0, 1, BLOCK_BYTES, holding_id=self._lease_id, permit=self._permit)
+        self._sealed.sendall(header.encode() + pack_offsets(self._offsets).tobytes() + self._proof)
+        self._sealed.sendall(Header(Kind.MOVE, 0, 1, BLOCK_BYTES).encode())
+        status, message_bytes, nbytes = Reply.decode(receive_exactly(self._sealed, REPLY_BYTES))
+        receive_exactly(self._sealed, message_bytes + nbytes)
+        return status
+
+    def is_hung_up_on(self) -> bool:
+        try:
+            return self._plain.recv(1, socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+def test_an_identitys_connections_to_the_data_port_make_way_for_its_own_alone(limited: Limited) -> None:
+    with ExitStack() as stack:
+
+        def connected(tenant: str) -> SealedClient:
+            return stack.enter_context(closing(SealedClient(limited, tenant)))
+
+        other, first, second = connected("umbra"), connected("acme"), connected("acme")
+        assert [client.reads() for client in (other, first, second)] == [Status.OK] * 3
+        assert connected("acme").reads() is Status.BUSY, "the others have just moved bytes"
+        time.sleep(SPARED_S)
+        assert second.reads() is Status.OK
+        assert connected("acme").reads() is Status.OK
+        assert first.is_hung_up_on() and not second.is_hung_up_on() and not other.is_hung_up_on()
+        assert other.reads() is Status.OK
+
+
+@pytest.mark.more
+def test_limits_change_for_those_who_are_connected(deploy: Deploy, tmp_path: Path) -> None:
+    limited = _start(deploy, tmp_path / "limits.toml")
+    client = limited.client("acme")
+    leases = [limited.lease(client, "acme") for _ in range(5)]
+    assert not leases[-1]
+    limited.file.write_text("nonsense")
+    limited.file.write_text(f'{SMALL}["{ACME}"]\nleases = 5\n')
+    wait_for(lambda: limited.lease(client, "acme"), "the fifth lease", LOOK_EVERY_S + 10)
+    assert not limited.lease(client, "acme")
+    limited.file.write_text(f'{SMALL}["{ACME}"]\nleases = 1\n')
+    wait_for(lambda: _is_refused_at_one(limited, client, leases), "the lower limit", LOOK_EVERY_S + 10)
+    limited.end()
+
+
+def _is_refused_at_one(limited: Limited, client: Client, leases: list[int]) -> bool:
+    """Whether a second lease is refused; each look ends all but one."""
+    limited.end_but_one(client, "acme")
+    return not limited.lease(client, "acme")
+
+
+# Messages
+
+
+class SilentContext:
+    """Of a call whose client sends nothing."""
+
+    async def read(self) -> bytes:
+        await asyncio.sleep(60)
+        raise AssertionError("the test has taken a minute")
+
+
+def _called_by(tenant: str, what: Callable[[], Any]) -> asyncio.Task[Any]:
+    async def call() -> Any:
+        CALLER.set(Principal(tenant, Role.ENGINE_WRITE))
+        return await what()
+
+    return asyncio.create_task(call())
+
+
+def test_a_flood_of_half_sent_messages_ends_those_of_its_own_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MAX_AWAITED", 8)
+
+    async def run() -> None:
+        box = Inbox()
+        receive = lambda: box.receive(SilentContext(), 100)  # type: ignore[arg-type]  # noqa: E731
+        slow = _called_by("umbra", receive)
+        await asyncio.sleep(0)
+        flood = [_called_by("acme", receive) for _ in range(30)]
+        async with asyncio.timeout(TIMEOUT_S):
+            while sum(call.done() for call in flood) < 23:
+                await asyncio.sleep(0.01)
+        assert not slow.done() and not any(call.done() for call in flood[23:])
+        assert all(isinstance(call.exception(), PoolTimeoutError) for call in flood[:23])
+        for call in (slow, *flood):
+            call.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_identity_leaves_streams_of_data_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MESSAGE_S", 0.2)
+    most = inbox.MAX_OWN_DATA_STREAMS
+
+    async def run() -> None:
+        box = Inbox()
+
+        async def read() -> None:
+            async for _ in box.stream(SilentContext()):  # type: ignore[arg-type]
+                pass
+
+        greedy = [_called_by("acme", read) for _ in range(inbox.MAX_DATA_STREAMS)]
+        async with asyncio.timeout(TIMEOUT_S):
+            while sum(call.done() for call in greedy) < len(greedy) - most:
+                await asyncio.sleep(0.01)
+        other = _called_by("umbra", read)
+        await asyncio.sleep(2 * inbox.MESSAGE_S)
+        assert not other.done() and not any(call.done() for call in greedy[:most])
+        assert all(isinstance(call.exception(), UnavailableError) for call in greedy[most:])
+        for call in (other, *greedy):
+            call.cancel()
+
+    asyncio.run(run())
