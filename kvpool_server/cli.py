@@ -52,6 +52,7 @@ def serve(
     tls_key: Annotated[str | None, typer.Option(help=_help("tls_key"))] = None,
     tls_client_ca: Annotated[str | None, typer.Option(help=_help("tls_client_ca"))] = None,
     tokens: Annotated[str | None, typer.Option(help=_help("tokens"))] = None,
+    deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
     insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
@@ -98,6 +99,7 @@ async def _run(settings: ServerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
+    loop.add_signal_handler(signal.SIGHUP, server.look_at_credentials)
     stopping = asyncio.create_task(server.wait())
     starting = asyncio.create_task(server.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -109,10 +111,6 @@ async def _run(settings: ServerConfig) -> None:
     await starting
     host = split_address(settings.listen)[0]
     if host in EVERYWHERE:
-        log.warning(
-            "any host that can reach this one can read and write the pool, which authenticates no client: "
-            "close its ports to all hosts but your engines, or give --listen an address that only they can reach"
-        )
         host = socket.gethostname()
     if server.engine is not None:
         log.warning(
@@ -144,7 +142,8 @@ async def _run(settings: ServerConfig) -> None:
 
 
 def _http_url(server: Server) -> str:
-    return f"http://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
+    scheme = "https" if server.config.tls_cert else "http"
+    return f"{scheme}://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
 
 
 def _kv_transfer_config(endpoint: str) -> dict[str, Any]:

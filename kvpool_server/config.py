@@ -90,10 +90,15 @@ class ServerConfig(BaseModel):
         description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
         "need one, and no certificate.",
     )
+    deny: str = Field(
+        "",
+        description="File of SPIFFE IDs, and of SHA-256 digests of certificates and tokens, a line each, that are "
+        "refused although they are good. A change ends calls under way within 10 seconds. Empty: none.",
+    )
     audit_log: str = Field(
         "",
         description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
-        "remove blocks, set quotas or open namespaces. Empty: none.",
+        "remove blocks, set quotas or open namespaces, and for credentials that it reads. Empty: none.",
     )
     insecure_network: bool = Field(
         False,

@@ -13,6 +13,8 @@ _WAY_OUT = "--insecure-network where all on the network are trusted"
 def tls_files(config: ServerConfig) -> TlsFiles | None:
     """The files of TLS; None: plaintext. Raises ConfigError unless callers then have to prove who they are."""
     if not (config.tls_cert or config.tls_key or config.tls_client_ca or config.tokens):
+        if config.deny:
+            raise ConfigError(f"--deny {config.deny} denies nobody where callers prove nothing; give --tls-cert, too")
         return None
     if not (config.tls_cert and config.tls_key):
         raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither with --tls-client-ca or --tokens")
@@ -28,7 +30,8 @@ def check_exposure(config: ServerConfig) -> None:
     if config.insecure_network:
         return
     has_tls = tls_files(config) is not None
-    for flag, address in (("--listen", config.listen), ("--data-listen", config.data_listen)):
+    asking = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
+    for flag, address in asking.items():
         if has_tls or not address or is_local(address):
             continue
         raise ConfigError(
@@ -36,7 +39,6 @@ def check_exposure(config: ServerConfig) -> None:
             f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
         )
     plain = {
-        "--http-listen": config.http_listen,
         "--kv-events": _tcp_address(config.kv_events),
         "--kv-events-replay": _tcp_address(config.kv_events_replay),
     }

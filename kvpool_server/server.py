@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence, Set
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from kvpool.errors import ConfigError, InvalidRequestError, TransferError
+from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, TransferError
 from kvpool.memory_socket import abstract_name
 from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
 from kvpool.segment import Segment
+from kvpool.tls import TlsFiles
+from kvpool.tokens import read_records
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.unix_socket import memory_path
 from kvpool.version import __version__
+from kvpool.watched_files import WatchedFiles
+from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.caller import Certificates, Tokens, Who
+from kvpool_server.access.caller import Certificates, Tokens, Who, check_scrape
 from kvpool_server.access.credentials import ServerCredentials
+from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.reminders import DAY_S, HOUR_S, ends_of, repeat, warn_of_ends, warn_of_plaintext
+from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.access.watch import AccessWatch
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -44,7 +54,7 @@ from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.memory_socket import MemorySocket
-from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
+from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -83,6 +93,9 @@ class Server:
         self.data: DataWorkers | None = None
         self._credentials: ServerCredentials | None = None
         self._who: Who | None = None
+        self._running: RunningCalls | None = None
+        self._watch: AccessWatch | None = None
+        self._audit: AuditLog | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -111,10 +124,13 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         check_exposure(config)
-        files = tls_files(config)
-        if files is not None:
-            self._credentials = ServerCredentials(files)
-            self._who = Tokens(config.tokens) if config.tokens else Certificates()
+        if config.audit_log:
+            self._audit = AuditLog(config.audit_log)
+            self._open.push_async_callback(asyncio.to_thread, self._audit.close)
+        if (files := tls_files(config)) is not None:
+            self._ask_who_calls(files)
+        if config.insecure_network:
+            self._in_background(repeat(warn_of_plaintext, HOUR_S))
         self._permits = self._make_permits() if config.data_listen else None
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
@@ -145,6 +161,36 @@ class Server:
         self._in_background(self._prefault_rest())
         if self.data is not None:
             self._in_background(self.data.watch())
+
+    def _ask_who_calls(self, files: TlsFiles) -> None:
+        """Reads the credentials of the server and of its callers, and watches them from now on."""
+        config = self.config
+        credentials = ServerCredentials(files, self._when_read("certificates", _named(files)))
+        denied = DenyList(config.deny, self._when_read("deny list", [config.deny])) if config.deny else None
+        watched: list[WatchedFiles[Any]] = [credentials.identity, *([] if denied is None else [denied])]
+        who: Who = Certificates(denied)
+        if path := config.tokens:
+            read = self._when_read("tokens", [path])
+            tokens = WatchedFiles([path], lambda: read_records(Path(path)), when_read=read)
+            who = Tokens(tokens, denied)
+            watched.append(tokens)
+        self._credentials, self._who = credentials, who
+        self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)
+        self._watch = AccessWatch(watched, self._running, self._expire_owned)
+        self._in_background(self._watch.run())
+        self._in_background(repeat(lambda: warn_of_ends(credentials.identity.value, dt.datetime.now(dt.UTC)), DAY_S))
+
+    def _when_read(self, what: str, paths: Sequence[str]) -> Callable[[ConfigError | None], None]:
+        audit = self._audit
+        return lambda error: audit.read(what, paths, error) if audit is not None else None
+
+    async def _expire_owned(self, principals: Set[str]) -> None:
+        await self._turns.run(self.pool.expire_owned(principals))
+
+    def look_at_credentials(self) -> None:
+        """Reads files of credentials that have changed, at once; for signal handlers."""
+        if self._watch is not None:
+            self._watch.look_at_once()
 
     @property
     def _limits(self) -> Limits:
@@ -207,17 +253,34 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(OwnMemory())
+        if (credentials := self._credentials) is not None:
+            registry.register(CertificateExpiry(lambda: ends_of(credentials.identity.value)))
         self._in_background(LoopLag(registry).run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
+            tls = None if self._credentials is None else self._credentials.for_http
+            gate = None if self._who is None else self._may_scrape
             try:
-                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state))
+                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
             self._open.push_async_callback(asyncio.to_thread, http.close)
             self.http_port = http.port
         return metrics
+
+    def _may_scrape(self, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
+        """Raises UnauthenticatedError and PermissionDeniedError. Called by HTTP's threads."""
+        assert self._who is not None
+        caller = None
+        try:
+            caller = self._who.of_request(certificate, authorization).principal
+            check_scrape(caller)
+        except KVPoolError as error:
+            if self._audit is not None:
+                status = status_of(error).name
+                self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
+            raise
 
     def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
@@ -284,13 +347,12 @@ class Server:
             self._who,
             self._turns,
         )
-        config, audit = self.config, None
-        if config.audit_log:
-            audit = AuditLog(config.audit_log)
-            self._open.push_async_callback(asyncio.to_thread, audit.close)
+        config = self.config
         credentials = None if self._credentials is None else self._credentials.for_grpc()
         unix = config.unix_listen, config.unix_mode_bits
-        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, self._who, audit)
+        self._grpc = GrpcServer(
+            config.listen, service, metrics, *unix, credentials, self._who, self._running, self._audit
+        )
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()
@@ -349,3 +411,7 @@ class Server:
         await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")
+
+
+def _named(files: TlsFiles) -> list[str]:
+    return [path for path in (files.ca, files.cert, files.key) if path]

@@ -423,7 +423,7 @@ class PoolService(PoolServicer):
             boot_token=self._boot_token,
             principal=str(caller),
             methods=sorted(CALLS[caller.role]),
-            ends_at=int(self._who.ends_at(context).timestamp()),
+            ends_at=int(self._who(context).ends_at.timestamp()),
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:

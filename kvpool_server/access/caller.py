@@ -2,97 +2,112 @@
 
 from __future__ import annotations
 
-import datetime as dt
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import grpc
-from cryptography import x509
 
-from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
+from kvpool.errors import PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import Principal, Role
-from kvpool.tokens import TokenRecord, digest_of, read_records
+from kvpool.tokens import TokenRecord, digest_of
 from kvpool.watched_files import WatchedFiles
-from kvpool_server.access.permissions import CALLS, may_call
+from kvpool_server.access.credential import Credential, of_certificate
+from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
 
-_URIS, _VERSION, _PEM = "peer_uri", "ssl_tls_version", "x509_pem_cert"
+_VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
 
 
-def principal_of(auth_context: Mapping[str, Iterable[bytes]]) -> Principal:
-    """The principal that a verified client certificate names.
+class Certificates:
+    """Callers that prove who they are by their connection's certificate.
 
     Args:
-        auth_context: as gRPC gives it for a connection.
-
-    Raises UnauthenticatedError unless the connection is TLS 1.3, and the certificate has one URI, a principal's.
+        denied: who is refused nevertheless; None: nobody.
     """
-    version = b" ".join(auth_context.get(_VERSION, ()))
-    if version != _TLS_1_3:
-        raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
-    uris = list(auth_context.get(_URIS, ()))
-    if len(uris) != 1:
-        raise UnauthenticatedError(
-            f"the client's certificate names {len(uris)} URIs and has to name one, such as "
-            "spiffe://kvpool.local/kvpool/TENANT/engine-write; `kvpool certs show` reads certificates"
-        )
-    try:
-        return Principal.parse(uris[0].decode())
-    except (InvalidRequestError, UnicodeDecodeError) as error:
-        raise UnauthenticatedError(f"the client's certificate names no principal: {error}") from None
 
+    def __init__(self, denied: DenyList | None = None):
+        self._denied = denied
 
-class Certificates:
-    """Callers that prove who they are by their connection's certificate."""
+    def __call__(self, context: Context) -> Credential:
+        """What the caller of an RPC proves who it is with. Raises UnauthenticatedError."""
+        found = context.auth_context()
+        version = b" ".join(found.get(_VERSION, ()))
+        if version != _TLS_1_3:
+            raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
+        (pem,) = found[_PEM]
+        return self.checked(of_certificate(pem))
 
-    def __call__(self, context: Context) -> Principal:
-        """Who calls. Raises UnauthenticatedError."""
-        return principal_of(context.auth_context())
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        """The same of an HTTP request over TLS. Raises UnauthenticatedError.
 
-    def ends_at(self, context: Context) -> dt.datetime:
-        """When a caller's certificate ends, UTC."""
-        (pem,) = context.auth_context()[_PEM]
-        return x509.load_pem_x509_certificate(pem).not_valid_after_utc
+        Args:
+            certificate: the client's, verified, DER.
+            authorization: the values of the headers of this name.
+        """
+        if certificate is None:
+            raise UnauthenticatedError("the connection has no client certificate; give one for the role metrics")
+        return self.checked(of_certificate(certificate))
+
+    def checked(self, credential: Credential) -> Credential:
+        """The credential. Raises UnauthenticatedError if it is not in force any more."""
+        if credential.has_ended:
+            raise UnauthenticatedError(f"the client's certificate ended at {credential.ends_at}; renew it")
+        return _not_denied(credential, self._denied)
 
 
 class Tokens:
     """Callers that prove who they are by a bearer token in the call's metadata.
 
     Args:
-        path: the file of tokens, read again when it changes. Raises ConfigError if it cannot be used.
+        records: by digest, in the server's file of tokens.
+        denied: who is refused nevertheless; None: nobody.
     """
 
-    def __init__(self, path: str, now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)):
-        self._records = WatchedFiles([path], lambda: read_records(Path(path)))
-        self._now = now
+    def __init__(self, records: WatchedFiles[dict[str, TokenRecord]], denied: DenyList | None = None):
+        self._records = records
+        self._denied = denied
 
-    def __call__(self, context: Context) -> Principal:
-        """Who calls. Raises UnauthenticatedError."""
-        return self._record(context).principal
+    def __call__(self, context: Context) -> Credential:
+        """What the caller of an RPC proves who it is with. Raises UnauthenticatedError."""
+        metadata = context.invocation_metadata() or ()
+        return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
 
-    def ends_at(self, context: Context) -> dt.datetime:
-        """When a caller's token ends, UTC. Raises UnauthenticatedError."""
-        return self._record(context).ends_at
-
-    def _record(self, context: Context) -> TokenRecord:
-        self._records.look()
-        sent = [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
-        scheme, _, token = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        """The same of an HTTP request over TLS, as `Certificates.of_request`."""
+        scheme, _, token = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
         if scheme != "Bearer":
             raise UnauthenticatedError(
                 "the call has no bearer token; give token_file with what `kvpool token create` printed"
             )
-        record = self._records.value.get(digest_of(token))
-        if record is None or record.ends_at <= self._now():
-            raise UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
-        return record
+        digest = digest_of(token)
+        record = self._records.value.get(digest)
+        if record is None:
+            raise _unknown_token()
+        return self.checked(Credential(record.principal, digest, record.ends_at))
+
+    def checked(self, credential: Credential) -> Credential:
+        """The credential. Raises UnauthenticatedError if it is not in force any more."""
+        record = self._records.value.get(credential.digest)
+        if credential.has_ended or record is None or record.principal != credential.principal:
+            raise _unknown_token()
+        return _not_denied(credential, self._denied)
+
+
+def _unknown_token() -> UnauthenticatedError:
+    return UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
+
+
+def _not_denied(credential: Credential, denied: DenyList | None) -> Credential:
+    if denied is not None and denied.denies(credential):
+        raise UnauthenticatedError(f"{credential.principal} or its credential is on the server's deny list")
+    return credential
 
 
 Who = Certificates | Tokens
@@ -107,6 +122,12 @@ def check_call(principal: Principal, method: str) -> None:
             f"{principal} may not call {method}: its role is {principal.role}, and the call needs "
             f"{' or '.join(roles) or 'a role that does not exist'}"
         )
+
+
+def check_scrape(principal: Principal) -> None:
+    """Raises PermissionDeniedError unless the principal may read /metrics, which shows all tenants."""
+    if principal.role not in SCRAPERS:
+        raise PermissionDeniedError(f"{principal} may not read /metrics; it needs role {' or '.join(SCRAPERS)}")
 
 
 def check_tenant(tenant: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
+
 import grpc
 
+from kvpool.errors import ConfigError
 from kvpool.tls import TlsFiles, TlsIdentity, WatchedIdentity
 
 
@@ -14,11 +18,13 @@ class ServerCredentials:
 
     Args:
         files: `ca` are the authorities of clients' certificates; empty: clients have tokens.
+        when_read: as of `WatchedFiles`.
     """
 
-    def __init__(self, files: TlsFiles):
-        self.identity = WatchedIdentity(files)
+    def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):
+        self.identity = WatchedIdentity(files, when_read=when_read)
         self._served = self.identity.version
+        self._context, self._context_version = _context(self.identity), self.identity.version
 
     def for_grpc(self) -> grpc.ServerCredentials:
         """Credentials that require a client's certificate where the files name authorities of clients."""
@@ -28,6 +34,17 @@ class ServerCredentials:
             self._changed,  # type: ignore[arg-type]  # May return None: nothing has changed.
             require_client_authentication=bool(self.identity.files.ca),
         )
+
+    def for_http(self) -> ssl.SSLContext:
+        """The context of new connections. A client's certificate is verified if there is one. One thread."""
+        version = self.identity.look()
+        if version != self._context_version:
+            try:
+                self._context = _context(self.identity)
+            except ConfigError:
+                return self._context  # The files have just changed again; the next look finds them.
+            self._context_version = version
+        return self._context
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC's threads at each handshake: new files, or None."""
@@ -41,3 +58,19 @@ class ServerCredentials:
 def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
     assert identity.cert is not None and identity.key is not None
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
+
+
+def _context(identity: WatchedIdentity) -> ssl.SSLContext:
+    """Raises ConfigError for a pair that is none, because it is being replaced."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # A resumed session would show a certificate that was verified long ago.
+    files = identity.files
+    try:
+        context.load_cert_chain(files.cert, files.key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{files.cert} and {files.key} cannot be used: {error}") from None
+    if (authorities := identity.value.ca) is not None:
+        context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+        context.verify_mode = ssl.CERT_OPTIONAL
+    return context

@@ -21,6 +21,9 @@ CALLS: dict[Role, frozenset[str]] = {
 }
 """By role: the methods of the Pool service."""
 
+SCRAPERS = (Role.METRICS, Role.OPERATOR)
+"""Roles that may read /metrics, which shows all tenants."""
+
 
 def may_call(role: Role, method: str) -> bool:
     """Whether a role may call a method of the Pool service."""

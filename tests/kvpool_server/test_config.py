@@ -37,6 +37,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("tls_key", "tls.key", "tls.key"),
         ("tls_client_ca", "ca.crt", "ca.crt"),
         ("tokens", "tokens", "tokens"),
+        ("deny", "denied", "denied"),
         ("audit_log", "audit.json", "audit.json"),
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
