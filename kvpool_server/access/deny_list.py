@@ -39,8 +39,16 @@ def _read(path: Path) -> frozenset[str]:
         if not entry:
             continue
         digest = entry.rpartition("=")[2].replace(":", "").lower()
-        try:
-            found.add(digest if _DIGEST.fullmatch(digest) else str(Principal.parse(entry)))
-        except InvalidRequestError as error:
-            raise ConfigError(f"{path}, line {number}: neither a SHA-256 nor a SPIFFE ID: {error}") from None
+        if _DIGEST.fullmatch(digest):
+            found.add(digest)
+        elif entry.startswith("spiffe://"):
+            try:
+                found.add(str(Principal.parse(entry)))
+            except InvalidRequestError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+        else:  # Not shown: it may be a token.
+            raise ConfigError(
+                f"{path}, line {number}: neither a SPIFFE ID nor the SHA-256 of a certificate or token; give 64 "
+                "hexadecimal digits"
+            )
     return frozenset(found)
