@@ -33,6 +33,7 @@ from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool_server import grpc_server
+from kvpool_server.access import reminders
 from kvpool_server.access.audit import READ
 from kvpool_server.access.caller import Certificates, Context
 from kvpool_server.access.credential import Credential
@@ -321,6 +322,25 @@ def test_a_stream_that_ends_with_its_connection_is_opened_again(
         assert len(aging.connections) >= 4
     finally:
         aging.close()
+
+
+def test_plaintext_to_other_hosts_is_warned_of_again_and_again(
+    pool_server: StartServer,
+) -> None:
+    warned: list[None] = []
+
+    async def scenario() -> None:
+        task = asyncio.create_task(reminders.repeat(lambda: warned.append(None), 0.01))
+        async with asyncio.timeout(10):
+            while len(warned) < 3:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    asyncio.run(scenario())
+    server = pool_server("--insecure-network")
+    assert server.stderr.count("--insecure-network: any host that reaches") == 1
+    assert "--insecure-network" not in pool_server().stderr
 
 
 def test_a_signal_has_files_read_at_once(tmp_path: Path) -> None:
