@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import inspect
@@ -146,7 +147,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                     async with aclosing(behavior(request, context)) as replies:
                         # Not yielded: a call that is ended while gRPC sends would end without a status.
                         async for reply in replies:
-                            await context.write(reply)
+                            await _send(context, reply)
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
                 await self._refuse(name, context, error)
@@ -155,6 +156,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 raise
 
         return call
+
+
+async def _send(context: Context, reply: Any) -> None:
+    """Sends one of a call's replies. Raises CancelledError if the client has hung up."""
+    try:
+        await context.write(reply)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 class GrpcServer:
