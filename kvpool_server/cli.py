@@ -46,6 +46,7 @@ def serve(
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
     unix_listen: Annotated[str | None, typer.Option(help=_help("unix_listen"))] = None,
     unix_mode: Annotated[str | None, typer.Option(help=_help("unix_mode"))] = None,
+    memory_tenant: Annotated[str | None, typer.Option(help=_help("memory_tenant"))] = None,
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
     data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
     tls_cert: Annotated[str | None, typer.Option(help=_help("tls_cert"))] = None,

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.principal import Principal, Role
 from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
@@ -63,6 +64,11 @@ class ServerConfig(BaseModel):
         "0600",
         description="Permissions of both Unix sockets, in octal: who may connect may read and write the pool. 0660 for "
         "a common group, 0666 for everybody who sees the path.",
+    )
+    memory_tenant: str = Field(
+        "",
+        description="With TLS: the tenant whose engines (role engine-write) may map the arena's memory, which holds "
+        "the blocks of all tenants, through --unix-listen. Empty: nobody; bytes are then sent.",
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
@@ -185,6 +191,16 @@ class ServerConfig(BaseModel):
     @classmethod
     def _check_unix_listen(cls, value: str) -> str:
         return check_path(value) if value else value
+
+    @field_validator("memory_tenant")
+    @classmethod
+    def _check_memory_tenant(cls, value: str) -> str:
+        if value:
+            try:
+                Principal(value, Role.ENGINE_WRITE)
+            except InvalidRequestError as error:
+                raise ValueError(str(error)) from None
+        return value
 
     @field_validator("unix_mode")
     @classmethod

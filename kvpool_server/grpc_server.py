@@ -173,7 +173,7 @@ class GrpcServer:
         listen: HOST:PORT.
         unix_path: of a Unix socket, where gRPC listens, too; empty: none.
         unix_mode: permissions of that socket.
-        credentials: of TLS, on both; None: plaintext.
+        credentials: makes those of TLS for one port; None: plaintext.
         who, running, audit: as of `RpcInterceptor`.
     """
 
@@ -184,7 +184,7 @@ class GrpcServer:
         metrics: RpcMetrics,
         unix_path: str = "",
         unix_mode: int = 0o600,
-        credentials: grpc.ServerCredentials | None = None,
+        credentials: Callable[[], grpc.ServerCredentials] | None = None,
         who: Who | None = None,
         running: RunningCalls | None = None,
         audit: AuditLog | None = None,
@@ -227,10 +227,10 @@ class GrpcServer:
             except RuntimeError:
                 raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
 
-    def _add_port(self, target: str, credentials: grpc.ServerCredentials | None) -> int:
+    def _add_port(self, target: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
         if credentials is None:
             return self._server.add_insecure_port(target)
-        return self._server.add_secure_port(target, credentials)
+        return self._server.add_secure_port(target, credentials())
 
     async def start(self) -> None:
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)

@@ -230,8 +230,8 @@ class Server:
     def _hand_out_memory(self) -> None:
         """Opens the sockets by which clients get the arena's memory; they need no gRPC to answer.
 
-        The memory holds the blocks of all tenants. So where callers prove who they are, they get it only by the Unix
-        socket, which an operator has to give them.
+        The memory holds the blocks of all tenants. So where callers prove who they are, only engines of the tenant
+        that an operator has named get it, by the Unix socket.
         """
         segment, config = self._segment, self.config
         if not segment.is_sealed:
@@ -243,7 +243,7 @@ class Server:
 
         if self._who is None:
             self._open.callback(MemorySocket(abstract_name(segment.token), descriptor_of).close)
-        if path := config.unix_listen:
+        if (path := config.unix_listen) and (self._who is None or config.memory_tenant):
             self._open.callback(MemorySocket(memory_path(path), descriptor_of, config.unix_mode_bits).close)
 
     def _serve_http(self) -> RpcMetrics:
@@ -324,7 +324,7 @@ class Server:
 
     def _offer(self) -> Offer:
         segment, engine = self._segment.info(), self.engine
-        is_handed_out = self._segment.is_sealed and (self._who is None or bool(self.config.unix_listen))
+        is_handed_out = self._segment.is_sealed and (self._who is None or bool(self.config.memory_tenant))
         shared = segment if is_handed_out else None
         data_port = self.data.info if self.data is not None else None
         mooncake = None
@@ -346,9 +346,10 @@ class Server:
             self._permits,
             self._who,
             self._turns,
+            self.config.memory_tenant,
         )
         config = self.config
-        credentials = None if self._credentials is None else self._credentials.for_grpc()
+        credentials = None if self._credentials is None else self._credentials.for_grpc
         unix = config.unix_listen, config.unix_mode_bits
         self._grpc = GrpcServer(
             config.listen, service, metrics, *unix, credentials, self._who, self._running, self._audit

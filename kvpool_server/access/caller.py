@@ -158,7 +158,17 @@ def may_see_quota(subject: str) -> bool:
     return caller is None or not caller.role.has_tenant or subject == f"tenant:{caller.tenant}"
 
 
-def may_use_memory() -> bool:
-    """Whether the caller may be told how bytes travel: whoever may open namespaces, which says so as well."""
+def may_open_namespaces() -> bool:
+    """Whether the caller may be told how bytes travel."""
     caller = CALLER.get()
     return caller is None or may_call(caller.role, "OpenNamespace")
+
+
+def may_map_memory(memory_tenant: str) -> bool:
+    """Whether the caller may map the arena's memory, where it can read and change every block of every tenant.
+
+    Args:
+        memory_tenant: the one whose engines may; empty: nobody's.
+    """
+    caller = CALLER.get()
+    return caller is None or (may_call(caller.role, "PutStart") and caller.tenant == memory_tenant != "")

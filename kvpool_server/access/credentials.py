@@ -23,15 +23,27 @@ class ServerCredentials:
 
     def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):
         self.identity = WatchedIdentity(files, when_read=when_read)
-        self._served = self.identity.version
         self._context, self._context_version = _context(self.identity), self.identity.version
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """Credentials that require a client's certificate where the files name authorities of clients."""
-        initial = _configuration(self.identity.value)
+        """Credentials that require a client's certificate where the files name authorities of clients.
+
+        For one port: gRPC asks for new files once for each port, and a second port with the same credentials gets none.
+        """
+        served = self.identity.version
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC's threads at each handshake: new files, or None."""
+            nonlocal served
+            version = self.identity.look()
+            if version == served:
+                return None
+            served = version
+            return _configuration(self.identity.value)
+
         return grpc.dynamic_ssl_server_credentials(
-            initial,
-            self._changed,  # type: ignore[arg-type]  # May return None: nothing has changed.
+            _configuration(self.identity.value),
+            changed,  # type: ignore[arg-type]  # May return None: nothing has changed.
             require_client_authentication=bool(self.identity.files.ca),
         )
 
@@ -45,14 +57,6 @@ class ServerCredentials:
                 return self._context  # The files have just changed again; the next look finds them.
             self._context_version = version
         return self._context
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC's threads at each handshake: new files, or None."""
-        version = self.identity.look()
-        if version == self._served:
-            return None
-        self._served = version
-        return _configuration(self.identity.value)
 
 
 def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:

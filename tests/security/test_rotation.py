@@ -273,7 +273,7 @@ class Aging:
             self.connections.add(context.peer())
             return certificates(context)
 
-        credentials = ServerCredentials(files_in(authority.issue_server([]))).for_grpc()
+        credentials = ServerCredentials(files_in(authority.issue_server([]))).for_grpc
         self.server = InProcessServer(8 << 20, 1 << 20, credentials=credentials, who=who)
         files = files_in(authority.issue_principal(ENGINE))
         self.client = Client(ClientConfig(f"127.0.0.1:{self.server.port}", "grpc", tls=files, timeout_ms=10_000))

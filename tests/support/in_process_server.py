@@ -87,7 +87,7 @@ class InProcessServer:
         arena_bytes: int,
         extent_bytes: int,
         limits: Limits | None = None,
-        credentials: grpc.ServerCredentials | None = None,
+        credentials: Callable[[], grpc.ServerCredentials] | None = None,
         who: Callable[[Context], Credential] | None = None,
     ):
         ids = itertools.count(1)
