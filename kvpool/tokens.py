@@ -25,6 +25,7 @@ PREFIX = "kvpool_"
 _SECRET_BYTES = 32
 _UNITS = {"h": 1, "d": 24, "w": 7 * 24}
 _TOKEN = re.compile(PREFIX + r"[A-Za-z0-9_-]{43}")
+_JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,10 @@ def read_records(path: Path) -> dict[str, TokenRecord]:
 def read_token(path: Path) -> str:
     """A client's token. Raises ConfigError unless the file holds one token and nothing else."""
     text = read_pem(path).decode(errors="replace").strip()
-    if not _TOKEN.fullmatch(text):
-        raise ConfigError(f"{path} holds no token; it has to hold what `kvpool token create` printed, and nothing else")
+    if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
+        raise ConfigError(
+            f"{path} holds no token; it has to hold what `kvpool token create` printed, or a JWT, and nothing else"
+        )
     return text
 
 

@@ -96,6 +96,17 @@ class ServerConfig(BaseModel):
         description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
         "need one, and no certificate.",
     )
+    oidc_issuer: str = Field(
+        "",
+        description="Instead of --tokens: URL of an OpenID Connect issuer, whose JWTs callers need as bearer tokens. "
+        "Needs pip install 'kvpool[oidc]'.",
+    )
+    oidc_audience: str = Field("", description="What the audience (aud) of these JWTs has to be.")
+    oidc_jwks: str = Field(
+        "", description="File with the issuer's keys (JWKS), read again when it changes. Empty: the issuer is asked."
+    )
+    oidc_tenant_claim: str = Field("kvpool_tenant", description="Claim with the caller's tenant.")
+    oidc_role_claim: str = Field("kvpool_role", description="Claim with the caller's role, such as engine-write.")
     deny: str = Field(
         "",
         description="File of SPIFFE IDs, and of SHA-256 digests of certificates and tokens, a line each, that are "

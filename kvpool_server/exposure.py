@@ -12,7 +12,8 @@ _WAY_OUT = "--insecure-network where all on the network are trusted"
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:
     """The files of TLS; None: plaintext. Raises ConfigError unless callers then have to prove who they are."""
-    if not (config.tls_cert or config.tls_key or config.tls_client_ca or config.tokens):
+    proofs = [each for each in (config.tls_client_ca, config.tokens, config.oidc_issuer) if each]
+    if not (config.tls_cert or config.tls_key or proofs):
         if config.deny:
             raise ConfigError(f"--deny {config.deny} denies nobody where callers prove nothing; give --tls-cert, too")
         if config.memory_tenant:
@@ -22,10 +23,17 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
             )
         return None
     if not (config.tls_cert and config.tls_key):
-        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither with --tls-client-ca or --tokens")
-    if bool(config.tls_client_ca) == bool(config.tokens):
+        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither without")
+    if len(proofs) != 1:
         raise ConfigError(
-            "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens"
+            "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens, or "
+            "--oidc-issuer"
+        )
+    if config.oidc_issuer and not config.oidc_audience:
+        raise ConfigError("--oidc-issuer without --oidc-audience would take the issuer's tokens for others; give both")
+    if config.oidc_issuer and not (config.oidc_jwks or config.oidc_issuer.startswith("https://")):
+        raise ConfigError(
+            f"--oidc-issuer {config.oidc_issuer} is not https://; give --oidc-jwks with a file of its keys"
         )
     if config.memory_tenant and not config.unix_listen:
         raise ConfigError(

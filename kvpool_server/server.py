@@ -31,6 +31,8 @@ from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.caller import Certificates, Tokens, Who, check_scrape
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.jwks import IssuerKeys, read_keys
+from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
 from kvpool_server.access.reminders import DAY_S, HOUR_S, ends_of, repeat, warn_of_ends, warn_of_plaintext
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
@@ -168,17 +170,34 @@ class Server:
         credentials = ServerCredentials(files, self._when_read("certificates", _named(files)))
         denied = DenyList(config.deny, self._when_read("deny list", [config.deny])) if config.deny else None
         watched: list[WatchedFiles[Any]] = [credentials.identity, *([] if denied is None else [denied])]
-        who: Who = Certificates(denied)
+        who: Who
         if path := config.tokens:
             read = self._when_read("tokens", [path])
             tokens = WatchedFiles([path], lambda: read_records(Path(path)), when_read=read)
             who = Tokens(tokens, denied)
             watched.append(tokens)
+        elif config.oidc_issuer:
+            who = self._of_issuer(denied, watched)
+        else:
+            who = Certificates(denied)
         self._credentials, self._who = credentials, who
         self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)
         self._watch = AccessWatch(watched, self._running, self._expire_owned)
         self._in_background(self._watch.run())
         self._in_background(repeat(lambda: warn_of_ends(credentials.identity.value, dt.datetime.now(dt.UTC)), DAY_S))
+
+    def _of_issuer(self, denied: DenyList | None, watched: list[WatchedFiles[Any]]) -> Who:
+        """Callers with tokens of an OpenID Connect issuer; adds its file of keys to those that are watched."""
+        config = self.config
+        check_installed()
+        rules = OidcRules(config.oidc_issuer, config.oidc_audience, config.oidc_tenant_claim, config.oidc_role_claim)
+        if path := config.oidc_jwks:
+            file = WatchedFiles([path], lambda: read_keys(path), when_read=self._when_read("issuer's keys", [path]))
+            watched.append(file)
+            return IssuedTokens(rules, file, denied=denied)
+        keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", [config.oidc_issuer]))
+        self._open.push_async_callback(asyncio.to_thread, keys.close)
+        return IssuedTokens(rules, keys, keys.refetch, denied)
 
     def _when_read(self, what: str, paths: Sequence[str]) -> Callable[[ConfigError | None], None]:
         audit = self._audit

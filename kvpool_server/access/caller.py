@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -25,6 +25,24 @@ _VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
 
 
+class Who(Protocol):
+    """How callers prove who they are. Each method raises UnauthenticatedError."""
+
+    def __call__(self, context: Context) -> Credential:
+        """What the caller of an RPC proves who it is with."""
+
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        """The same of an HTTP request over TLS.
+
+        Args:
+            certificate: the client's, verified, DER; None: it has none.
+            authorization: the values of the headers of this name.
+        """
+
+    def checked(self, credential: Credential) -> Credential:
+        """The credential, if it is still in force."""
+
+
 class Certificates:
     """Callers that prove who they are by their connection's certificate.
 
@@ -36,7 +54,6 @@ class Certificates:
         self._denied = denied
 
     def __call__(self, context: Context) -> Credential:
-        """What the caller of an RPC proves who it is with. Raises UnauthenticatedError."""
         found = context.auth_context()
         version = b" ".join(found.get(_VERSION, ()))
         if version != _TLS_1_3:
@@ -45,21 +62,14 @@ class Certificates:
         return self.checked(of_certificate(pem))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        """The same of an HTTP request over TLS. Raises UnauthenticatedError.
-
-        Args:
-            certificate: the client's, verified, DER.
-            authorization: the values of the headers of this name.
-        """
         if certificate is None:
             raise UnauthenticatedError("the connection has no client certificate; give one for the role metrics")
         return self.checked(of_certificate(certificate))
 
     def checked(self, credential: Credential) -> Credential:
-        """The credential. Raises UnauthenticatedError if it is not in force any more."""
         if credential.has_ended:
             raise UnauthenticatedError(f"the client's certificate ended at {credential.ends_at}; renew it")
-        return _not_denied(credential, self._denied)
+        return not_denied(credential, self._denied)
 
 
 class Tokens:
@@ -75,43 +85,40 @@ class Tokens:
         self._denied = denied
 
     def __call__(self, context: Context) -> Credential:
-        """What the caller of an RPC proves who it is with. Raises UnauthenticatedError."""
         metadata = context.invocation_metadata() or ()
         return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        """The same of an HTTP request over TLS, as `Certificates.of_request`."""
-        scheme, _, token = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
-        if scheme != "Bearer":
-            raise UnauthenticatedError(
-                "the call has no bearer token; give token_file with what `kvpool token create` printed"
-            )
-        digest = digest_of(token)
+        digest = digest_of(bearer_token(authorization))
         record = self._records.value.get(digest)
         if record is None:
             raise _unknown_token()
         return self.checked(Credential(record.principal, digest, record.ends_at))
 
     def checked(self, credential: Credential) -> Credential:
-        """The credential. Raises UnauthenticatedError if it is not in force any more."""
         record = self._records.value.get(credential.digest)
         if credential.has_ended or record is None or record.principal != credential.principal:
             raise _unknown_token()
-        return _not_denied(credential, self._denied)
+        return not_denied(credential, self._denied)
+
+
+def bearer_token(authorization: Sequence[str]) -> str:
+    """The token of a call's Authorization headers. Raises UnauthenticatedError."""
+    scheme, _, token = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
+    if scheme != "Bearer":
+        raise UnauthenticatedError("the call has no bearer token; give token_file with the token that you were given")
+    return token
 
 
 def _unknown_token() -> UnauthenticatedError:
     return UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
 
 
-def _not_denied(credential: Credential, denied: DenyList | None) -> Credential:
+def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
+    """The credential. Raises UnauthenticatedError if it is denied."""
     if denied is not None and denied.denies(credential):
         raise UnauthenticatedError(f"{credential.principal} or its credential is on the server's deny list")
     return credential
-
-
-Who = Certificates | Tokens
-"""How callers prove who they are."""
 
 
 def check_call(principal: Principal, method: str) -> None:
