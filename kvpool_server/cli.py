@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import structlog
 import typer
 
+from kvpool.config import is_loopback
 from kvpool.errors import ConfigError
 from kvpool.quotas import size_text
-from kvpool.unix_socket import SCHEME
+from kvpool.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
@@ -118,11 +119,6 @@ async def _run(settings: ServerConfig) -> None:
     host = split_address(settings.listen)[0]
     if host in EVERYWHERE:
         host = socket.gethostname()
-    if server.engine is not None:
-        log.warning(
-            "the Transfer Engine listens on all addresses: any host that can reach its ports can read and write the "
-            "pool; close them to all hosts but your engines"
-        )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(
             "clients on other hosts will move bytes through gRPC, which is slower, because only this host can reach "
@@ -130,7 +126,8 @@ async def _run(settings: ServerConfig) -> None:
         )
     endpoint = f"{host}:{server.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
-    transfer_config = _kv_transfer_config(unix_endpoint or endpoint)
+    shares_memory = unix_endpoint and (settings.memory_tenant or not settings.tls_cert)
+    transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)
     if settings.log_format == "json":
         log.info(
             "ready",
@@ -147,25 +144,38 @@ async def _run(settings: ServerConfig) -> None:
         await server.stop()
 
 
+_OF_CERTIFICATE = ", with DIR the directory of the engine's certificate (`kvpool certs`: tenants/TENANT/engine-write)"
+_OF_TOKEN = ", with DIR a directory with the authority's ca.crt and the engine's token, and TENANT the token's tenant"
+
+
 def _http_url(server: Server) -> str:
     scheme = "https" if server.config.tls_cert else "http"
     return f"{scheme}://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
 
 
-def _kv_transfer_config(endpoint: str) -> dict[str, Any]:
-    """The value of vLLM's --kv-transfer-config for engines of this server."""
+def _kv_transfer_config(settings: ServerConfig, endpoint: str) -> dict[str, Any]:
+    """The value of vLLM's --kv-transfer-config for engines of this server; DIR and TENANT are to be filled in."""
+    extra: dict[str, Any] = {"endpoint": endpoint}
+    if settings.tls_client_ca:
+        extra["tls"] = {"ca": "DIR/ca.crt", "cert": "DIR/tls.crt", "key": "DIR/tls.key"}
+    elif settings.tls_cert:
+        extra |= {"tls": {"ca": "DIR/ca.crt"}, "token_file": "DIR/token", "tenant": settings.memory_tenant or "TENANT"}
+    elif not socket_path(endpoint) and not is_loopback(split_address(endpoint)[0]):
+        extra["insecure_network"] = True
     return {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"endpoint": endpoint},
+        "kv_connector_extra_config": extra,
     }
 
 
 def _welcome(endpoints: str, server: Server, transfer_config: dict[str, Any]) -> str:
     size = size_text(server.pool.arena.arena_bytes)
+    config = server.config
+    places = _OF_CERTIFICATE if config.tls_client_ca else _OF_TOKEN if config.tls_cert else ""
     return f"""kvpool-server {__version__}: {size} on {endpoints}; metrics and health: {_http_url(server)}
-Point vLLM at it:
+Point vLLM at it{places}:
   vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\
     '{json.dumps(transfer_config, separators=(",", ":"))}'
 """

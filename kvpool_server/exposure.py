@@ -42,33 +42,39 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
 
+def plaintext_ports(config: ServerConfig) -> dict[str, str]:
+    """The ports that other hosts can reach and that ask nobody who he is: their flags, and what was given there."""
+    found = {}
+    if tls_files(config) is None:
+        found = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
+    found |= {each: _tcp_address(value) for each, value in _events(config).items()}
+    found = {flag: address for flag, address in found.items() if address and not is_local(address)}
+    return found if config.mooncake == "off" else {**found, "--mooncake": config.mooncake}
+
+
 def check_exposure(config: ServerConfig) -> None:
     """Raises ConfigError if other hosts can reach a port that asks nobody who he is."""
     if config.insecure_network:
         return
-    has_tls = tls_files(config) is not None
-    asking = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
-    for flag, address in asking.items():
-        if has_tls or not address or is_local(address):
-            continue
+    for flag, value in plaintext_ports(config).items():
+        if flag == "--mooncake":
+            raise ConfigError(
+                f"--mooncake {value}: the Transfer Engine listens on all addresses and asks nobody who he is; "
+                f"give {_WAY_OUT}"
+            )
+        if flag in _events(config):
+            raise ConfigError(
+                f"{_open(flag, value)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
+            )
         raise ConfigError(
-            f"{_open(flag, address)}; make certificates with `kvpool certs init` and give --tls-cert, "
+            f"{_open(flag, value)}; make certificates with `kvpool certs init` and give --tls-cert, "
             f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
         )
-    plain = {
-        "--kv-events": _tcp_address(config.kv_events),
-        "--kv-events-replay": _tcp_address(config.kv_events_replay),
-    }
-    for flag, address in plain.items():
-        if address and not is_local(address):
-            raise ConfigError(
-                f"{_open(flag, address)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
-            )
-    if config.mooncake != "off":
-        raise ConfigError(
-            f"--mooncake {config.mooncake}: the Transfer Engine listens on all addresses and asks nobody who he is; "
-            f"give {_WAY_OUT}"
-        )
+
+
+def _events(config: ServerConfig) -> dict[str, str]:
+    """The endpoints of KV events, by flag."""
+    return {"--kv-events": config.kv_events, "--kv-events-replay": config.kv_events_replay}
 
 
 def _open(flag: str, address: str) -> str:

@@ -51,7 +51,7 @@ from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
-from kvpool_server.exposure import check_exposure, tls_files
+from kvpool_server.exposure import check_exposure, plaintext_ports, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
@@ -131,8 +131,8 @@ class Server:
             self._open.push_async_callback(asyncio.to_thread, self._audit.close)
         if (files := tls_files(config)) is not None:
             self._ask_who_calls(files)
-        if config.insecure_network:
-            self._in_background(repeat(warn_of_plaintext, HOUR_S))
+        if plaintext := plaintext_ports(config):
+            self._in_background(repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
         self._permits = self._make_permits() if config.data_listen else None
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]

@@ -43,9 +43,10 @@ def warn_of_ends(identity: TlsIdentity, now: dt.datetime) -> None:
             )
 
 
-def warn_of_plaintext() -> None:
-    """Logs what --insecure-network means."""
+def warn_of_plaintext(ports: Mapping[str, str]) -> None:
+    """Logs what --insecure-network means for a server's plaintext ports, which are named by their flags."""
     log.warning(
-        "--insecure-network: any host that reaches this one's ports can read and change the pool; give --tls-cert, "
-        "--tls-key and --tls-client-ca (or --tokens) instead, or close the ports to all hosts but your engines"
+        "--insecure-network: any host that reaches these ports can read and change what they serve; give --tls-cert, "
+        "--tls-key and --tls-client-ca (or --tokens) instead, or close the ports to all hosts but your engines",
+        ports=[f"{flag} {value}" for flag, value in ports.items()],
     )
