@@ -27,6 +27,7 @@ from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
@@ -217,7 +218,7 @@ class ServerConfig(BaseModel):
     @classmethod
     def _check_unix_mode(cls, value: str) -> str:
         if not re.fullmatch("0?[0-7]{3}", value):
-            raise ValueError("not permissions; give three octal digits, such as 0660")
+            raise ValueError("not permissions; give octal digits for owner, group and others, such as 0660")
         return value
 
     @field_validator("policy")
@@ -315,6 +316,8 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
         wrong = first["msg"].removeprefix("Value error, ")
         if first["type"].startswith("byte_size"):
             wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
+        elif fix := instead_of(first):
+            wrong = f"not possible; give {fix}"
         raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 

@@ -256,6 +256,26 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("max_ttl_ms", "0", "not possible; give at least 100"),
+        ("kv_events_buffer", "0", "not possible; give at least 1000"),
+        ("data_workers", "65", "not possible; give at most 64"),
+        ("data_workers", "x", "not possible; give a whole number"),
+        ("grace_ms", 1.5, "not possible; give a whole number"),
+        ("kv_events_medium", "", "not possible; give a text that is not empty"),
+        ("insecure_network", "perhaps", "not possible; give yes or no"),
+        ("listen", 7, "not possible; give a text"),
+        ("unix_mode", "u+w", "not permissions; give octal digits for owner, group and others, such as 0660"),
+    ],
+)
+def test_an_error_says_what_to_give(name: str, value: Any, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({name: value}, None, {})
+    assert f"setting {name} = {value!r} (--{name.replace('_', '-')}): {fix}" in str(caught.value)
+
+
 def test_a_value_that_is_no_choice_is_told_the_choices() -> None:
     with pytest.raises(ConfigError, match=rf"^unknown policy 'x' \(--policy\); choose {' or '.join(POLICIES)}$"):
         load({"policy": "x"}, None, {})
@@ -294,6 +314,7 @@ def test_every_setting_has_a_description_and_a_flag() -> None:
     ("flags", "environment", "says"),
     [
         (["--memory", "lots"], {}, "memory"),
+        (["--data-workers", "x"], {}, "data_workers = 'x' (--data-workers): not possible; give a whole number"),
         (["--listen", "nowhere"], {}, "'nowhere' is not HOST:PORT"),
         (["--kv-events-replay", "tcp://127.0.0.1:0"], {}, "give --kv-events, too"),
         (["--config", "/no/such.toml"], {}, "/no/such.toml"),
