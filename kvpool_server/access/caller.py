@@ -121,13 +121,17 @@ def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
     return credential
 
 
+_INSTEAD = {"Stats": "; ListNamespaces (`kvpool namespaces`) shows a tenant's numbers"}
+"""What a caller may call in place of a method."""
+
+
 def check_call(principal: Principal, method: str) -> None:
     """Raises PermissionDeniedError unless the principal's role may call a method of the Pool service."""
     if not may_call(principal.role, method):
         roles = [str(role) for role, methods in CALLS.items() if method in methods]
         raise PermissionDeniedError(
             f"{principal} may not call {method}: its role is {principal.role}, and the call needs "
-            f"{' or '.join(roles) or 'a role that does not exist'}"
+            f"{' or '.join(roles) or 'a role that does not exist'}{_INSTEAD.get(method, '')}"
         )
 
 

@@ -8,8 +8,8 @@ _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify",
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
-_TENANT = {"ListNamespaces", "Stats", "Remove", "Clear", "ListQuotas"}
-_POOL = {"SetQuotas"}
+_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas"}
+_POOL = {"Stats", "SetQuotas"}
 _ANYBODY = {"Ping", "WhoAmI"}
 
 CALLS: dict[Role, frozenset[str]] = {
