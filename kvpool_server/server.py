@@ -21,7 +21,7 @@ from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
 from kvpool.segment import Segment
 from kvpool.tls import TlsFiles
-from kvpool.tokens import read_records
+from kvpool.tokens import TokenRecord, read_records
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.unix_socket import memory_path
 from kvpool.version import __version__
@@ -173,7 +173,7 @@ class Server:
         who: Who
         if path := config.tokens:
             read = self._when_read("tokens", [path])
-            tokens = WatchedFiles([path], lambda: read_records(Path(path)), when_read=read)
+            tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=read)
             who = Tokens(tokens, denied)
             watched.append(tokens)
         elif config.oidc_issuer:
@@ -431,6 +431,13 @@ class Server:
         await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")
+
+
+def _read_tokens(path: str) -> dict[str, TokenRecord]:
+    records = read_records(Path(path))
+    if not records:
+        log.warning("the file of tokens has no token, so nobody can call; make one: kvpool token create", path=path)
+    return records
 
 
 def _named(files: TlsFiles) -> list[str]:

@@ -97,8 +97,12 @@ class Tokens:
 
     def checked(self, credential: Credential) -> Credential:
         record = self._records.value.get(credential.digest)
-        if credential.has_ended or record is None or record.principal != credential.principal:
+        if record is None or record.principal != credential.principal:
             raise _unknown_token()
+        if credential.has_ended:  # Told to those who have proved that they know the secret.
+            raise UnauthenticatedError(
+                f"the call's token ended at {credential.ends_at:%Y-%m-%d %H:%M} UTC; make another: kvpool token create"
+            )
         return not_denied(credential, self._denied)
 
 
@@ -111,7 +115,7 @@ def bearer_token(authorization: Sequence[str]) -> str:
 
 
 def _unknown_token() -> UnauthenticatedError:
-    return UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
+    return UnauthenticatedError("the call's token is unknown; make another: kvpool token create")
 
 
 def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
