@@ -180,6 +180,7 @@ class Server:
             who = self._of_issuer(denied, watched)
         else:
             who = Certificates(denied)
+        log.info("the server's certificate", names=credentials.names, ends_at=str(credentials.identity.value.ends_at))
         self._credentials, self._who = credentials, who
         self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)
         self._watch = AccessWatch(watched, self._running, self._expire_owned)

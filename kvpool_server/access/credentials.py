@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
+from cryptography import x509
 
+from kvpool.certificates import CertificateFacts, facts_of, read_pem
 from kvpool.errors import ConfigError
 from kvpool.tls import TlsFiles, TlsIdentity, WatchedIdentity
 
 
 class ServerCredentials:
-    """What gRPC proves to clients, and asks of them. Raises ConfigError for files that cannot be used.
+    """What gRPC proves to clients, and asks of them.
+
+    Raises ConfigError for files that cannot be used, and for a certificate that no client would take: one that has
+    ended, is not valid yet, or is for clients only.
 
     Connections that exist keep what they were made with; those made after a change get the new files.
 
     Args:
         files: `ca` are the authorities of clients' certificates; empty: clients have tokens.
         when_read: as of `WatchedFiles`.
+
+    Attributes:
+        names: of the certificate that is used first.
     """
 
     def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):
+        facts = _check_certificate(files.cert)
+        self.names = facts.names
         self.identity = WatchedIdentity(files, when_read=when_read)
         self._context, self._context_version = _context(self.identity), self.identity.version
 
@@ -57,6 +69,28 @@ class ServerCredentials:
                 return self._context  # The files have just changed again; the next look finds them.
             self._context_version = version
         return self._context
+
+
+def _check_certificate(path: str) -> CertificateFacts:
+    """What a server's certificate says. Raises ConfigError if clients would refuse it."""
+    try:
+        certificate = x509.load_pem_x509_certificates(read_pem(Path(path)))[0]
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no certificate that can be read: {error}; give a PEM file") from None
+    now = dt.datetime.now(dt.UTC)
+    if (ended := certificate.not_valid_after_utc) <= now:
+        raise ConfigError(f"the server's certificate {path} ended at {ended:%Y-%m-%d %H:%M} UTC; give a new one")
+    if (begins := certificate.not_valid_before_utc) > now:
+        raise ConfigError(
+            f"the server's certificate {path} is not valid before {begins:%Y-%m-%d %H:%M} UTC; set this host's clock, "
+            "or give another certificate"
+        )
+    facts = facts_of((path,), certificate)
+    if facts.use == "client":
+        raise ConfigError(
+            f"the certificate {path} is for clients only; give the server's, such as that of `kvpool certs init --host`"
+        )
+    return facts
 
 
 def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:

@@ -337,6 +337,26 @@ def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:
     assert told in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("starts_in", "ends_in", "told"),
+    [
+        (-2 * DAY, -DAY, "tls.crt ended at"),
+        (DAY, 2 * DAY, "tls.crt is not valid before"),
+        (-DAY, DAY, "tls.crt is for clients only; give the server's"),
+    ],
+)
+def test_a_server_does_not_start_with_a_useless_certificate(
+    tmp_path: Path, starts_in: dt.timedelta, ends_in: dt.timedelta, told: str
+) -> None:
+    Authority.create(tmp_path / "pki")
+    forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
+    done = run_command(
+        *server_command("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(tmp_path / "forged"))
+    )
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     files = Authority.create(tmp_path / "pki").issue_server([])
     (files / "tls.key").chmod(0o644)
