@@ -53,6 +53,7 @@ def serve(
     tls_cert: Annotated[str | None, typer.Option(help=_help("tls_cert"))] = None,
     tls_key: Annotated[str | None, typer.Option(help=_help("tls_key"))] = None,
     tls_client_ca: Annotated[str | None, typer.Option(help=_help("tls_client_ca"))] = None,
+    trust_domain: Annotated[str | None, typer.Option(help=_help("trust_domain"))] = None,
     tokens: Annotated[str | None, typer.Option(help=_help("tokens"))] = None,
     oidc_issuer: Annotated[str | None, typer.Option(help=_help("oidc_issuer"))] = None,
     oidc_audience: Annotated[str | None, typer.Option(help=_help("oidc_audience"))] = None,

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.principal import Principal, Role
+from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
 from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
@@ -91,6 +91,10 @@ class ServerConfig(BaseModel):
         "",
         description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
         "tenant's it is, and what it may; see docs/security.md.",
+    )
+    trust_domain: str = Field(
+        DEFAULT_DOMAIN,
+        description="Trust domain of clients' certificates (spiffe://DOMAIN/kvpool/...); others are refused.",
     )
     tokens: str = Field(
         "",
@@ -212,6 +216,15 @@ class ServerConfig(BaseModel):
                 Principal(value, Role.ENGINE_WRITE)
             except InvalidRequestError as error:
                 raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("trust_domain")
+    @classmethod
+    def _check_trust_domain(cls, value: str) -> str:
+        try:
+            Principal(ALL_TENANTS, Role.OPERATOR, value)
+        except InvalidRequestError as error:
+            raise ValueError(str(error)) from None
         return value
 
     @field_validator("unix_mode")

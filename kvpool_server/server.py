@@ -179,7 +179,7 @@ class Server:
         elif config.oidc_issuer:
             who = self._of_issuer(denied, watched)
         else:
-            who = Certificates(denied)
+            who = Certificates(denied, config.trust_domain)
         log.info("the server's certificate", names=credentials.names, ends_at=str(credentials.identity.value.ends_at))
         self._credentials, self._who = credentials, who
         self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)

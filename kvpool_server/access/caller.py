@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvpool.errors import PermissionDeniedError, UnauthenticatedError
-from kvpool.principal import Principal, Role
+from kvpool.principal import DEFAULT_DOMAIN, Principal, Role
 from kvpool.tokens import TokenRecord, digest_of
 from kvpool.watched_files import WatchedFiles
 from kvpool_server.access.credential import Credential, of_certificate
@@ -48,10 +48,12 @@ class Certificates:
 
     Args:
         denied: who is refused nevertheless; None: nobody.
+        trust_domain: whose certificates are taken; an authority may sign for several.
     """
 
-    def __init__(self, denied: DenyList | None = None):
+    def __init__(self, denied: DenyList | None = None, trust_domain: str = DEFAULT_DOMAIN):
         self._denied = denied
+        self._trust_domain = trust_domain
 
     def __call__(self, context: Context) -> Credential:
         found = context.auth_context()
@@ -69,6 +71,11 @@ class Certificates:
     def checked(self, credential: Credential) -> Credential:
         if credential.has_ended:
             raise UnauthenticatedError(f"the client's certificate ended at {credential.ends_at}; renew it")
+        if credential.principal.domain != self._trust_domain:
+            raise UnauthenticatedError(
+                f"{credential.principal} is of trust domain {credential.principal.domain}, and this server takes "
+                f"{self._trust_domain}; use a certificate of that domain, or see --trust-domain"
+            )
         return not_denied(credential, self._denied)
 
 

@@ -36,6 +36,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("tls_cert", "tls.crt", "tls.crt"),
         ("tls_key", "tls.key", "tls.key"),
         ("tls_client_ca", "ca.crt", "ca.crt"),
+        ("trust_domain", "corp.example", "corp.example"),
         ("tokens", "tokens", "tokens"),
         ("oidc_issuer", "https://issuer.example", "https://issuer.example"),
         ("oidc_audience", "kvpool", "kvpool"),
@@ -268,6 +269,7 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
         ("insecure_network", "perhaps", "not possible; give yes or no"),
         ("listen", 7, "not possible; give a text"),
         ("unix_mode", "u+w", "not permissions; give octal digits for owner, group and others, such as 0660"),
+        ("trust_domain", "Corp", "trust domain 'Corp' is not a lower-case DNS name"),
     ],
 )
 def test_an_error_says_what_to_give(name: str, value: Any, fix: str) -> None:

@@ -207,6 +207,31 @@ def test_a_certificate_that_names_no_principal(deployment: Deployment, tmp_path:
             client.rpc.call(lambda requests, timeout: list(stream(requests, timeout=timeout)), iter(()))
 
 
+@pytest.mark.parametrize("path", ["_/operator", "acme/engine-write"])
+def test_a_certificate_of_another_trust_domain(deployment: Deployment, tmp_path: Path, path: str) -> None:
+    uri = f"spiffe://evil.example/kvpool/{path}"
+    files = forge(deployment.pki, tmp_path / "forged", [uri], starts_in=-DAY, ends_in=DAY)
+    told = r"of trust domain evil\.example, and this server takes kvpool\.local"
+    with Client(deployment.config(files)) as client, pytest.raises(UnauthenticatedError, match=told):
+        client.admin.ping()
+
+
+def test_a_server_takes_the_trust_domain_that_it_is_given(
+    pool_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR, "corp.example")))
+    flags = ("--trust-domain", "corp.example", *server_flags(authority.issue_server([])))
+    server = pool_server(*flags, tls=operator)
+    (line,) = (line for line in server.stderr.splitlines() if "the server's certificate" in line)
+    assert "localhost" in line and "ends_at=" in line
+    engine = files_in(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE)))
+    told = r"kvpool\.local, and this server takes corp\.example"
+    config = ClientConfig(server.endpoint, tls=engine, timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnauthenticatedError, match=told):
+        client.admin.ping()
+
+
 @pytest.mark.parametrize("fault", ["plaintext", "another authority", "a server's", "ended", "not yet valid"])
 def test_who_proves_nothing_is_not_heard(deployment: Deployment, tmp_path: Path, fault: str) -> None:
     uris = ["spiffe://kvpool.local/kvpool/acme/engine-write"]
