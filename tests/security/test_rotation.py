@@ -192,6 +192,7 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
     assert {line["call"] for line in ended} >= {"LookupStream", "Write", "PutChunks", "Read"}
 
 
+@pytest.mark.more
 def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deployment: Deployment) -> None:
     stolen = deployment.issued("acme")
     with deployment.client(stolen) as thief:
@@ -325,7 +326,7 @@ def test_a_stream_that_ends_with_its_connection_is_opened_again(
 
 
 def test_plaintext_to_other_hosts_is_warned_of_again_and_again(
-    pool_server: StartServer,
+    pool_server: StartServer, shared_server: ServerProcess
 ) -> None:
     warned: list[None] = []
 
@@ -340,7 +341,7 @@ def test_plaintext_to_other_hosts_is_warned_of_again_and_again(
     asyncio.run(scenario())
     server = pool_server("--insecure-network")
     assert server.stderr.count("--insecure-network: any host that reaches") == 1
-    assert "--insecure-network" not in pool_server().stderr
+    assert "--insecure-network" not in shared_server.stderr
 
 
 def test_a_signal_has_files_read_at_once(tmp_path: Path) -> None:
