@@ -192,6 +192,9 @@ BAD: dict[str, Callable[[], str]] = {
     "a tenant that is none": lambda: _token(URL, kvpool_tenant="../umbra"),
     "a number as tenant": lambda: _token(URL, kvpool_tenant=7),
     "an end beyond all time": lambda: _token(URL, exp=10**15),
+    "an end that is no number": lambda: jwt.PyJWS().encode(
+        json.dumps(_claims(URL, exp=[])).encode(), KEYS["ES256"], "ES256", {"kid": "ES256"}
+    ),
     "too long": lambda: _token(URL, more="x" * MAX_TOKEN_BYTES),
     "nothing": lambda: "",
     "not ASCII": lambda: "ä.ö.ü",

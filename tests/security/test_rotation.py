@@ -192,6 +192,7 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
     assert {line["call"] for line in ended} >= {"LookupStream", "Write", "PutChunks", "Read"}
 
 
+@pytest.mark.more
 def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deployment: Deployment) -> None:
     stolen = deployment.issued("acme")
     with deployment.client(stolen) as thief:
@@ -324,9 +325,7 @@ def test_a_stream_that_ends_with_its_connection_is_opened_again(
         aging.close()
 
 
-def test_plaintext_to_other_hosts_is_warned_of_again_and_again(
-    pool_server: StartServer,
-) -> None:
+def test_plaintext_to_other_hosts_is_warned_of_again_and_again(pool_server: StartServer) -> None:
     warned: list[None] = []
 
     async def scenario() -> None:
