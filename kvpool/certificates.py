@@ -148,7 +148,7 @@ def read_certificates(path: Path) -> list[CertificateFacts]:
             continue  # A key, for example.
         for certificate in certificates:
             before = found.get(name := certificate.fingerprint(hashes.SHA256()))
-            found[name] = _facts((*(before.paths if before else ()), str(file)), certificate)
+            found[name] = facts_of((*(before.paths if before else ()), str(file)), certificate)
     return sorted(found.values(), key=lambda facts: facts.ends_at)
 
 
@@ -164,7 +164,8 @@ def read_pem(path: Path) -> bytes:
     return text
 
 
-def _facts(paths: tuple[str, ...], certificate: x509.Certificate) -> CertificateFacts:
+def facts_of(paths: tuple[str, ...], certificate: x509.Certificate) -> CertificateFacts:
+    """What a certificate says that is in the files `paths`."""
     extensions = certificate.extensions
     uses = []
     try:

@@ -44,6 +44,7 @@ class TlsIdentity:
     Args:
         ca, cert, key: PEM; None: no such file was named.
         ends_at: the last second in which the certificate is valid, UTC.
+        ca_ends_at: the same of the authority that ends first.
         principal: whom the certificate names, if it is a principal's.
     """
 
@@ -51,18 +52,20 @@ class TlsIdentity:
     cert: bytes | None = None
     key: bytes | None = None
     ends_at: dt.datetime | None = None
+    ca_ends_at: dt.datetime | None = None
     principal: Principal | None = None
 
 
 def read_identity(files: TlsFiles) -> TlsIdentity:
     """Reads and checks the files. Raises ConfigError, which names the file and the fault."""
     ca = read_pem(Path(files.ca)) if files.ca else None
+    ca_ends_at = None
     if ca is not None:
-        _load_certificates(ca, files.ca)
+        ca_ends_at = min(each.not_valid_after_utc for each in _load_certificates(ca, files.ca))
     if bool(files.cert) != bool(files.key):
         raise ConfigError(f"TLS files have cert {files.cert!r} and key {files.key!r}; give both, or none with a token")
     if not files.cert:
-        return TlsIdentity(ca)
+        return TlsIdentity(ca, ca_ends_at=ca_ends_at)
     cert = read_pem(Path(files.cert))
     certificate = _load_certificates(cert, files.cert)[0]
     _require_private(files.key)
@@ -73,17 +76,21 @@ def read_identity(files: TlsFiles) -> TlsIdentity:
         raise ConfigError(f"{files.key} holds no key that can be read: {error}; give an unencrypted PEM key") from None
     if private.public_key() != certificate.public_key():
         raise ConfigError(f"{files.key} is not the key of {files.cert}; give the pair that was made together")
-    return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, _principal(certificate))
+    return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, ca_ends_at, _principal(certificate))
 
 
 class WatchedIdentity(WatchedFiles[TlsIdentity]):
     """The identity of files that may be replaced at any time. Raises ConfigError for files that cannot be used."""
 
-    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        files: TlsFiles,
+        clock: Callable[[], float] = time.monotonic,
+        when_read: Callable[[ConfigError | None], None] = lambda _: None,
+    ):
         self.files = files
-        super().__init__(
-            [path for path in (files.ca, files.cert, files.key) if path], lambda: read_identity(files), clock
-        )
+        paths = [path for path in (files.ca, files.cert, files.key) if path]
+        super().__init__(paths, lambda: read_identity(files), clock, when_read)
 
 
 def _require_private(path: str) -> None:

@@ -7,12 +7,14 @@ the file cannot make a token from it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime as dt
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ PREFIX = "kvpool_"
 _SECRET_BYTES = 32
 _UNITS = {"h": 1, "d": 24, "w": 7 * 24}
 _TOKEN = re.compile(PREFIX + r"[A-Za-z0-9_-]{43}")
+_JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,17 @@ def append_record(path: Path, record: TokenRecord) -> None:
 
 
 def read_records(path: Path) -> dict[str, TokenRecord]:
-    """A server's tokens by digest, the ended ones included. Raises ConfigError, which names the line."""
+    """A server's tokens by digest, the ended ones included. Raises ConfigError, which names the line.
+
+    A file that its group or others can write is refused: they could add a token of an operator's.
+    """
     found = {}
+    with contextlib.suppress(OSError):  # `read_pem` says why.
+        if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o022:
+            raise ConfigError(
+                f"{path} can be written by its group or others (mode {mode:04o}), who could add an operator's token; "
+                f"chmod go-w {path}"
+            )
     for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -101,8 +113,10 @@ def read_records(path: Path) -> dict[str, TokenRecord]:
 def read_token(path: Path) -> str:
     """A client's token. Raises ConfigError unless the file holds one token and nothing else."""
     text = read_pem(path).decode(errors="replace").strip()
-    if not _TOKEN.fullmatch(text):
-        raise ConfigError(f"{path} holds no token; it has to hold what `kvpool token create` printed, and nothing else")
+    if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
+        raise ConfigError(
+            f"{path} holds no token; it has to hold what `kvpool token create` printed, or a JWT, and nothing else"
+        )
     return text
 
 

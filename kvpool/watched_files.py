@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from kvpool.errors import ConfigError
 
-LOOK_EVERY_S = 10.0
+LOOK_EVERY_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -26,25 +26,39 @@ class WatchedFiles(Generic[Value]):
 
     Args:
         read: reads the files. Raises ConfigError if they cannot be used; so does the constructor.
+        when_read: called after each reading, also the first, with the error of files that cannot be used.
 
     Attributes:
+        paths: of the files.
         value: what is in force.
         version: how often it has changed.
     """
 
-    def __init__(self, paths: Sequence[str], read: Callable[[], Value], clock: Callable[[], float] = time.monotonic):
-        self._paths = paths
+    def __init__(
+        self,
+        paths: Sequence[str],
+        read: Callable[[], Value],
+        clock: Callable[[], float] = time.monotonic,
+        when_read: Callable[[ConfigError | None], None] = lambda _: None,
+    ):
+        self.paths = tuple(paths)
         self._read = read
         self._clock = clock
+        self._when_read = when_read
         self._lock = threading.Lock()
         self._seen = self._stamps()
         self.value = read()
         self.version = 0
         self._look_at = clock() + LOOK_EVERY_S
+        when_read(None)
 
-    def look(self) -> int:
-        """Reads the files again if they have changed, every `LOOK_EVERY_S` at most; returns the version."""
-        if self._clock() < self._look_at:
+    def look(self, *, at_once: bool = False) -> int:
+        """Reads the files again if they have changed; returns the version.
+
+        Args:
+            at_once: looks even if the last look was less than `LOOK_EVERY_S` ago.
+        """
+        if self._clock() < self._look_at and not at_once:
             return self.version
         with self._lock:
             self._look_at = self._clock() + LOOK_EVERY_S
@@ -55,15 +69,17 @@ class WatchedFiles(Generic[Value]):
                 value = self._read()
             except ConfigError as error:
                 log.warning("new files cannot be used, and what they held before stays in force: %s", error)
+                self._when_read(error)
                 return self.version
             if value != self.value:
                 self.value = value
                 self.version += 1
-                log.info("read again: %s", ", ".join(self._paths))
+                log.info("read again: %s", ", ".join(self.paths))
+                self._when_read(None)
             return self.version
 
     def _stamps(self) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(map(_stamp, self._paths))
+        return tuple(map(_stamp, self.paths))
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import structlog
 import typer
 
+from kvpool.config import is_loopback
 from kvpool.errors import ConfigError
 from kvpool.quotas import size_text
-from kvpool.unix_socket import SCHEME
+from kvpool.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
@@ -46,12 +47,20 @@ def serve(
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
     unix_listen: Annotated[str | None, typer.Option(help=_help("unix_listen"))] = None,
     unix_mode: Annotated[str | None, typer.Option(help=_help("unix_mode"))] = None,
+    memory_tenant: Annotated[str | None, typer.Option(help=_help("memory_tenant"))] = None,
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
-    data_workers: Annotated[int | None, typer.Option(help=_help("data_workers"))] = None,
+    data_workers: Annotated[str | None, typer.Option(help=_help("data_workers"))] = None,
     tls_cert: Annotated[str | None, typer.Option(help=_help("tls_cert"))] = None,
     tls_key: Annotated[str | None, typer.Option(help=_help("tls_key"))] = None,
     tls_client_ca: Annotated[str | None, typer.Option(help=_help("tls_client_ca"))] = None,
+    trust_domain: Annotated[str | None, typer.Option(help=_help("trust_domain"))] = None,
     tokens: Annotated[str | None, typer.Option(help=_help("tokens"))] = None,
+    oidc_issuer: Annotated[str | None, typer.Option(help=_help("oidc_issuer"))] = None,
+    oidc_audience: Annotated[str | None, typer.Option(help=_help("oidc_audience"))] = None,
+    oidc_jwks: Annotated[str | None, typer.Option(help=_help("oidc_jwks"))] = None,
+    oidc_tenant_claim: Annotated[str | None, typer.Option(help=_help("oidc_tenant_claim"))] = None,
+    oidc_role_claim: Annotated[str | None, typer.Option(help=_help("oidc_role_claim"))] = None,
+    deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
     identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,
     insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
@@ -61,15 +70,15 @@ def serve(
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
     mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,
-    max_ttl_ms: Annotated[int | None, typer.Option(help=_help("max_ttl_ms"))] = None,
-    grace_ms: Annotated[int | None, typer.Option(help=_help("grace_ms"))] = None,
-    drain_ms: Annotated[int | None, typer.Option(help=_help("drain_ms"))] = None,
+    max_ttl_ms: Annotated[str | None, typer.Option(help=_help("max_ttl_ms"))] = None,
+    grace_ms: Annotated[str | None, typer.Option(help=_help("grace_ms"))] = None,
+    drain_ms: Annotated[str | None, typer.Option(help=_help("drain_ms"))] = None,
     kv_events: Annotated[str | None, typer.Option(help=_help("kv_events"))] = None,
     kv_events_replay: Annotated[str | None, typer.Option(help=_help("kv_events_replay"))] = None,
     kv_events_topic: Annotated[str | None, typer.Option(help=_help("kv_events_topic"))] = None,
     kv_events_medium: Annotated[str | None, typer.Option(help=_help("kv_events_medium"))] = None,
     kv_events_hashes: Annotated[str | None, typer.Option(help=_help("kv_events_hashes"))] = None,
-    kv_events_buffer: Annotated[int | None, typer.Option(help=_help("kv_events_buffer"))] = None,
+    kv_events_buffer: Annotated[str | None, typer.Option(help=_help("kv_events_buffer"))] = None,
     log_level: Annotated[str | None, typer.Option(help=_help("log_level"))] = None,
     log_format: Annotated[str | None, typer.Option(help=_help("log_format"))] = None,
     config: Annotated[
@@ -99,6 +108,7 @@ async def _run(settings: ServerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
+    loop.add_signal_handler(signal.SIGHUP, server.look_at_credentials)
     stopping = asyncio.create_task(server.wait())
     starting = asyncio.create_task(server.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -110,16 +120,7 @@ async def _run(settings: ServerConfig) -> None:
     await starting
     host = split_address(settings.listen)[0]
     if host in EVERYWHERE:
-        log.warning(
-            "any host that can reach this one can read and write the pool, which authenticates no client: "
-            "close its ports to all hosts but your engines, or give --listen an address that only they can reach"
-        )
         host = socket.gethostname()
-    if server.engine is not None:
-        log.warning(
-            "the Transfer Engine listens on all addresses: any host that can reach its ports can read and write the "
-            "pool; close them to all hosts but your engines"
-        )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(
             "clients on other hosts will move bytes through gRPC, which is slower, because only this host can reach "
@@ -127,7 +128,8 @@ async def _run(settings: ServerConfig) -> None:
         )
     endpoint = f"{host}:{server.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
-    transfer_config = _kv_transfer_config(unix_endpoint or endpoint)
+    shares_memory = unix_endpoint and (settings.memory_tenant or not settings.tls_cert)
+    transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)
     if settings.log_format == "json":
         log.info(
             "ready",
@@ -144,24 +146,38 @@ async def _run(settings: ServerConfig) -> None:
         await server.stop()
 
 
+_OF_CERTIFICATE = ", with DIR the directory of the engine's certificate (`kvpool certs`: tenants/TENANT/engine-write)"
+_OF_TOKEN = ", with DIR a directory with the authority's ca.crt and the engine's token, and TENANT the token's tenant"
+
+
 def _http_url(server: Server) -> str:
-    return f"http://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
+    scheme = "https" if server.config.tls_cert else "http"
+    return f"{scheme}://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
 
 
-def _kv_transfer_config(endpoint: str) -> dict[str, Any]:
-    """The value of vLLM's --kv-transfer-config for engines of this server."""
+def _kv_transfer_config(settings: ServerConfig, endpoint: str) -> dict[str, Any]:
+    """The value of vLLM's --kv-transfer-config for engines of this server; DIR and TENANT are to be filled in."""
+    extra: dict[str, Any] = {"endpoint": endpoint}
+    if settings.tls_client_ca:
+        extra["tls"] = {"ca": "DIR/ca.crt", "cert": "DIR/tls.crt", "key": "DIR/tls.key"}
+    elif settings.tls_cert:
+        extra |= {"tls": {"ca": "DIR/ca.crt"}, "token_file": "DIR/token", "tenant": settings.memory_tenant or "TENANT"}
+    elif not socket_path(endpoint) and not is_loopback(split_address(endpoint)[0]):
+        extra["insecure_network"] = True
     return {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"endpoint": endpoint},
+        "kv_connector_extra_config": extra,
     }
 
 
 def _welcome(endpoints: str, server: Server, transfer_config: dict[str, Any]) -> str:
     size = size_text(server.pool.arena.arena_bytes)
+    config = server.config
+    places = _OF_CERTIFICATE if config.tls_client_ca else _OF_TOKEN if config.tls_cert else ""
     return f"""kvpool-server {__version__}: {size} on {endpoints}; metrics and health: {_http_url(server)}
-Point vLLM at it:
+Point vLLM at it{places}:
   vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config \\
     '{json.dumps(transfer_config, separators=(",", ":"))}'
 """

@@ -22,10 +22,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
 from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
@@ -64,6 +66,11 @@ class ServerConfig(BaseModel):
         description="Permissions of both Unix sockets, in octal: who may connect may read and write the pool. 0660 for "
         "a common group, 0666 for everybody who sees the path.",
     )
+    memory_tenant: str = Field(
+        "",
+        description="With TLS: the tenant whose engines (role engine-write) may map the arena's memory, which holds "
+        "the blocks of all tenants, through --unix-listen. Empty: nobody; bytes are then sent.",
+    )
     data_listen: str = Field(
         "127.0.0.1:50053",
         description="HOST:PORT of the data port, where worker processes move bytes over TCP for other hosts' clients; "
@@ -85,15 +92,35 @@ class ServerConfig(BaseModel):
         description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
         "tenant's it is, and what it may; see docs/security.md.",
     )
+    trust_domain: str = Field(
+        DEFAULT_DOMAIN,
+        description="Trust domain of clients' certificates (spiffe://DOMAIN/kvpool/...); others are refused.",
+    )
     tokens: str = Field(
         "",
         description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
         "need one, and no certificate.",
     )
+    oidc_issuer: str = Field(
+        "",
+        description="Instead of --tokens: URL of an OpenID Connect issuer, whose JWTs callers need as bearer tokens. "
+        "Needs pip install 'kvpool[oidc]'.",
+    )
+    oidc_audience: str = Field("", description="What the audience (aud) of these JWTs has to be.")
+    oidc_jwks: str = Field(
+        "", description="File with the issuer's keys (JWKS), read again when it changes. Empty: the issuer is asked."
+    )
+    oidc_tenant_claim: str = Field("kvpool_tenant", description="Claim with the caller's tenant.")
+    oidc_role_claim: str = Field("kvpool_role", description="Claim with the caller's role, such as engine-write.")
+    deny: str = Field(
+        "",
+        description="File of SPIFFE IDs, and of SHA-256 digests of certificates and tokens, a line each, that are "
+        "refused although they are good. A change ends calls under way within 10 seconds. Empty: none.",
+    )
     audit_log: str = Field(
         "",
         description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
-        "remove blocks, set quotas or open namespaces. Empty: none.",
+        "remove blocks, set quotas or open namespaces, and for credentials that it reads. Empty: none.",
     )
     identity_limits: str = Field(
         "",
@@ -186,11 +213,30 @@ class ServerConfig(BaseModel):
     def _check_unix_listen(cls, value: str) -> str:
         return check_path(value) if value else value
 
+    @field_validator("memory_tenant")
+    @classmethod
+    def _check_memory_tenant(cls, value: str) -> str:
+        if value:
+            try:
+                Principal(value, Role.ENGINE_WRITE)
+            except InvalidRequestError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("trust_domain")
+    @classmethod
+    def _check_trust_domain(cls, value: str) -> str:
+        try:
+            Principal(ALL_TENANTS, Role.OPERATOR, value)
+        except InvalidRequestError as error:
+            raise ValueError(str(error)) from None
+        return value
+
     @field_validator("unix_mode")
     @classmethod
     def _check_unix_mode(cls, value: str) -> str:
         if not re.fullmatch("0?[0-7]{3}", value):
-            raise ValueError("not permissions; give three octal digits, such as 0660")
+            raise ValueError("not permissions; give octal digits for owner, group and others, such as 0660")
         return value
 
     @field_validator("policy")
@@ -288,6 +334,8 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
         wrong = first["msg"].removeprefix("Value error, ")
         if first["type"].startswith("byte_size"):
             wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
+        elif fix := instead_of(first):
+            wrong = f"not possible; give {fix}"
         raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 

@@ -12,44 +12,69 @@ _WAY_OUT = "--insecure-network where all on the network are trusted"
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:
     """The files of TLS; None: plaintext. Raises ConfigError unless callers then have to prove who they are."""
-    if not (config.tls_cert or config.tls_key or config.tls_client_ca or config.tokens):
+    proofs = [each for each in (config.tls_client_ca, config.tokens, config.oidc_issuer) if each]
+    if not (config.tls_cert or config.tls_key or proofs):
+        if config.deny:
+            raise ConfigError(f"--deny {config.deny} denies nobody where callers prove nothing; give --tls-cert, too")
+        if config.memory_tenant:
+            raise ConfigError(
+                f"--memory-tenant {config.memory_tenant}: without TLS callers have no tenant, and whoever may connect "
+                "gets the memory; leave it out, or give --tls-cert, too"
+            )
         return None
     if not (config.tls_cert and config.tls_key):
-        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither with --tls-client-ca or --tokens")
-    if bool(config.tls_client_ca) == bool(config.tokens):
+        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither without")
+    if len(proofs) != 1:
         raise ConfigError(
-            "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens"
+            "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens, or "
+            "--oidc-issuer"
+        )
+    if config.oidc_issuer and not config.oidc_audience:
+        raise ConfigError("--oidc-issuer without --oidc-audience would take the issuer's tokens for others; give both")
+    if config.oidc_issuer and not (config.oidc_jwks or config.oidc_issuer.startswith("https://")):
+        raise ConfigError(
+            f"--oidc-issuer {config.oidc_issuer} is not https://; give --oidc-jwks with a file of its keys"
+        )
+    if config.memory_tenant and not config.unix_listen:
+        raise ConfigError(
+            f"--memory-tenant {config.memory_tenant} gets no memory without a Unix socket; give --unix-listen, too"
         )
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
+
+
+def plaintext_ports(config: ServerConfig) -> dict[str, str]:
+    """The ports that other hosts can reach and that ask nobody who he is: their flags, and what was given there."""
+    found = {}
+    if tls_files(config) is None:
+        found = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
+    found |= {each: _tcp_address(value) for each, value in _events(config).items()}
+    found = {flag: address for flag, address in found.items() if address and not is_local(address)}
+    return found if config.mooncake == "off" else {**found, "--mooncake": config.mooncake}
 
 
 def check_exposure(config: ServerConfig) -> None:
     """Raises ConfigError if other hosts can reach a port that asks nobody who he is."""
     if config.insecure_network:
         return
-    has_tls = tls_files(config) is not None
-    for flag, address in (("--listen", config.listen), ("--data-listen", config.data_listen)):
-        if has_tls or not address or is_local(address):
-            continue
+    for flag, value in plaintext_ports(config).items():
+        if flag == "--mooncake":
+            raise ConfigError(
+                f"--mooncake {value}: the Transfer Engine listens on all addresses and asks nobody who he is; "
+                f"give {_WAY_OUT}"
+            )
+        if flag in _events(config):
+            raise ConfigError(
+                f"{_open(flag, value)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
+            )
         raise ConfigError(
-            f"{_open(flag, address)}; make certificates with `kvpool certs init` and give --tls-cert, "
+            f"{_open(flag, value)}; make certificates with `kvpool certs init` and give --tls-cert, "
             f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
         )
-    plain = {
-        "--http-listen": config.http_listen,
-        "--kv-events": _tcp_address(config.kv_events),
-        "--kv-events-replay": _tcp_address(config.kv_events_replay),
-    }
-    for flag, address in plain.items():
-        if address and not is_local(address):
-            raise ConfigError(
-                f"{_open(flag, address)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
-            )
-    if config.mooncake != "off":
-        raise ConfigError(
-            f"--mooncake {config.mooncake}: the Transfer Engine listens on all addresses and asks nobody who he is; "
-            f"give {_WAY_OUT}"
-        )
+
+
+def _events(config: ServerConfig) -> dict[str, str]:
+    """The endpoints of KV events, by flag."""
+    return {"--kv-events": config.kv_events, "--kv-events-replay": config.kv_events_replay}
 
 
 def _open(flag: str, address: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import inspect
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,10 +21,11 @@ from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
 from kvpool_server.access.caller import CALLER, Context, Who, check_call
+from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.service import MAX_STREAM_S, SERVICE_NAME, PoolService, add_service
 from kvpool_server.socket_path import bind_path, cannot_bind
 
 INBOUND_BYTES = 4 << 20
@@ -30,6 +34,9 @@ for fast senders, without a bound that could be told."""
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included; gRPC refuses further ones as RESOURCE_EXHAUSTED."""
 MAX_METADATA_BYTES = 16 << 10
+CONNECTION_S = 2_700.0
+"""How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
+gRPC adds up to a tenth. Calls that run then go on for up to `MAX_STREAM_S`, which none exceeds."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -44,13 +51,22 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     Args:
         who: says who calls, by what callers prove; None: they prove nothing.
+        running: gets the calls of callers who prove who they are.
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(self, service_name: str, metrics: RpcMetrics, who: Who | None, audit: AuditLog | None):
+    def __init__(
+        self,
+        service_name: str,
+        metrics: RpcMetrics,
+        who: Who | None,
+        running: RunningCalls | None,
+        audit: AuditLog | None,
+    ):
         self._prefix = f"/{service_name}/"
         self._metrics = metrics
         self._who = who
+        self._running = running
         self._audit = audit
         self._wrapped: dict[str, Handler] = {}
 
@@ -78,12 +94,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
         return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
 
-    def _admit(self, name: str, context: Context) -> None:
-        """Sets the caller of a method. Raises UnauthenticatedError and PermissionDeniedError."""
-        if self._who is not None:
-            caller = self._who(context)
-            CALLER.set(caller)
-            check_call(caller, name)
+    def _admitted(self, name: str, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Sets the caller of a method; surrounds its handler. Raises UnauthenticatedError and PermissionDeniedError."""
+        if self._who is None or self._running is None:
+            return contextlib.nullcontext()
+        credential = self._who(context)
+        CALLER.set(credential.principal)
+        check_call(credential.principal, name)
+        return self._running.call(credential)
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
         """Ends a call with an error."""
@@ -95,18 +113,17 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(requests: Any, context: Context) -> Any:
             try:
-                self._admit(name, context)
+                with self._admitted(name, context):
+                    return await behavior(requests, context)
             except KVPoolError as error:
                 await self._refuse(name, context, error)
-            return await behavior(requests, context)
 
         return call
 
     def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> Any:
             try:
-                with self._metrics.timed(name) as timer:
-                    self._admit(name, context)
+                with self._metrics.timed(name) as timer, self._admitted(name, context):
                     try:
                         reply = await behavior(request, context)
                     finally:
@@ -121,15 +138,16 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         return call
 
     def _replies(self, name: str, behavior: Callable[..., Any]) -> Any:
-        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def call(request: Any, context: Context) -> None:
             # A client may hang up before the handler has ended. A handler that has sent all that was asked for by then
             # has set the code to OK.
             context.set_code(grpc.StatusCode.CANCELLED)
             try:
-                with self._metrics.timed(name, lambda: not context.cancelled()):
-                    self._admit(name, context)
-                    async for reply in behavior(request, context):
-                        yield reply
+                with self._metrics.timed(name, lambda: not context.cancelled()), self._admitted(name, context):
+                    async with aclosing(behavior(request, context)) as replies:
+                        # Not yielded: a call that is ended while gRPC sends would end without a status.
+                        async for reply in replies:
+                            await _send(context, reply)
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
                 await self._refuse(name, context, error)
@@ -140,6 +158,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         return call
 
 
+async def _send(context: Context, reply: Any) -> None:
+    """Sends one of a call's replies. Raises CancelledError if the client has hung up."""
+    try:
+        await context.write(reply)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
 class GrpcServer:
     """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
 
@@ -147,8 +173,8 @@ class GrpcServer:
         listen: HOST:PORT.
         unix_path: of a Unix socket, where gRPC listens, too; empty: none.
         unix_mode: permissions of that socket.
-        credentials: of TLS, on both; None: plaintext.
-        who, audit: as of `RpcInterceptor`.
+        credentials: makes those of TLS for one port; None: plaintext.
+        who, running, audit: as of `RpcInterceptor`.
     """
 
     def __init__(
@@ -158,13 +184,18 @@ class GrpcServer:
         metrics: RpcMetrics,
         unix_path: str = "",
         unix_mode: int = 0o600,
-        credentials: grpc.ServerCredentials | None = None,
+        credentials: Callable[[], grpc.ServerCredentials] | None = None,
         who: Who | None = None,
+        running: RunningCalls | None = None,
         audit: AuditLog | None = None,
     ):
         self._service = service
+        ages = [
+            ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
+            ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
+        ]
         self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who, audit)],
+            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who, running, audit)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.http2.bdp_probe", 0),
@@ -173,6 +204,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", MAX_DATA_BYTES),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+                *([] if credentials is None else ages),
             ],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -195,10 +227,10 @@ class GrpcServer:
             except RuntimeError:
                 raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
 
-    def _add_port(self, target: str, credentials: grpc.ServerCredentials | None) -> int:
+    def _add_port(self, target: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
         if credentials is None:
             return self._server.add_insecure_port(target)
-        return self._server.add_secure_port(target, credentials)
+        return self._server.add_secure_port(target, credentials())
 
     async def start(self) -> None:
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)

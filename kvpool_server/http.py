@@ -5,6 +5,9 @@ deadline: a loop that has stopped is reported, and holds up no scrape.
 
 Whoever reaches the port may connect and say nothing. So each connection has a deadline; when there are too many, the
 oldest is closed, and a probe that comes meanwhile is answered.
+
+With TLS, /metrics is for those who prove that they may read it. /healthz answers everybody: a kubelet has no
+certificate, and learns one word.
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from kvpool.errors import PermissionDeniedError, UnauthenticatedError
 
 LOOP_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 16
@@ -35,6 +41,9 @@ SERVING = "ok"
 TEXT = "text/plain"
 
 Value = TypeVar("Value")
+Gate = Callable[[str, bytes | None, Sequence[str]], None]
+"""Called with a client's address, its certificate (DER) and its Authorization headers. Raises UnauthenticatedError and
+PermissionDeniedError for those who may not read /metrics."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> Callable[[], Value]:
@@ -54,16 +63,39 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> C
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """A thread for each connection, with bounds on the number and the time of connections."""
+    """A thread for each connection, with bounds on the number and the time of connections.
+
+    Args:
+        tls: the context of a new connection; None: plaintext.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, family: socket.AddressFamily, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+    def __init__(
+        self,
+        family: socket.AddressFamily,
+        address: tuple[str, int],
+        handler: type[BaseHTTPRequestHandler],
+        tls: Callable[[], ssl.SSLContext] | None,
+    ):
         self.address_family = family
+        self._tls = tls
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # The oldest first -> its deadline; until its thread ends.
         super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        plain, address = super().get_request()
+        if self._tls is None:
+            return plain, address
+        return self._tls().wrap_socket(plain, server_side=True, do_handshake_on_connect=False), address
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if isinstance(request, ssl.SSLSocket):
+            request.settimeout(CONNECTION_S)
+            request.do_handshake()
+        super().finish_request(request, client_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -102,7 +134,8 @@ class _BoundedServer(ThreadingHTTPServer):
 def _close(connection: socket.socket) -> None:
     """Ends what its thread reads or writes; the thread then closes it."""
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not the method of an SSLSocket, which first has the socket's other users go on in plaintext.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class OperatorHttp:
@@ -111,9 +144,19 @@ class OperatorHttp:
     Args:
         registry: its collectors may raise TimeoutError, which becomes status 503.
         health: called by the threads: `SERVING`, or why the server does not serve, which becomes status 503.
+        tls: the context of a new connection; None: plaintext.
+        gate: who may read /metrics; None: everybody.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], str]):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        health: Callable[[], str],
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        gate: Gate | None = None,
+    ):
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
 
@@ -123,11 +166,19 @@ class OperatorHttp:
                 except TimeoutError:
                     status, content_type = 503, TEXT
                     text = f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n"
+                except UnauthenticatedError as error:
+                    status, text, content_type = 401, f"{error}\n", TEXT
+                except PermissionDeniedError as error:
+                    status, text, content_type = 403, f"{error}\n", TEXT
                 # Outside the try: a client that reads too slowly is no fault of the loop, and gets no second answer.
                 self._answer(status, text, content_type)
 
             def _route(self) -> tuple[int, str, str]:
                 if self.path == "/metrics":
+                    if gate is not None:
+                        is_tls = isinstance(self.connection, ssl.SSLSocket)
+                        certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
+                        gate(self.client_address[0], certificate, self.headers.get_all("Authorization", []))
                     return 200, generate_latest(registry).decode(), CONTENT_TYPE_LATEST
                 if self.path == "/healthz":
                     state = health()
@@ -139,6 +190,8 @@ class OperatorHttp:
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
+                if status == 401:
+                    self.send_header("WWW-Authenticate", "Bearer")
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -146,7 +199,7 @@ class OperatorHttp:
                 """Scrapes and probes are not logged."""
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _BoundedServer(family, (host, port), Handler)
+        self._server = _BoundedServer(family, (host, port), Handler, tls)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(CLOSE_EVERY_S,), name="kvpool-http", daemon=True

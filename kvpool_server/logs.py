@@ -73,16 +73,7 @@ def json_lines() -> Iterator[None]:
 
 def _route_python_to(stream: TextIO) -> None:
     """Sends Python's log records, warnings and tracebacks to a stream, each as one line."""
-    renderer = structlog.processors.JSONRenderer()
-    structlog.configure(processors=[*_SHARED, renderer], logger_factory=structlog.PrintLoggerFactory(stream))
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.add_logger_name, *_SHARED],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-        )
-    )
-    logging.getLogger().addHandler(handler)
+    _log_to(stream, structlog.processors.JSONRenderer())
     logging.captureWarnings(True)
     sys.excepthook = lambda *error: log.critical("the server ended with an error", exc_info=error)
     threading.excepthook = lambda failed: log.error(
@@ -92,9 +83,22 @@ def _route_python_to(stream: TextIO) -> None:
     )
 
 
+def _log_to(stream: TextIO, renderer: structlog.types.Processor) -> None:
+    """Has structlog and Python's own loggers write to a stream with one renderer."""
+    structlog.configure(processors=[*_SHARED, renderer], logger_factory=structlog.PrintLoggerFactory(stream))
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *_SHARED],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.getLogger().addHandler(handler)
+
+
 def configure(log_format: str, level: str) -> None:
     """Sets format and level of the log on stderr. For JSON, call it within `json_lines`."""
     if log_format == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        structlog.configure(processors=[*_SHARED, renderer], logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+        _log_to(sys.stderr, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+    logging.getLogger("kvpool").setLevel(level.upper())  # The client's library, which reads credentials for the server.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))

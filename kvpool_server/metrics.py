@@ -8,9 +8,10 @@ docs/metrics.md.
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -137,6 +138,24 @@ class _Timer:
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             return "OK" if self._was_answered() else "CANCELLED"
         return "UNKNOWN"
+
+
+class CertificateExpiry(Collector):
+    """When the server's certificates end, by what they are for; `ends` is called by the thread of the scrape."""
+
+    def __init__(self, ends: Callable[[], Mapping[str, dt.datetime]]):
+        self._ends = ends
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        text = (
+            "When a certificate ends, in seconds since 1970: the server's own (server), or the first authority of its "
+            "clients' to end (client_ca). Alert 14 days before."
+        )
+        name = "kvpool_certificate_expiry_timestamp_seconds"
+        family = GaugeMetricFamily(name, text, labels=["certificate"])
+        for certificate, ends_at in self._ends().items():
+            family.add_metric([certificate], ends_at.timestamp())
+        yield family
 
 
 class OwnMemory(Collector):

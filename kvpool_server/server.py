@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import secrets
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence, Set
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from kvpool.errors import ConfigError, InvalidRequestError, TransferError
+from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, TransferError
 from kvpool.memory_socket import abstract_name
 from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
 from kvpool.segment import Segment
+from kvpool.tls import TlsFiles
+from kvpool.tokens import TokenRecord, read_records
 from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.unix_socket import memory_path
 from kvpool.version import __version__
+from kvpool.watched_files import WatchedFiles
+from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.caller import Certificates, Tokens, Who
+from kvpool_server.access.caller import Certificates, Tokens, Who, check_scrape
 from kvpool_server.access.credentials import ServerCredentials
+from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.identity_limits import IdentityLimitsFile
+from kvpool_server.access.jwks import IssuerKeys, read_keys
+from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
+from kvpool_server.access.reminders import DAY_S, HOUR_S, ends_of, repeat, warn_of_ends, warn_of_plaintext
+from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.access.watch import AccessWatch
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -40,12 +52,12 @@ from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
-from kvpool_server.exposure import check_exposure, tls_files
+from kvpool_server.exposure import check_exposure, plaintext_ports, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.memory_socket import MemorySocket
-from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
+from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics
 from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -84,6 +96,9 @@ class Server:
         self.data: DataWorkers | None = None
         self._credentials: ServerCredentials | None = None
         self._who: Who | None = None
+        self._running: RunningCalls | None = None
+        self._watch: AccessWatch | None = None
+        self._audit: AuditLog | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -112,10 +127,13 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         check_exposure(config)
-        files = tls_files(config)
-        if files is not None:
-            self._credentials = ServerCredentials(files)
-            self._who = Tokens(config.tokens) if config.tokens else Certificates()
+        if config.audit_log:
+            self._audit = AuditLog(config.audit_log)
+            self._open.push_async_callback(asyncio.to_thread, self._audit.close)
+        if (files := tls_files(config)) is not None:
+            self._ask_who_calls(files)
+        if plaintext := plaintext_ports(config):
+            self._in_background(repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
         if config.identity_limits and self._who is None:
             raise ConfigError("identity_limits bounds nobody where callers prove nothing; give --tls-cert, too")
         self._permits = self._make_permits() if config.data_listen else None
@@ -148,6 +166,54 @@ class Server:
         self._in_background(self._prefault_rest())
         if self.data is not None:
             self._in_background(self.data.watch())
+
+    def _ask_who_calls(self, files: TlsFiles) -> None:
+        """Reads the credentials of the server and of its callers, and watches them from now on."""
+        config = self.config
+        credentials = ServerCredentials(files, self._when_read("certificates", _named(files)))
+        denied = DenyList(config.deny, self._when_read("deny list", [config.deny])) if config.deny else None
+        watched: list[WatchedFiles[Any]] = [credentials.identity, *([] if denied is None else [denied])]
+        who: Who
+        if path := config.tokens:
+            read = self._when_read("tokens", [path])
+            tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=read)
+            who = Tokens(tokens, denied)
+            watched.append(tokens)
+        elif config.oidc_issuer:
+            who = self._of_issuer(denied, watched)
+        else:
+            who = Certificates(denied, config.trust_domain)
+        log.info("the server's certificate", names=credentials.names, ends_at=str(credentials.identity.value.ends_at))
+        self._credentials, self._who = credentials, who
+        self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)
+        self._watch = AccessWatch(watched, self._running, self._expire_owned)
+        self._in_background(self._watch.run())
+        self._in_background(repeat(lambda: warn_of_ends(credentials.identity.value, dt.datetime.now(dt.UTC)), DAY_S))
+
+    def _of_issuer(self, denied: DenyList | None, watched: list[WatchedFiles[Any]]) -> Who:
+        """Callers with tokens of an OpenID Connect issuer; adds its file of keys to those that are watched."""
+        config = self.config
+        check_installed()
+        rules = OidcRules(config.oidc_issuer, config.oidc_audience, config.oidc_tenant_claim, config.oidc_role_claim)
+        if path := config.oidc_jwks:
+            file = WatchedFiles([path], lambda: read_keys(path), when_read=self._when_read("issuer's keys", [path]))
+            watched.append(file)
+            return IssuedTokens(rules, file, denied=denied)
+        keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", [config.oidc_issuer]))
+        self._open.push_async_callback(asyncio.to_thread, keys.close)
+        return IssuedTokens(rules, keys, keys.refetch, denied)
+
+    def _when_read(self, what: str, paths: Sequence[str]) -> Callable[[ConfigError | None], None]:
+        audit = self._audit
+        return lambda error: audit.read(what, paths, error) if audit is not None else None
+
+    async def _expire_owned(self, principals: Set[str]) -> None:
+        await self._turns.run(self.pool.expire_owned(principals))
+
+    def look_at_credentials(self) -> None:
+        """Reads files of credentials that have changed, at once; for signal handlers."""
+        if self._watch is not None:
+            self._watch.look_at_once()
 
     @property
     def _limits(self) -> Limits:
@@ -188,8 +254,8 @@ class Server:
     def _hand_out_memory(self) -> None:
         """Opens the sockets by which clients get the arena's memory; they need no gRPC to answer.
 
-        The memory holds the blocks of all tenants. So where callers prove who they are, they get it only by the Unix
-        socket, which an operator has to give them.
+        The memory holds the blocks of all tenants. So where callers prove who they are, only engines of the tenant
+        that an operator has named get it, by the Unix socket.
         """
         segment, config = self._segment, self.config
         if not segment.is_sealed:
@@ -201,7 +267,7 @@ class Server:
 
         if self._who is None:
             self._open.callback(MemorySocket(abstract_name(segment.token), descriptor_of).close)
-        if path := config.unix_listen:
+        if (path := config.unix_listen) and (self._who is None or config.memory_tenant):
             self._open.callback(MemorySocket(memory_path(path), descriptor_of, config.unix_mode_bits).close)
 
     def _serve_http(self) -> RpcMetrics:
@@ -211,17 +277,34 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(OwnMemory())
+        if (credentials := self._credentials) is not None:
+            registry.register(CertificateExpiry(lambda: ends_of(credentials.identity.value)))
         self._in_background(LoopLag(registry).run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
+            tls = None if self._credentials is None else self._credentials.for_http
+            gate = None if self._who is None else self._may_scrape
             try:
-                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state))
+                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
             self._open.push_async_callback(asyncio.to_thread, http.close)
             self.http_port = http.port
         return metrics
+
+    def _may_scrape(self, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
+        """Raises UnauthenticatedError and PermissionDeniedError. Called by HTTP's threads."""
+        assert self._who is not None
+        caller = None
+        try:
+            caller = self._who.of_request(certificate, authorization).principal
+            check_scrape(caller)
+        except KVPoolError as error:
+            if self._audit is not None:
+                status = status_of(error).name
+                self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
+            raise
 
     def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
@@ -265,7 +348,7 @@ class Server:
 
     def _offer(self) -> Offer:
         segment, engine = self._segment.info(), self.engine
-        is_handed_out = self._segment.is_sealed and (self._who is None or bool(self.config.unix_listen))
+        is_handed_out = self._segment.is_sealed and (self._who is None or bool(self.config.memory_tenant))
         shared = segment if is_handed_out else None
         data_port = self.data.info if self.data is not None else None
         mooncake = None
@@ -287,14 +370,14 @@ class Server:
             self._permits,
             self._who,
             self._turns,
+            self.config.memory_tenant,
         )
-        config, audit = self.config, None
-        if config.audit_log:
-            audit = AuditLog(config.audit_log)
-            self._open.push_async_callback(asyncio.to_thread, audit.close)
-        credentials = None if self._credentials is None else self._credentials.for_grpc()
+        config = self.config
+        credentials = None if self._credentials is None else self._credentials.for_grpc
         unix = config.unix_listen, config.unix_mode_bits
-        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, self._who, audit)
+        self._grpc = GrpcServer(
+            config.listen, service, metrics, *unix, credentials, self._who, self._running, self._audit
+        )
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()
@@ -353,3 +436,14 @@ class Server:
         await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")
+
+
+def _read_tokens(path: str) -> dict[str, TokenRecord]:
+    records = read_records(Path(path))
+    if not records:
+        log.warning("the file of tokens has no token, so nobody can call; make one: kvpool token create", path=path)
+    return records
+
+
+def _named(files: TlsFiles) -> list[str]:
+    return [path for path in (files.ca, files.cert, files.key) if path]

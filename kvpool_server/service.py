@@ -38,8 +38,9 @@ from kvpool_server.access.caller import (
     check_tenant,
     is_visible,
     may_create_namespaces,
+    may_map_memory,
+    may_open_namespaces,
     may_see_quota,
-    may_use_memory,
 )
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.entry import Entry
@@ -89,6 +90,7 @@ class PoolService(PoolServicer):
         permits: for the data port; None if the server has no data port.
         who: how callers prove who they are; None: they prove nothing.
         turns: runs the work in steps.
+        memory_tenant: whose engines may map the arena's memory, where callers prove who they are; empty: nobody's.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class PoolService(PoolServicer):
         permits: PermitTable | None = None,
         who: Who | None = None,
         turns: Turns | None = None,
+        memory_tenant: str = "",
     ):
         self._tiered = pool
+        self._memory_tenant = memory_tenant
         self._who = who
         self._pool = pool.pool
         self._memory = memory
@@ -141,7 +145,7 @@ class PoolService(PoolServicer):
                 fingerprint=namespace.fingerprint.hex()[:12],
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
-        opened = OpenedNamespace(namespace.fingerprint, self._offer, created, self._pool.limits.max_batch_blocks)
+        opened = OpenedNamespace(namespace.fingerprint, self._offered(), created, self._pool.limits.max_batch_blocks)
         return wire.encode_opened(opened, self._boot_token)
 
     def _namespace(self, name: bytes) -> bytes:
@@ -408,9 +412,16 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
-        # Where memory lies, and the token that hands it out, are for those who may use it.
-        offer = self._offer if may_use_memory() else dataclasses.replace(self._offer, segment=None, mooncake=None)
-        return wire.encode_pong(__version__, uptime, offer, self._boot_token, self._pool.num_opened)
+        return wire.encode_pong(__version__, uptime, self._offered(), self._boot_token, self._pool.num_opened)
+
+    def _offered(self) -> Offer:
+        """What the caller is told: where memory lies, and the token that hands it out, are for those who may use it."""
+        offer = self._offer
+        if not may_map_memory(self._memory_tenant):
+            offer = dataclasses.replace(offer, segment=None)
+        if not may_open_namespaces():
+            offer = dataclasses.replace(offer, mooncake=None)
+        return offer
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
         caller = CALLER.get()
@@ -420,7 +431,7 @@ class PoolService(PoolServicer):
             boot_token=self._boot_token,
             principal=str(caller),
             methods=sorted(CALLS[caller.role]),
-            ends_at=int(self._who.ends_at(context).timestamp()),
+            ends_at=int(self._who(context).ends_at.timestamp()),
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:

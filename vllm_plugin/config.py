@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.errors import ConfigError
+from kvpool.principal import Role
 from kvpool.tls import TlsFiles, read_identity
 
 MAX_TIMEOUT_MS = 300_000
@@ -19,6 +20,13 @@ BOUNDS: Mapping[str, tuple[int, int]] = {
     "store_timeout_ms": (1, MAX_TIMEOUT_MS),
     "promotion_wait_ms": (0, MAX_TIMEOUT_MS),
     "num_shards": (0, 64),
+}
+ENGINE_ROLES = (Role.ENGINE_WRITE, Role.ENGINE_READ)
+_WANTED: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text in quotes",
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_reset": ("leave", "connector", "keep"),
@@ -110,9 +118,9 @@ class ConnectorConfig:
             if not (isinstance(value, wanted) or (wanted is float and isinstance(value, int))) or (
                 isinstance(value, bool) and wanted is not bool
             ):
-                raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not a {wanted.__name__}")
-        if tls is not None and not given.get("tenant") and (principal := read_identity(tls).principal) is not None:
-            given["tenant"] = principal.tenant
+                raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not {_WANTED[wanted]}")
+        if tls is not None:
+            given["tenant"] = _tenant(tls, given.get("tenant", ""), given.get("token_file", ""))
         config = cls(**given, tls=tls)
         for name, (low, high) in BOUNDS.items():
             if not low <= (value := getattr(config, name)) <= high:
@@ -149,6 +157,38 @@ class ConnectorConfig:
             token_file=self.token_file,
             insecure_network=self.insecure_network,
         )
+
+
+def _tenant(tls: TlsFiles, tenant: str, token_file: str) -> str:
+    """The engine's tenant: that of its certificate. Raises ConfigError if a server would refuse what the engine has.
+
+    Args:
+        tenant, token_file: as they were given. With a token the server alone knows whose it is.
+    """
+    principal = read_identity(tls).principal
+    if token_file:
+        return tenant or (principal.tenant if principal is not None else "")
+    if not tls.cert:
+        raise ConfigError(
+            f"kv_connector_extra_config: tls has ca = {tls.ca!r} alone, so the engine proves to no server who it is; "
+            "give cert and key, too, or token_file"
+        )
+    if principal is None:
+        raise ConfigError(
+            f"kv_connector_extra_config: tls.cert = {tls.cert!r} names no principal, such as "
+            "spiffe://kvpool.local/kvpool/TENANT/engine-write; give an engine's certificate"
+        )
+    if principal.role not in ENGINE_ROLES:
+        raise ConfigError(
+            f"kv_connector_extra_config: tls.cert = {tls.cert!r} is of role {principal.role}; give one of role "
+            f"{' or '.join(ENGINE_ROLES)}"
+        )
+    if tenant not in ("", principal.tenant):
+        raise ConfigError(
+            f"kv_connector_extra_config: tenant = {tenant!r}, and tls.cert = {tls.cert!r} is of tenant "
+            f"{principal.tenant!r}; leave tenant out, or give a certificate of {tenant!r}"
+        )
+    return principal.tenant
 
 
 def _tls(value: object) -> TlsFiles:

@@ -1,4 +1,5 @@
-"""The audit log: one JSON object a line, of who was refused, who changed what, and who opened a namespace.
+"""The audit log: one JSON object a line, of who was refused, who changed what, who opened a namespace, and which
+credentials the server uses.
 
 Lines are queued and written by a thread, so that a slow disk holds nobody up. More lines than `LINES_A_SECOND`, or than
 the queue holds, are dropped and counted: a stranger must not fill the disk. logrotate may move the file at any time.
@@ -11,8 +12,9 @@ import json
 import logging
 import logging.handlers
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool.errors import ConfigError
@@ -20,10 +22,12 @@ from kvpool.principal import Principal
 
 LINES_A_SECOND = 100
 MAX_QUEUED = 1_000
+READ = "ReadCredentials"
+"""In the place of the call: the server has read files of credentials."""
 
 
 class AuditLog:
-    """Appends to a file. Raises ConfigError if it cannot be opened. `close` writes what is queued.
+    """Appends to a file. Thread-safe. Raises ConfigError if it cannot be opened. `close` writes what is queued.
 
     Attributes:
         num_dropped: lines that were too many.
@@ -39,6 +43,7 @@ class AuditLog:
         self._listener = logging.handlers.QueueListener(self._queue, handler)
         self._handler = handler
         self._clock = clock
+        self._lock = threading.Lock()
         self._second, self._lines = 0, 0
         self.num_dropped = 0
         self._listener.start()
@@ -52,12 +57,7 @@ class AuditLog:
             peer: the address that the call came from.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
-        second = int(self._clock())
-        if second != self._second:
-            self._second, self._lines = second, 0
-        self._lines += 1
-        if self._lines > LINES_A_SECOND or self._queue.qsize() >= MAX_QUEUED:
-            self.num_dropped += 1
+        if not self._has_room():
             return
         line = {
             "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
@@ -70,6 +70,23 @@ class AuditLog:
         if self.num_dropped:
             line["dropped_before"] = self.num_dropped
         self._queue.put(logging.LogRecord("kvpool.audit", logging.INFO, "", 0, json.dumps(line), None, None))
+
+    def read(self, what: str, paths: Sequence[str], error: ConfigError | None) -> None:
+        """Adds a line about files of credentials that were read, with the error of those that cannot be used."""
+        details = {"what": what, "files": ", ".join(paths), **({} if error is None else {"why": str(error)})}
+        self.write(READ, "OK" if error is None else "REFUSED", caller=None, peer="", **details)
+
+    def _has_room(self) -> bool:
+        """Whether one more line may be written now; counts it, or that it is dropped."""
+        with self._lock:
+            second = int(self._clock())
+            if second != self._second:
+                self._second, self._lines = second, 0
+            self._lines += 1
+            if self._lines > LINES_A_SECOND or self._queue.qsize() >= MAX_QUEUED:
+                self.num_dropped += 1
+                return False
+            return True
 
     def close(self) -> None:
         """Blocks until what is queued is written."""

@@ -2,101 +2,138 @@
 
 from __future__ import annotations
 
-import datetime as dt
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence
 from contextvars import ContextVar
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
-from cryptography import x509
 
-from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
-from kvpool.principal import Principal, Role
-from kvpool.tokens import TokenRecord, digest_of, read_records
+from kvpool.errors import PermissionDeniedError, UnauthenticatedError
+from kvpool.principal import DEFAULT_DOMAIN, Principal, Role
+from kvpool.tokens import TokenRecord, digest_of
 from kvpool.watched_files import WatchedFiles
-from kvpool_server.access.permissions import CALLS, may_call
+from kvpool_server.access.credential import Credential, of_certificate
+from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
 
-_URIS, _VERSION, _PEM = "peer_uri", "ssl_tls_version", "x509_pem_cert"
+_VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
 
 
-def principal_of(auth_context: Mapping[str, Iterable[bytes]]) -> Principal:
-    """The principal that a verified client certificate names.
+class Who(Protocol):
+    """How callers prove who they are. Each method raises UnauthenticatedError."""
 
-    Args:
-        auth_context: as gRPC gives it for a connection.
+    def __call__(self, context: Context) -> Credential:
+        """What the caller of an RPC proves who it is with."""
 
-    Raises UnauthenticatedError unless the connection is TLS 1.3, and the certificate has one URI, a principal's.
-    """
-    version = b" ".join(auth_context.get(_VERSION, ()))
-    if version != _TLS_1_3:
-        raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
-    uris = list(auth_context.get(_URIS, ()))
-    if len(uris) != 1:
-        raise UnauthenticatedError(
-            f"the client's certificate names {len(uris)} URIs and has to name one, such as "
-            "spiffe://kvpool.local/kvpool/TENANT/engine-write; `kvpool certs show` reads certificates"
-        )
-    try:
-        return Principal.parse(uris[0].decode())
-    except (InvalidRequestError, UnicodeDecodeError) as error:
-        raise UnauthenticatedError(f"the client's certificate names no principal: {error}") from None
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        """The same of an HTTP request over TLS.
+
+        Args:
+            certificate: the client's, verified, DER; None: it has none.
+            authorization: the values of the headers of this name.
+        """
+
+    def checked(self, credential: Credential) -> Credential:
+        """The credential, if it is still in force."""
 
 
 class Certificates:
-    """Callers that prove who they are by their connection's certificate."""
+    """Callers that prove who they are by their connection's certificate.
 
-    def __call__(self, context: Context) -> Principal:
-        """Who calls. Raises UnauthenticatedError."""
-        return principal_of(context.auth_context())
+    Args:
+        denied: who is refused nevertheless; None: nobody.
+        trust_domain: whose certificates are taken; an authority may sign for several.
+    """
 
-    def ends_at(self, context: Context) -> dt.datetime:
-        """When a caller's certificate ends, UTC."""
-        (pem,) = context.auth_context()[_PEM]
-        return x509.load_pem_x509_certificate(pem).not_valid_after_utc
+    def __init__(self, denied: DenyList | None = None, trust_domain: str = DEFAULT_DOMAIN):
+        self._denied = denied
+        self._trust_domain = trust_domain
+
+    def __call__(self, context: Context) -> Credential:
+        found = context.auth_context()
+        version = b" ".join(found.get(_VERSION, ()))
+        if version != _TLS_1_3:
+            raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
+        (pem,) = found[_PEM]
+        return self.checked(of_certificate(pem))
+
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        if certificate is None:
+            raise UnauthenticatedError("the connection has no client certificate; give one for the role metrics")
+        return self.checked(of_certificate(certificate))
+
+    def checked(self, credential: Credential) -> Credential:
+        if credential.has_ended:
+            raise UnauthenticatedError(f"the client's certificate ended at {credential.ends_at}; renew it")
+        if credential.principal.domain != self._trust_domain:
+            raise UnauthenticatedError(
+                f"{credential.principal} is of trust domain {credential.principal.domain}, and this server takes "
+                f"{self._trust_domain}; use a certificate of that domain, or see --trust-domain"
+            )
+        return not_denied(credential, self._denied)
 
 
 class Tokens:
     """Callers that prove who they are by a bearer token in the call's metadata.
 
     Args:
-        path: the file of tokens, read again when it changes. Raises ConfigError if it cannot be used.
+        records: by digest, in the server's file of tokens.
+        denied: who is refused nevertheless; None: nobody.
     """
 
-    def __init__(self, path: str, now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)):
-        self._records = WatchedFiles([path], lambda: read_records(Path(path)))
-        self._now = now
+    def __init__(self, records: WatchedFiles[dict[str, TokenRecord]], denied: DenyList | None = None):
+        self._records = records
+        self._denied = denied
 
-    def __call__(self, context: Context) -> Principal:
-        """Who calls. Raises UnauthenticatedError."""
-        return self._record(context).principal
+    def __call__(self, context: Context) -> Credential:
+        metadata = context.invocation_metadata() or ()
+        return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
 
-    def ends_at(self, context: Context) -> dt.datetime:
-        """When a caller's token ends, UTC. Raises UnauthenticatedError."""
-        return self._record(context).ends_at
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        digest = digest_of(bearer_token(authorization))
+        record = self._records.value.get(digest)
+        if record is None:
+            raise _unknown_token()
+        return self.checked(Credential(record.principal, digest, record.ends_at))
 
-    def _record(self, context: Context) -> TokenRecord:
-        self._records.look()
-        sent = [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
-        scheme, _, token = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
-        if scheme != "Bearer":
+    def checked(self, credential: Credential) -> Credential:
+        record = self._records.value.get(credential.digest)
+        if record is None or record.principal != credential.principal:
+            raise _unknown_token()
+        if credential.has_ended:  # Told to those who have proved that they know the secret.
             raise UnauthenticatedError(
-                "the call has no bearer token; give token_file with what `kvpool token create` printed"
+                f"the call's token ended at {credential.ends_at:%Y-%m-%d %H:%M} UTC; make another: kvpool token create"
             )
-        record = self._records.value.get(digest_of(token))
-        if record is None or record.ends_at <= self._now():
-            raise UnauthenticatedError("the call's token is unknown or has ended; make another: kvpool token create")
-        return record
+        return not_denied(credential, self._denied)
 
 
-Who = Certificates | Tokens
-"""How callers prove who they are."""
+def bearer_token(authorization: Sequence[str]) -> str:
+    """The token of a call's Authorization headers. Raises UnauthenticatedError."""
+    scheme, _, token = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
+    if scheme != "Bearer":
+        raise UnauthenticatedError("the call has no bearer token; give token_file with the token that you were given")
+    return token
+
+
+def _unknown_token() -> UnauthenticatedError:
+    return UnauthenticatedError("the call's token is unknown; make another: kvpool token create")
+
+
+def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
+    """The credential. Raises UnauthenticatedError if it is denied."""
+    if denied is not None and denied.denies(credential):
+        raise UnauthenticatedError(f"{credential.principal} or its credential is on the server's deny list")
+    return credential
+
+
+_INSTEAD = {"Stats": "; ListNamespaces (`kvpool namespaces`) shows a tenant's numbers"}
+"""What a caller may call in place of a method."""
 
 
 def check_call(principal: Principal, method: str) -> None:
@@ -105,8 +142,14 @@ def check_call(principal: Principal, method: str) -> None:
         roles = [str(role) for role, methods in CALLS.items() if method in methods]
         raise PermissionDeniedError(
             f"{principal} may not call {method}: its role is {principal.role}, and the call needs "
-            f"{' or '.join(roles) or 'a role that does not exist'}"
+            f"{' or '.join(roles) or 'a role that does not exist'}{_INSTEAD.get(method, '')}"
         )
+
+
+def check_scrape(principal: Principal) -> None:
+    """Raises PermissionDeniedError unless the principal may read /metrics, which shows all tenants."""
+    if principal.role not in SCRAPERS:
+        raise PermissionDeniedError(f"{principal} may not read /metrics; it needs role {' or '.join(SCRAPERS)}")
 
 
 def check_tenant(tenant: str) -> None:
@@ -143,7 +186,17 @@ def may_create_namespaces() -> bool:
     return caller is None or may_call(caller.role, "PutStart")
 
 
-def may_use_memory() -> bool:
-    """Whether the caller may be told how bytes travel: whoever may open namespaces, which says so as well."""
+def may_open_namespaces() -> bool:
+    """Whether the caller may be told how bytes travel."""
     caller = CALLER.get()
     return caller is None or may_call(caller.role, "OpenNamespace")
+
+
+def may_map_memory(memory_tenant: str) -> bool:
+    """Whether the caller may map the arena's memory, where it can read and change every block of every tenant.
+
+    Args:
+        memory_tenant: the one whose engines may; empty: nobody's.
+    """
+    caller = CALLER.get()
+    return caller is None or (may_call(caller.role, "PutStart") and caller.tenant == memory_tenant != "")

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -42,11 +42,9 @@ def _text(entry: dict[str, Any]) -> str:
 
 def _lines(path: Path, ends_at: float) -> Iterator[str]:
     """The lines of a file, and of the files that take its place. Raises ConfigError if it cannot be read."""
-    try:
-        file = path.open(encoding="ascii", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the server's --audit-log") from None
-    rest = ""
+    file, rest = _opened(path), ""
+    if file is None:
+        raise ConfigError(f"cannot read {path}: there is no such file; give the server's --audit-log")
     while True:
         with file:
             inode = os.fstat(file.fileno()).st_ino
@@ -62,7 +60,21 @@ def _lines(path: Path, ends_at: float) -> Iterator[str]:
                     break  # Another file has taken its place.
                 else:
                     time.sleep(POLL_S)
-        file, rest = path.open(encoding="ascii", errors="replace"), ""
+        rest = ""
+        while (file := _opened(path)) is None:  # Moved away since: the server makes it anew with its next line.
+            if time.monotonic() > ends_at:
+                return
+            time.sleep(POLL_S)
+
+
+def _opened(path: Path) -> TextIO | None:
+    """The file; None if there is none. Raises ConfigError if it cannot be read."""
+    try:
+        return path.open(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the server's --audit-log") from None
 
 
 def _inode(path: Path) -> int | None:

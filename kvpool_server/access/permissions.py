@@ -8,8 +8,8 @@ _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify",
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
-_TENANT = {"ListNamespaces", "Stats", "Remove", "Clear", "ListQuotas"}
-_POOL = {"SetQuotas"}
+_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas"}
+_POOL = {"Stats", "SetQuotas"}
 _ANYBODY = {"Ping", "WhoAmI"}
 
 CALLS: dict[Role, frozenset[str]] = {
@@ -20,6 +20,9 @@ CALLS: dict[Role, frozenset[str]] = {
     Role.METRICS: frozenset(_ANYBODY | {"Stats"}),
 }
 """By role: the methods of the Pool service."""
+
+SCRAPERS = (Role.METRICS, Role.OPERATOR)
+"""Roles that may read /metrics, which shows all tenants."""
 
 
 def may_call(role: Role, method: str) -> bool:

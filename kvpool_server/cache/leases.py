@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -12,6 +12,7 @@ from kvpool.errors import LeaseExpiredError
 from kvpool.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
 SWEEP_AT_LEAST = 1_000
 
@@ -197,6 +198,15 @@ class HoldTable(Generic[Held]):
         if hold.owner.name:
             self._total.num_blocks += len(entries)
             self._by_owner[hold.owner.name].num_blocks += len(entries)
+
+    def expire_owned(self, owners: Container[str], now: float) -> Steps[None]:
+        """Brings the deadlines of some owners' holds forward to now."""
+        for nth, hold in enumerate(self.values(), 1):
+            if hold.owner.name in owners and hold.deadline > now:
+                hold.deadline = now
+                heapq.heappush(self._deadlines, (now, hold.id))
+            if not nth % STEP_BLOCKS:
+                yield
 
     def pop_expired(self, now: float) -> Held | None:
         """Removes and returns a hold that has reached its deadline; None if there is none."""

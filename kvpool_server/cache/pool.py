@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
@@ -626,6 +626,11 @@ class Pool:
         now = self._clock()
         self._settle(now, SETTLED_PER_CALL)
         return now
+
+    def expire_owned(self, owners: Container[str]) -> Steps[None]:
+        """Ends the leases and tickets of clients that may hold nothing any more, as if their deadlines had come."""
+        yield from self.leases.expire_owned(owners, self._clock())
+        yield from self.tickets.expire_owned(owners, self._clock())
 
     def settle(self) -> bool:
         """Does some of what is left to do since holds ended or a namespace was closed; False if nothing is."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ByteSize, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvpool.errors import ConfigError
+from kvpool_server.instead import instead_of
 from kvpool_server.tiers.file.options import FileOptions
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
 from kvpool_server.tiers.tier import TierOptions
@@ -58,31 +59,8 @@ def _problem(options: type[TierOptions], error: ErrorDetails) -> str:
             known = [field for field in options.model_fields if field != options.PLACE]
             return f"unknown option {name!r}; choose {_either(known)}"
         case _:
-            return f"{name}={error['input']} is not possible; give {_fix(error)}"
-
-
-def _fix(error: ErrorDetails) -> str:
-    """What to give instead, in the words of a command line."""
-    context = error.get("ctx", {})
-    match error["type"]:
-        case "greater_than_equal" if error["loc"] == ("size",):
-            return f"at least {ByteSize(context['ge']).human_readable()}"
-        case "greater_than_equal":
-            return f"at least {context['ge']}"
-        case "less_than_equal":
-            return f"at most {context['le']}"
-        case "byte_size":
-            return "a number of bytes, as 200GiB"
-        case "literal_error":
-            return context["expected"].replace("'", "")
-        case "int_parsing":
-            return "a whole number"
-        case "string_pattern_mismatch":
-            return f"a text that matches {context['pattern']}"
-        case "bool_parsing":
-            return "yes or no"
-        case _:
-            return error["msg"].removeprefix("Value error, ")
+            fix = instead_of(error) or error["msg"].removeprefix("Value error, ")
+            return f"{name}={error['input']} is not possible; give {fix}"
 
 
 def _either(names: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "`load_timeout_ms` (5 s)": "vllm_plugin.config: ConnectorConfig().load_timeout_ms",
     },
     "CHANGELOG.md": {
+        "end within 10 seconds": "kvpool.watched_files: 2 * LOOK_EVERY_S # s",
         "`peer_memory=` at most (4 GiB)": "kvpool_server.tiers.file.peer_directories: DEFAULT_MEMORY_BYTES",
     },
     "configuration.md": {
@@ -125,9 +126,12 @@ SETTINGS: dict[str, dict[str, str]] = {
         "replays of 1 GiB": "kvpool.events: MAX_REPLAY_BYTES",
     },
     "security.md": {
-        "ends the token within 10 seconds": "kvpool.watched_files: LOOK_EVERY_S",
         "in records of 1 MiB at most": "kvpool.sealed_socket: RECORD_BYTES",
-        "keys and tokens every 10 seconds": "kvpool.watched_files: LOOK_EVERY_S",
+        "keys and tokens every 5 seconds": "kvpool.watched_files: LOOK_EVERY_S",
+        "Clocks may differ by 60 s": "kvpool_server.access.oidc: SKEW_S # s",
+        "with a new key after 30 s": "kvpool_server.access.jwks: RETRY_S",
+        "over HTTPS every 600 s": "kvpool_server.access.jwks: REFETCH_S",
+        "Within 10 seconds of a change": "kvpool.watched_files: 2 * LOOK_EVERY_S # s",
         "a control message | 1 MiB": "kvpool_server.inbox: MAX_CONTROL_BYTES",
         "a specification and quotas 64 KiB": "kvpool_server.cache.limits: Limits().max_spec_bytes",
         "a lookup 4 MiB": "kvpool_server.inbox: MAX_LOOKUP_BYTES",

@@ -36,13 +36,21 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("tls_cert", "tls.crt", "tls.crt"),
         ("tls_key", "tls.key", "tls.key"),
         ("tls_client_ca", "ca.crt", "ca.crt"),
+        ("trust_domain", "corp.example", "corp.example"),
         ("tokens", "tokens", "tokens"),
+        ("oidc_issuer", "https://issuer.example", "https://issuer.example"),
+        ("oidc_audience", "kvpool", "kvpool"),
+        ("oidc_jwks", "keys.json", "keys.json"),
+        ("oidc_tenant_claim", "team", "team"),
+        ("oidc_role_claim", "job", "job"),
+        ("deny", "denied", "denied"),
         ("audit_log", "audit.json", "audit.json"),
         ("identity_limits", "limits.toml", "limits.toml"),
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
+        ("memory_tenant", "acme", "acme"),
         ("unix_mode", "0660", "0660"),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),
@@ -250,6 +258,27 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("max_ttl_ms", "0", "not possible; give at least 100"),
+        ("kv_events_buffer", "0", "not possible; give at least 1000"),
+        ("data_workers", "65", "not possible; give at most 64"),
+        ("data_workers", "x", "not possible; give a whole number"),
+        ("grace_ms", 1.5, "not possible; give a whole number"),
+        ("kv_events_medium", "", "not possible; give a text that is not empty"),
+        ("insecure_network", "perhaps", "not possible; give yes or no"),
+        ("listen", 7, "not possible; give a text"),
+        ("unix_mode", "u+w", "not permissions; give octal digits for owner, group and others, such as 0660"),
+        ("trust_domain", "Corp", "trust domain 'Corp' is not a lower-case DNS name"),
+    ],
+)
+def test_an_error_says_what_to_give(name: str, value: Any, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({name: value}, None, {})
+    assert f"setting {name} = {value!r} (--{name.replace('_', '-')}): {fix}" in str(caught.value)
+
+
 def test_a_value_that_is_no_choice_is_told_the_choices() -> None:
     with pytest.raises(ConfigError, match=rf"^unknown policy 'x' \(--policy\); choose {' or '.join(POLICIES)}$"):
         load({"policy": "x"}, None, {})
@@ -288,6 +317,7 @@ def test_every_setting_has_a_description_and_a_flag() -> None:
     ("flags", "environment", "says"),
     [
         (["--memory", "lots"], {}, "memory"),
+        (["--data-workers", "x"], {}, "data_workers = 'x' (--data-workers): not possible; give a whole number"),
         (["--listen", "nowhere"], {}, "'nowhere' is not HOST:PORT"),
         (["--kv-events-replay", "tcp://127.0.0.1:0"], {}, "give --kv-events, too"),
         (["--config", "/no/such.toml"], {}, "/no/such.toml"),

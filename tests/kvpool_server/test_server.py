@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpool import wire
 from kvpool.client import Client
 from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -181,6 +182,24 @@ def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, conn
     assert 'kvpool_rpc_seconds_count{method="PutEnd",status="ABORTED"} 1.0' in text
     assert 'kvpool_rpc_seconds_count{method="Read",status="ABORTED"} 1.0' in text
     assert 'method="Read",status="OK"' not in text
+
+
+def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server("--data-listen", "")
+    client = connect(server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1 << 20)))
+    client.put_blocks(namespace, run_of("a"), [payload("a", 1 << 20)])
+    lease_id = client.lookup(namespace, [run_of("a")]).lease_id
+    runs, shard = wire.encode_runs([run_of("a")]), wire.encode_shards(ShardRange(0, 1))
+    get = pb.GetRequest(lease_id=lease_id, namespace=namespace.fingerprint, runs=runs, shards=shard)
+    (offset,) = wire.decode_located(client.rpc.stub.Get(get, timeout=10)).offsets
+    read = pb.ReadRequest(lease_id=lease_id, offsets=[offset] * 50, region_bytes=1 << 20)
+    for _ in range(20):
+        call = client.rpc.stub.Read(read, timeout=10)
+        next(call)
+        call.cancel()
+    line = 'kvpool_rpc_seconds_count{method="Read",status="CANCELLED"} 20.0'
+    wait_for(lambda: line in _http(f"{server.http_url}/metrics")[1], line)
 
 
 def test_every_metric_is_exported(shared_server: ServerProcess) -> None:

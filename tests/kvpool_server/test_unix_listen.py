@@ -153,7 +153,10 @@ def test_the_longest_path_serves(pool_server: StartServer, socket_dir: Path, mon
 @pytest.mark.parametrize("mode", ["660x", "0999", "rw", "77", "01777"])
 def test_a_mode_that_is_none_is_refused(mode: str) -> None:
     done = run_command(*server_command(*NOWHERE, "--unix-mode", mode))
-    assert done.returncode == 2 and "not permissions; give three octal digits, such as 0660" in done.stderr
+    assert (
+        done.returncode == 2
+        and "not permissions; give octal digits for owner, group and others, such as 0660" in done.stderr
+    )
 
 
 def test_two_servers_that_start_on_two_paths_are_two_pools(pool_server: StartServer, socket_dir: Path) -> None:

@@ -151,6 +151,8 @@ def test_a_tenant_lists_its_own_namespaces_and_quotas_only(deployment: Deploymen
         assert [quota.subject for quota in client.admin.quotas()] == ["tenant:acme"]
         with pytest.raises(PermissionDeniedError, match="Clear of all namespaces"):
             client.admin.clear()
+        with pytest.raises(PermissionDeniedError, match="needs operator or metrics; ListNamespaces"):
+            client.admin.stats()  # It counts the blocks of all tenants.
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,31 @@ def test_a_certificate_that_names_no_principal(deployment: Deployment, tmp_path:
         stream = client.rpc.stub.LookupStream
         with pytest.raises(UnauthenticatedError, match="certificate names"):
             client.rpc.call(lambda requests, timeout: list(stream(requests, timeout=timeout)), iter(()))
+
+
+@pytest.mark.parametrize("path", ["_/operator", "acme/engine-write"])
+def test_a_certificate_of_another_trust_domain(deployment: Deployment, tmp_path: Path, path: str) -> None:
+    uri = f"spiffe://evil.example/kvpool/{path}"
+    files = forge(deployment.pki, tmp_path / "forged", [uri], starts_in=-DAY, ends_in=DAY)
+    told = r"of trust domain evil\.example, and this server takes kvpool\.local"
+    with Client(deployment.config(files)) as client, pytest.raises(UnauthenticatedError, match=told):
+        client.admin.ping()
+
+
+def test_a_server_takes_the_trust_domain_that_it_is_given(
+    pool_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR, "corp.example")))
+    flags = ("--trust-domain", "corp.example", *server_flags(authority.issue_server([])))
+    server = pool_server(*flags, tls=operator)
+    (line,) = (line for line in server.stderr.splitlines() if "the server's certificate" in line)
+    assert "localhost" in line and "ends_at=" in line
+    engine = files_in(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE)))
+    told = r"kvpool\.local, and this server takes corp\.example"
+    config = ClientConfig(server.endpoint, tls=engine, timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnauthenticatedError, match=told):
+        client.admin.ping()
 
 
 @pytest.mark.parametrize("fault", ["plaintext", "another authority", "a server's", "ended", "not yet valid"])
@@ -300,6 +327,26 @@ def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> 
 def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:
     common = [flag for flag in ("--listen", "--http-listen") if flag not in flags for flag in (flag, "127.0.0.1:0")]
     done = run_command(*server_command(*common, "--memory", "1MiB", *flags))
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("starts_in", "ends_in", "told"),
+    [
+        (-2 * DAY, -DAY, "tls.crt ended at"),
+        (DAY, 2 * DAY, "tls.crt is not valid before"),
+        (-DAY, DAY, "tls.crt is for clients only; give the server's"),
+    ],
+)
+def test_a_server_does_not_start_with_a_useless_certificate(
+    tmp_path: Path, starts_in: dt.timedelta, ends_in: dt.timedelta, told: str
+) -> None:
+    Authority.create(tmp_path / "pki")
+    forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
+    done = run_command(
+        *server_command("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(tmp_path / "forged"))
+    )
     assert done.returncode == 2
     assert told in done.stderr
 

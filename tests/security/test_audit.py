@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.types import Quota
-from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, AuditLog
+from kvpool_server.access import command
+from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
 from kvpool_server.access.command import follow
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, forge, server_flags
@@ -52,8 +55,9 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     with Client(ClientConfig(server.endpoint, tls=operator, timeout_ms=10_000)) as client:
         client.admin.set_quotas([Quota("tenant:acme", 1 << 30)])
         client.admin.clear()
-    wait_for(lambda: len(_entries(log)) == 5, "five lines")
-    opened, denied, unknown, quotas, cleared = _entries(log)
+    wait_for(lambda: len(_entries(log)) == 6, "six lines")
+    read, opened, denied, unknown, quotas, cleared = _entries(log)
+    assert (read["caller"], read["call"], read["outcome"], read["what"]) == (None, READ, "OK", "certificates")
     who = "spiffe://kvpool.local/kvpool/acme/engine-write"
     assert (opened["caller"], opened["call"], opened["outcome"], opened["model"]) == (who, "OpenNamespace", "OK", model)
     assert opened["namespace"] == namespace.fingerprint.hex()
@@ -61,12 +65,12 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     assert (unknown["caller"], unknown["call"], unknown["outcome"]) == (None, "Ping", "UNAUTHENTICATED")
     assert quotas["quotas"] == f"tenant:acme={1 << 30}"
     assert (cleared["namespace"], cleared["count"]) == ("all", 1)
-    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in _entries(log))
+    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in _entries(log)[1:])
     assert "\x1b" not in log.read_text()
     shown = CliRunner().invoke(app, [str(log), "--seconds", "0.01"], catch_exceptions=False)
     lines = shown.output.splitlines()
-    assert len(lines) == 5
-    assert "OpenNamespace" in lines[0] and all(line.isprintable() for line in lines)
+    assert len(lines) == 6
+    assert "OpenNamespace" in lines[1] and all(line.isprintable() for line in lines)
     only = CliRunner().invoke(app, [str(log), "--seconds", "0.01", "--refused"], catch_exceptions=False)
     assert [line.split()[2] for line in only.output.splitlines()] == ["Clear", "Ping"]
 
@@ -95,6 +99,32 @@ def test_a_rotated_log_goes_on_in_its_place(tmp_path: Path) -> None:
     log.write("Stats", "OK", caller=None, peer="-")
     log.close()
     assert [entry["call"] for entry in _entries(path)] == ["Stats"]
+
+
+def test_who_follows_a_log_goes_on_when_it_is_away_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """logrotate moves the new file, too, after its name was looked at and before it is opened."""
+    path = tmp_path / "audit.json"
+    lines = [json.dumps({"call": call, "outcome": "OK"}) + "\n" for call in ("First", "Second")]
+    path.write_text(lines[0])
+    looked = command._inode
+
+    def inode_and_move(path: Path) -> int | None:
+        found = looked(path)
+        if found is not None and path.read_text() != lines[0]:
+            path.rename(tmp_path / "audit.json.2")
+            threading.Timer(3 * command.POLL_S, path.write_text, (lines[1],)).start()
+            monkeypatch.setattr(command, "_inode", looked)
+        return found
+
+    following = command._lines(path, time.monotonic() + 30)
+    assert next(following) == lines[0]
+    path.rename(tmp_path / "audit.json.1")
+    path.write_text("")
+    monkeypatch.setattr(command, "_inode", inode_and_move)
+    assert next(following) == lines[1]
+    following.close()
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,9 +63,12 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
             client.admin.stats()
         with pytest.raises(PermissionDeniedError, match="give tenant 'acme'"):
             client.open_namespace(namespace_spec(tenant="umbra"))
-    for wrong in (ended, create_token(ENGINE, DAY)[0]):
+    for wrong, told in (
+        (ended, f"token ended at {ended_record.ends_at:%Y-%m-%d}"),
+        (create_token(ENGINE, DAY)[0], "unknown"),
+    ):
         mine.write_text(wrong)
-        with Client(config(mine)) as client, pytest.raises(UnauthenticatedError, match="unknown or has ended"):
+        with Client(config(mine)) as client, pytest.raises(UnauthenticatedError, match=told):
             client.admin.ping()
     credentials = grpc.ssl_channel_credentials(Path(files.ca).read_bytes())
     with grpc.secure_channel(server.endpoint, credentials) as channel:
@@ -90,6 +94,24 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
         return False
 
     wait_for(is_out, "the token to be refused", LOOK_EVERY_S + 5)
+    # What the server does not take, or what has nobody's token, it says in its log.
+    known.write_text("no record\n")
+    wait_for(lambda: "new files cannot be used" in server.stderr, "a file that cannot be used", LOOK_EVERY_S + 5)
+    known.write_text("# nobody's\n")
+    wait_for(lambda: "has no token, so nobody can call" in server.stderr, "an empty file", LOOK_EVERY_S + 5)
+    (line,) = (line for line in server.stderr.splitlines() if "new files cannot be used" in line)
+    assert re.match(r"\d{4}-\d\d-\d\dT\S+ \[warning", line), "neither time nor level"
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    known = tmp_path / "tokens"
+    append_record(known, create_token(ENGINE, DAY)[1])
+    known.chmod(mode)
+    with pytest.raises(ConfigError, match=f"written by its group or others .mode {mode:04o}.*; chmod go-w"):
+        read_records(known)
+    known.chmod(0o644)
+    assert len(read_records(known)) == 1
 
 
 def test_a_token_is_not_sent_in_clear(tmp_path: Path) -> None:

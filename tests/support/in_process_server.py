@@ -16,6 +16,9 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.types import Offer
 from kvpool.v1.pool_pb2_grpc import PoolStub
+from kvpool_server.access.caller import Context
+from kvpool_server.access.credential import Credential
+from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
@@ -71,17 +74,28 @@ class LoopProbe:
 class InProcessServer:
     """Serves until `close`.
 
+    Args:
+        credentials, who: of TLS, for callers that prove who they are; the test makes its own clients then.
+
     Attributes:
         clock: the pool's; leases and tickets expire only when the test advances it.
         stub: calls the server.
     """
 
-    def __init__(self, arena_bytes: int, extent_bytes: int, limits: Limits | None = None):
+    def __init__(
+        self,
+        arena_bytes: int,
+        extent_bytes: int,
+        limits: Limits | None = None,
+        credentials: Callable[[], grpc.ServerCredentials] | None = None,
+        who: Callable[[Context], Credential] | None = None,
+    ):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.probe = LoopProbe()
         self.pool = Pool(Arena(arena_bytes, extent_bytes), self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8)
+        self._credentials, self._who = credentials, who
         self.port = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -95,8 +109,10 @@ class InProcessServer:
         turns = Turns()
         tiered = TieredPool(self.pool, self.memory, run=turns.run)
         metrics = RpcMetrics(CollectorRegistry())
-        service = PoolService(tiered, self.memory, Offer(1 << 20), 1, metrics, tiered.stats, turns=turns)
-        server = GrpcServer("127.0.0.1:0", service, metrics)
+        who: Any = self._who
+        service = PoolService(tiered, self.memory, Offer(1 << 20), 1, metrics, tiered.stats, who=who, turns=turns)
+        running = RunningCalls(lambda credential: credential, 0.0) if who is not None else None
+        server = GrpcServer("127.0.0.1:0", service, metrics, credentials=self._credentials, who=who, running=running)
         await server.start()
         self.port = server.port
         with self.probe.installed():

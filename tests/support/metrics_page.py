@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.types import PoolStats
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import OwnMemory, PoolCollector, RpcMetrics
+from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -23,6 +23,7 @@ def server_rows() -> list[Row]:
     registry = CollectorRegistry()
     registry.register(PoolCollector(PoolStats))
     registry.register(OwnMemory())
+    registry.register(CertificateExpiry(dict))
     LoopLag(registry)
     RpcMetrics(registry)
     return [_row(family.name, family.type, family.documentation) for family in registry.collect()]

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.certificates import Authority
 from kvpool.errors import ConfigError
-from kvpool.principal import Principal, Role
+from kvpool.principal import ALL_TENANTS, Principal, Role
 from tests.support.certificates import files_in
 from vllm_plugin.config import ConnectorConfig
 
@@ -35,7 +35,33 @@ def test_tls_names_the_files_and_the_tenant(tmp_path: Path) -> None:
     config = ConnectorConfig.parse({"tls": dataclasses.asdict(files)})
     assert config.tls == config.client_config().tls == files
     assert config.tenant == "acme"
-    assert ConnectorConfig.parse({"tls": dataclasses.asdict(files), "tenant": "umbra"}).tenant == "umbra"
+    assert ConnectorConfig.parse({"tls": dataclasses.asdict(files), "tenant": "acme"}).tenant == "acme"
+    token = {"tls": {"ca": files.ca}, "token_file": "token", "tenant": "umbra"}
+    assert ConnectorConfig.parse(token).tenant == "umbra"
+
+
+@pytest.mark.parametrize(
+    ("role", "tenant", "told"),
+    [
+        (Role.ENGINE_WRITE, "umbra", "tenant = 'umbra', and tls.cert = '.*' is of tenant 'acme'; leave tenant out"),
+        (Role.OPERATOR, "", "tls.cert = '.*' is of role operator; give one of role engine-write"),
+        (Role.TENANT_OPERATOR, "acme", "tls.cert = '.*' is of role tenant-operator; give one of role engine-write"),
+        (None, "", "tls.cert = '.*' names no principal"),
+    ],
+)
+def test_a_certificate_that_a_server_would_refuse(tmp_path: Path, role: Role | None, tenant: str, told: str) -> None:
+    authority = Authority.create(tmp_path)
+    directory = authority.issue_server([])
+    if role is not None:
+        directory = authority.issue_principal(Principal("acme" if role.has_tenant else ALL_TENANTS, role))
+    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {told}"):
+        ConnectorConfig.parse({"tls": dataclasses.asdict(files_in(directory)), "tenant": tenant})
+
+
+def test_an_engine_that_proves_nothing_is_told(tmp_path: Path) -> None:
+    ca = files_in(Authority.create(tmp_path).issue_server([])).ca
+    with pytest.raises(ConfigError, match=r"tls has ca = '.*' alone.*; give cert and key, too, or token_file"):
+        ConnectorConfig.parse({"tls": {"ca": ca}})
 
 
 @pytest.mark.parametrize("tls", [{}, "dir", {"ca": "a", "crt": "b"}, {"ca": "a", "cert": "b", "key": 1}])
@@ -66,21 +92,21 @@ def test_a_key_like_no_other_is_answered_with_all_keys() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        ("endpoint", 50051, "str"),
-        ("lookup_timeout_ms", "200", "int"),
-        ("lookup_timeout_ms", 0.5, "int"),
-        ("lookup_timeout_ms", True, "int"),
-        ("lookup_timeout_ms", None, "int"),
-        ("store_decoded", "false", "bool"),
-        ("store_decoded", 0, "bool"),
-        ("max_pinned_fraction", "0.5", "float"),
-        ("max_pinned_fraction", True, "float"),
-        ("window_interval_tokens", 4096.0, "int"),
-        ("tenant", 1, "str"),
+        ("endpoint", 50051, "a text in quotes"),
+        ("lookup_timeout_ms", "200", "a whole number"),
+        ("lookup_timeout_ms", 0.5, "a whole number"),
+        ("lookup_timeout_ms", True, "a whole number"),
+        ("lookup_timeout_ms", None, "a whole number"),
+        ("store_decoded", "false", "true or false"),
+        ("store_decoded", 0, "true or false"),
+        ("max_pinned_fraction", "0.5", "a number"),
+        ("max_pinned_fraction", True, "a number"),
+        ("window_interval_tokens", 4096.0, "a whole number"),
+        ("tenant", 1, "a text in quotes"),
     ],
 )
 def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {key} = .* is not a {wanted}"):
+    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {key} = .* is not {wanted}"):
         ConnectorConfig.parse({key: value})
 
 

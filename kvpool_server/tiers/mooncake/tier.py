@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 import structlog
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, field_validator
 
 from kvpool.errors import ConfigError
 from kvpool.holdings import TierHoldings
@@ -66,7 +66,7 @@ class MooncakeOptions(KeyedTierOptions):
 
     EXAMPLE: ClassVar[str] = "mooncake:master=HOST:PORT"
 
-    master: str = Field(pattern=r"^.+:\d+$", description="HOST:PORT of mooncake_master")
+    master: str = Field(description="HOST:PORT of mooncake_master")
     metadata: str = Field("P2PHANDSHAKE", description="metadata server of the Transfer Engine")
     segment: ByteSize = Field(ByteSize(0), description="memory that this server gives to the cluster, as 16GiB")
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="protocol of the Transfer Engine")
@@ -74,6 +74,13 @@ class MooncakeOptions(KeyedTierOptions):
     host: str = Field("", description="name or address by which other hosts reach this one; default: as in --listen")
     threads: int = Field(DEFAULT_THREADS, ge=1, le=64, description="reads and writes at once")
     workers: int = Field(1, ge=1, le=16, description="processes with a client of Mooncake's, over which these spread")
+
+    @field_validator("master")
+    @classmethod
+    def _check_master(cls, value: str) -> str:
+        if not re.fullmatch(r".+:\d+", value):
+            raise ValueError("HOST:PORT of mooncake_master, as 10.0.0.1:50051")
+        return value
 
     @property
     def tier_name(self) -> str:

@@ -1,0 +1,68 @@
+"""What a caller proves who it is with: a certificate or a token, and how long that is good."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+
+from kvpool.errors import InvalidRequestError, UnauthenticatedError
+from kvpool.principal import Principal
+
+MAX_PARSED = 1_024
+"""Certificates whose contents are kept, because every call on a connection shows the same one."""
+
+_PEM = b"-----BEGIN"
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """A certificate or token, and whom it names.
+
+    Args:
+        digest: SHA-256, hexadecimal, of the certificate's DER form or of the token.
+        ends_at: UTC.
+    """
+
+    principal: Principal
+    digest: str
+    ends_at: dt.datetime
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ends_at <= dt.datetime.now(dt.UTC)
+
+
+@functools.lru_cache(MAX_PARSED)
+def of_certificate(certificate: bytes) -> Credential:
+    """The credential that a verified certificate is.
+
+    Args:
+        certificate: PEM or DER.
+
+    Raises UnauthenticatedError unless the certificate has one URI, a principal's.
+    """
+    try:
+        load = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
+        parsed = load(certificate)
+        uris = _uris(parsed)
+        if len(uris) == 1:
+            digest = parsed.fingerprint(hashes.SHA256()).hex()
+            return Credential(Principal.parse(uris[0]), digest, parsed.not_valid_after_utc)
+    except (InvalidRequestError, ValueError) as error:
+        raise UnauthenticatedError(f"the client's certificate names no principal: {error}") from None
+    raise UnauthenticatedError(
+        f"the client's certificate names {len(uris)} URIs and has to name one, such as "
+        "spiffe://kvpool.local/kvpool/TENANT/engine-write; `kvpool certs show` reads certificates"
+    )
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)

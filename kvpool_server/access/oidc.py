@@ -1,0 +1,140 @@
+"""Callers that prove who they are by a JWT of an OpenID Connect issuer, sent as a bearer token.
+
+Source: JSON Web Token, RFC 7519, and its best current practices, RFC 8725.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool_server.access.caller import Context, bearer_token, not_denied
+from kvpool_server.access.credential import Credential
+from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.jwks import ALGORITHMS, Keys
+
+SKEW_S = 60
+"""How far the clocks of issuer and server may differ."""
+MAX_TOKEN_BYTES = 12 << 10
+MAX_REMEMBERED = 4_096
+"""Tokens whose signatures are not verified again, because every call shows the same one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OidcRules:
+    """What a token has to say.
+
+    Args:
+        issuer, audience: exactly these.
+        tenant_claim, role_claim: the claims with a principal's tenant and role.
+    """
+
+    issuer: str
+    audience: str
+    tenant_claim: str
+    role_claim: str
+
+
+class KeySource(Protocol):
+    """Where keys come from: a watched file, or an issuer."""
+
+    @property
+    def value(self) -> Keys: ...
+
+
+class IssuedTokens:
+    """Callers with tokens of one issuer. Owned by the event loop; HTTP's threads may call it, too.
+
+    Args:
+        keys: of the issuer.
+        refetch: called for a token that names a key which is not known.
+        denied: who is refused nevertheless; None: nobody.
+
+    Raises ConfigError if PyJWT is not installed.
+    """
+
+    def __init__(
+        self,
+        rules: OidcRules,
+        keys: KeySource,
+        refetch: Callable[[], None] = lambda: None,
+        denied: DenyList | None = None,
+    ):
+        check_installed()
+        self._rules = rules
+        self._keys = keys
+        self._refetch = refetch
+        self._denied = denied
+        self._verified: dict[str, tuple[Credential, str]] = {}  # By digest -> and the id of its key.
+
+    def __call__(self, context: Context) -> Credential:
+        metadata = context.invocation_metadata() or ()
+        return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
+
+    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
+        token = bearer_token(authorization)
+        if len(token) > MAX_TOKEN_BYTES:
+            raise UnauthenticatedError(f"the call's token is longer than {MAX_TOKEN_BYTES} bytes")
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        known = self._verified.get(digest)
+        if known is None or known[1] not in self._keys.value:
+            known = self._verify(token, digest)
+            if len(self._verified) >= MAX_REMEMBERED:
+                kept = {name: each for name, each in self._verified.items() if not each[0].has_ended}
+                self._verified = dict(list(kept.items())[-MAX_REMEMBERED // 2 :])
+            self._verified[digest] = known
+        return self.checked(known[0])
+
+    def checked(self, credential: Credential) -> Credential:
+        if credential.has_ended:
+            raise UnauthenticatedError("the call's token has ended; get another from the issuer")
+        known = self._verified.get(credential.digest)
+        if known is not None and known[1] not in self._keys.value:
+            raise UnauthenticatedError("the issuer has withdrawn the key of the call's token; get another token")
+        return not_denied(credential, self._denied)
+
+    def _verify(self, token: str, digest: str) -> tuple[Credential, str]:
+        import jwt
+
+        rules, keys = self._rules, self._keys.value
+        try:
+            key_id = str(jwt.get_unverified_header(token).get("kid", ""))
+            if key_id not in keys:
+                self._refetch()
+                raise UnauthenticatedError("the call's token names a key that its issuer does not have (yet)")
+            claims = jwt.decode(
+                token,
+                keys[key_id],
+                algorithms=sorted(ALGORITHMS),
+                issuer=rules.issuer,
+                audience=rules.audience,
+                leeway=SKEW_S,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+            ends_at = dt.datetime.fromtimestamp(float(claims["exp"]) + SKEW_S, dt.UTC)
+            return Credential(self._principal(claims), digest, ends_at), key_id
+        except (jwt.PyJWTError, InvalidRequestError, ValueError, OverflowError, RecursionError) as error:
+            raise UnauthenticatedError(f"the call's token is not good: {error}") from None
+
+    def _principal(self, claims: dict[str, object]) -> Principal:
+        rules = self._rules
+        role, tenant = claims.get(rules.role_claim), claims.get(rules.tenant_claim, ALL_TENANTS)
+        if role not in list(Role):
+            raise InvalidRequestError(f"its claim {rules.role_claim} is not one of the roles {', '.join(Role)}")
+        if not isinstance(tenant, str):
+            raise InvalidRequestError(f"its claim {rules.tenant_claim} is not a tenant's name")
+        found = Role(str(role))
+        return Principal(tenant if found.has_tenant else ALL_TENANTS, found)
+
+
+def check_installed() -> None:
+    """Raises ConfigError if PyJWT is not installed."""
+    try:
+        import jwt  # noqa: F401
+    except ImportError:
+        raise ConfigError("--oidc-issuer needs PyJWT, which is not installed: pip install 'kvpool[oidc]'") from None

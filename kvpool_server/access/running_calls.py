@@ -1,0 +1,107 @@
+"""The calls under way by who makes them, so that those of a credential that was taken away can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvpool.errors import UnauthenticatedError
+from kvpool_server.access.credential import Credential
+
+MAX_CALLERS = 4_096
+"""Credentials that are remembered after their last call; beyond it, the one that came first is forgotten."""
+
+
+class RunningCalls:
+    """The calls of one server. Owned by its event loop.
+
+    Args:
+        check: raises UnauthenticatedError if a credential is not in force any more.
+        hold_s: longest time that a caller may hold leases and tickets after its last call.
+    """
+
+    def __init__(
+        self, check: Callable[[Credential], Credential], hold_s: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self._check = check
+        self._hold_s = hold_s
+        self._clock = clock
+        self._calls: dict[asyncio.Task[object], Credential] = {}
+        self._ended: dict[asyncio.Task[object], UnauthenticatedError] = {}
+        self._callers: dict[str, tuple[Credential, float]] = {}  # By digest -> when the last call began or ended.
+
+    def call(self, credential: Credential) -> _Call:
+        """Surrounds the call that the current task serves, which `end_refused` ends with an UnauthenticatedError."""
+        return _Call(self, credential)
+
+    def end_refused(self) -> set[str]:
+        """Ends the calls whose credentials are not in force any more.
+
+        Returns:
+            The principals of credentials that were taken away before their time, and that may have left leases and
+            tickets. Those of a credential that has ended by itself are left to their deadlines: its principal goes on
+            with a new one.
+        """
+        refused: dict[str, UnauthenticatedError] = {}
+        now = self._clock()
+        callers = {digest: credential for digest, (credential, _) in self._callers.items()}
+        for digest, credential in (callers | {each.digest: each for each in self._calls.values()}).items():
+            try:
+                self._check(credential)
+            except UnauthenticatedError as error:
+                refused[digest] = error
+        for task, credential in self._calls.items():
+            refusal = refused.get(credential.digest)
+            if refusal is not None and task not in self._ended:
+                self._ended[task] = refusal
+                task.cancel()
+        taken = {
+            str(credential.principal)
+            for digest, credential in callers.items()
+            if digest in refused and not credential.has_ended
+        }
+        running = {credential.digest for credential in self._calls.values()}
+        self._callers = {
+            digest: caller
+            for digest, caller in self._callers.items()
+            if digest not in refused and (digest in running or now - caller[1] <= self._hold_s)
+        }
+        return taken
+
+    def _begin(self, task: asyncio.Task[object], credential: Credential) -> None:
+        self._calls[task] = credential
+        self._remember(credential)
+
+    def _end(self, task: asyncio.Task[object]) -> UnauthenticatedError | None:
+        """Forgets a call; returns the error if `end_refused` has cancelled its task."""
+        credential = self._calls.pop(task)
+        if (error := self._ended.pop(task, None)) is None:
+            self._remember(credential)
+        return error
+
+    def _remember(self, credential: Credential) -> None:
+        if credential.digest not in self._callers and len(self._callers) >= MAX_CALLERS:
+            del self._callers[next(iter(self._callers))]
+        self._callers[credential.digest] = credential, self._clock()
+
+
+class _Call:
+    """The context manager of `RunningCalls.call`: a class, because a generator would take four times as long."""
+
+    __slots__ = ("_calls", "_credential", "_task")
+
+    def __init__(self, calls: RunningCalls, credential: Credential):
+        self._calls, self._credential = calls, credential
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._calls._begin(task, self._credential)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        refusal = self._calls._end(self._task)
+        if refusal is not None and isinstance(error, asyncio.CancelledError):
+            self._task.uncancel()
+            raise refusal from None

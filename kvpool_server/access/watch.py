@@ -1,0 +1,66 @@
+"""Has a running server act on what changes: new files, credentials that end or are taken away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import Any
+
+import structlog
+
+from kvpool.watched_files import WatchedFiles
+from kvpool_server.access.running_calls import RunningCalls
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+"""How often calls are compared with the credentials in force."""
+
+
+class AccessWatch:
+    """Looks at files, and ends the calls and holds of those who were refused since.
+
+    Args:
+        files: of credentials; each says itself how often it is read.
+        calls: under way.
+        expire_owned: ends the leases and tickets of some principals.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[WatchedFiles[Any]],
+        calls: RunningCalls,
+        expire_owned: Callable[[Set[str]], Awaitable[None]],
+    ):
+        self._files = files
+        self._calls = calls
+        self._expire_owned = expire_owned
+        self._woken = asyncio.Event()
+
+    def look_at_once(self) -> None:
+        """Has the files looked at now. For signal handlers."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            at_once = self._woken.is_set()
+            self._woken.clear()
+            try:
+                await asyncio.to_thread(self._look, at_once)
+                if taken := self._calls.end_refused():
+                    log.warning(
+                        "ended calls, leases and tickets of those who are refused now", principals=sorted(taken)
+                    )
+                    await self._expire_owned(taken)
+            except Exception:
+                log.exception("looking at credentials failed; the server looks again", next_in_s=LOOK_S)
+
+    def _look(self, at_once: bool) -> None:
+        for files in self._files:
+            files.look(at_once=at_once)

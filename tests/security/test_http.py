@@ -1,0 +1,212 @@
+"""HTTP over TLS: /metrics is for those who prove that they may read it, /healthz for everybody."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.certificates import Authority
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.tls import TlsFiles
+from kvpool.tokens import append_record, create_token
+from kvpool.watched_files import LOOK_EVERY_S
+from kvpool_server import http
+from kvpool_server.config import ServerConfig
+from kvpool_server.exposure import check_exposure
+from tests.conftest import StartServer
+from tests.security.test_access import DAY
+from tests.support.certificates import files_in, forge, server_flags
+from tests.support.processes import ServerProcess, wait_for
+
+TIMEOUT_S = 10.0
+REFUSED = (urllib.error.URLError, ssl.SSLError, ConnectionError)
+EXPIRY = "kvpool_certificate_expiry_timestamp_seconds"
+
+
+def _principal(role: Role) -> Principal:
+    return Principal("acme" if role.has_tenant else ALL_TENANTS, role)
+
+
+def _get(url: str, ca: str, files: TlsFiles | None = None, **headers: str) -> tuple[int, str]:
+    """Status and body, as Prometheus asks: it verifies the server, and shows a certificate or a token."""
+    context = ssl.create_default_context(cafile=ca)
+    if files is not None:
+        context.load_cert_chain(files.cert, files.key)
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+class Secured:
+    """A server with TLS, its authority, and an audit log."""
+
+    def __init__(self, directory: Path):
+        self.authority = Authority.create(directory / "pki")
+        self.audit = directory / "audit.json"
+        flags = server_flags(self.authority.issue_server([], days=20))
+        operator = self.files(Role.OPERATOR)
+        self.ca = operator.ca
+        self.server = ServerProcess(directory, "--audit-log", str(self.audit), *flags, tls=operator)
+        self.url = self.server.http_url
+
+    def files(self, role: Role) -> TlsFiles:
+        return files_in(self.authority.issue_principal(_principal(role)))
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    made = Secured(tmp_path_factory.mktemp("secured"))
+    yield made
+    made.server.stop()
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_metrics_are_for_the_roles_that_may_see_all_tenants(secured: Secured, role: Role) -> None:
+    status, text = _get(f"{secured.url}/metrics", secured.ca, secured.files(role))
+    may = role in (Role.METRICS, Role.OPERATOR)
+    assert (status, "kvpool_arena_bytes" in text) == ((200, True) if may else (403, False))
+    if not may:
+        refused = [json.loads(line) for line in secured.audit.read_text().splitlines()][-1]
+        assert (refused["call"], refused["outcome"]) == ("/metrics", "PERMISSION_DENIED")
+        assert refused["caller"] == str(_principal(role))
+
+
+def test_a_stranger_learns_the_servers_state_and_nothing_else(secured: Secured, tmp_path: Path) -> None:
+    assert secured.url.startswith("https://")
+    assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")
+    nobody = forge(secured.authority.directory, tmp_path / "nobody", [], starts_in=-DAY, ends_in=DAY)
+    token = {"Authorization": f"Bearer {create_token(_principal(Role.METRICS), DAY)[0]}"}
+    for files, headers in ((None, {}), (nobody, {}), (None, token)):
+        status, text = _get(f"{secured.url}/metrics", secured.ca, files, **headers)
+        assert status == 401 and "kvpool_" not in text
+    plain = secured.url.replace("https", "http")
+    with pytest.raises(REFUSED):
+        urllib.request.urlopen(f"{plain}/healthz", timeout=TIMEOUT_S).read()
+
+
+@pytest.mark.parametrize("fault", ["another authority", "a server's", "ended"])
+def test_a_certificate_that_is_not_good(secured: Secured, tmp_path: Path, fault: str) -> None:
+    uris = [str(_principal(Role.METRICS))]
+    if fault == "another authority":
+        files = files_in(Authority.create(tmp_path / "foreign").issue_principal(_principal(Role.METRICS)))
+    elif fault == "a server's":
+        files = files_in(secured.authority.directory / "server")
+    else:
+        files = forge(secured.authority.directory, tmp_path / "old", uris, starts_in=-2 * DAY, ends_in=-DAY)
+    with pytest.raises(REFUSED):
+        _get(f"{secured.url}/metrics", secured.ca, files)
+
+
+def test_old_tls_is_not_spoken(secured: Secured) -> None:
+    context = ssl.create_default_context(cafile=secured.ca)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    host, port = secured.url.removeprefix("https://").split(":")
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as plain, pytest.raises(REFUSED):
+        context.wrap_socket(plain, server_hostname=host)
+
+
+def test_the_end_of_certificates_is_told(secured: Secured) -> None:
+    _, text = _get(f"{secured.url}/metrics", secured.ca, secured.files(Role.METRICS))
+    lines = [line.split(" ") for line in text.splitlines() if line.startswith(EXPIRY)]
+    ends = {name.split('"')[1]: (float(value) - time.time()) / 86_400 for name, value in lines}
+    assert 19 <= ends["server"] <= 20
+    assert 3_649 <= ends["client_ca"] <= 3_650
+    warnings = [line for line in secured.server.stderr.splitlines() if "a certificate ends soon" in line]
+    assert len(warnings) == 1
+    assert "certificate=server" in warnings[0] and "days_left=19" in warnings[0]
+
+
+def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secured) -> None:
+    host, port = secured.url.removeprefix("https://").split(":")
+    silent = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(2 * http.MAX_CONNECTIONS)]
+    began = time.monotonic()
+    try:
+        assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")
+        assert time.monotonic() - began < http.CONNECTION_S
+        for each in silent:
+            each.settimeout(2 * http.CONNECTION_S)
+            try:
+                assert each.recv(1) == b""
+            except ConnectionResetError:
+                pass
+        assert time.monotonic() - began < 2 * http.CONNECTION_S
+    finally:
+        for each in silent:
+            each.close()
+
+
+def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None:
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    known, operator = tmp_path / "tokens", tmp_path / "operator"
+    tokens = {}
+    for role in Role:
+        tokens[role], record = create_token(_principal(role), DAY)
+        append_record(known, record)
+    operator.write_text(tokens[Role.OPERATOR])
+    flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
+    server = pool_server(*flags, tls=TlsFiles(files.ca), token_file=str(operator))
+
+    def status(token: str) -> int:
+        return _get(f"{server.http_url}/metrics", files.ca, Authorization=f"Bearer {token}")[0]
+
+    assert [role for role in Role if status(tokens[role]) == 200] == [Role.OPERATOR, Role.METRICS]
+    assert status(tokens[Role.TENANT_OPERATOR]) == 403
+    assert status(create_token(_principal(Role.METRICS), DAY)[0]) == 401
+    assert _get(f"{server.http_url}/metrics", files.ca)[0] == 401
+    assert _get(f"{server.http_url}/healthz", files.ca) == (200, "ok\n")
+    assert not any(token in server.stderr + server.stdout for token in tokens.values())
+
+
+def test_certificates_of_http_are_replaced_while_it_serves(tmp_path: Path) -> None:
+    """A server's certificate, and the authority of its clients: new connections use the new ones."""
+    secured = Secured(tmp_path)
+    metrics = secured.files(Role.METRICS)
+    host, port = secured.url.removeprefix("https://").split(":")
+
+    def names() -> list[str]:
+        context = ssl.create_default_context(cafile=secured.ca)
+        plain = socket.create_connection((host, int(port)), TIMEOUT_S)
+        with context.wrap_socket(plain, server_hostname=host) as secure:
+            found = secure.getpeercert() or {}
+        return [str(name[1]) for name in found["subjectAltName"]]
+
+    try:
+        other = Authority.create(tmp_path / "other")
+        theirs = files_in(other.issue_principal(_principal(Role.METRICS)))
+        url = f"{secured.url}/metrics"
+        with pytest.raises(REFUSED):
+            _get(url, secured.ca, theirs)
+        assert "renewed.example" not in names()
+        secured.authority.issue_server(["renewed.example"])
+        both = Path(metrics.ca).read_text() + Path(theirs.ca).read_text()
+        (secured.authority.directory / "server" / "ca.crt").write_text(both)
+        wait_for(lambda: "renewed.example" in names(), "the new certificate", LOOK_EVERY_S + 10)
+        wait_for(lambda: _is_let_in(url, secured.ca, theirs), "the new authority", LOOK_EVERY_S + 10)
+        assert _get(url, secured.ca, metrics)[0] == 200
+    finally:
+        secured.server.stop()
+
+
+def _is_let_in(url: str, ca: str, files: TlsFiles) -> bool:
+    try:
+        return _get(url, ca, files)[0] == 200
+    except OSError:
+        return False
+
+
+def test_other_hosts_may_reach_what_asks_who_they_are() -> None:
+    files = {"tls_cert": "tls.crt", "tls_key": "tls.key", "tls_client_ca": "ca.crt"}
+    addresses = {"listen": "0.0.0.0:1", "http_listen": "0.0.0.0:2", "data_listen": "0.0.0.0:3"}
+    check_exposure(ServerConfig(**files, **addresses))

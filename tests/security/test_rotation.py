@@ -1,0 +1,492 @@
+"""Credentials that change, end or are taken away while a server runs: no good call fails, and no other goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool import wire
+from kvpool.certificates import Authority
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError, UnauthenticatedError
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.tls import TlsFiles
+from kvpool.tokens import TokenRecord, append_record, create_token
+from kvpool.types import ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
+from kvpool_server import grpc_server
+from kvpool_server.access import reminders
+from kvpool_server.access.audit import READ
+from kvpool_server.access.caller import Certificates, Context
+from kvpool_server.access.credential import Credential
+from kvpool_server.access.credentials import ServerCredentials
+from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.access.watch import AccessWatch
+from tests.conftest import StartServer
+from tests.security.test_access import DAY
+from tests.support.certificates import files_in, server_flags
+from tests.support.in_process_server import InProcessServer
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+WITHIN_S = 10.0
+"""So soon calls under way have ended."""
+CHUNK = 1 << 20
+TTL_MS = 100_000
+ENGINE = Principal("acme", Role.ENGINE_WRITE)
+
+Outcome = Future[tuple[grpc.StatusCode, float]]
+
+
+class Streams:
+    """Calls of one client that go on until the server ends them. `close` lets their clients end.
+
+    Attributes:
+        outcomes: by method: the status, and when it came.
+    """
+
+    def __init__(self, client: Client, name: str):
+        self._go_on = threading.Event()
+        self._threads = ThreadPoolExecutor(8)
+        self.stub = client.rpc.stub
+        namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK), tenant=name))
+        client.put_blocks(namespace, run_of("block"), [payload("block", CHUNK)])
+        run = wire.encode_runs([run_of("block")])
+        lookup = pb.LookupRequest(namespace=namespace.fingerprint, runs=run, lease_ttl_ms=TTL_MS)
+        self._begun = threading.Semaphore(0)
+        self.lease_id = self.stub.Lookup(lookup, timeout=10).lease_id
+        one = wire.encode_shards(ShardRange(0, 1))
+        get = pb.GetRequest(lease_id=self.lease_id, namespace=namespace.fingerprint, runs=run, shards=one)
+        self.get = lambda: self.stub.Get(get, timeout=10)
+        (offset,) = wire.decode_located(self.get()).offsets
+        new = wire.encode_runs([run_of("new")])
+        put = pb.PutStartRequest(namespace=namespace.fingerprint, runs=new, shards=one, ticket_ttl_ms=TTL_MS)
+        self.stub.PutStart(put, timeout=10)
+        read = pb.ReadRequest(lease_id=self.lease_id, offsets=[offset] * 100, region_bytes=CHUNK)
+        self.outcomes: dict[str, Outcome] = {
+            "LookupStream": self._run(lambda: list(self.stub.LookupStream(self._one(lookup), timeout=60))),
+            "Write": self._run(lambda: self.stub.Write(self._one(None), timeout=60)),
+            "PutChunks": self._run(lambda: self.stub.PutChunks(self._one(pb.PutChunksRequest()), timeout=60)),
+            "Read": self._run(lambda: self._read_slowly(read)),
+        }
+        for _ in self.outcomes:
+            assert self._begun.acquire(timeout=10)
+
+    def _one(self, message: Any) -> Iterator[Any]:
+        if message is not None:
+            yield message
+        self._begun.release()
+        self._go_on.wait(60)
+
+    def _read_slowly(self, read: pb.ReadRequest) -> None:
+        call = self.stub.Read(read, timeout=60)
+        next(call)
+        self._begun.release()
+        for _ in call:
+            self._go_on.wait(0.5)
+
+    def _run(self, call: Callable[[], object]) -> Outcome:
+        def run() -> tuple[grpc.StatusCode, float]:
+            try:
+                call()
+            except grpc.RpcError as error:
+                return error.code(), time.monotonic()
+            return grpc.StatusCode.OK, time.monotonic()
+
+        return self._threads.submit(run)
+
+    def check_ended(self, since: float) -> None:
+        """All have ended in time, as calls of a credential that is not in force."""
+        for method, outcome in self.outcomes.items():
+            code, ended_at = outcome.result(60)
+            assert (method, code) == (method, grpc.StatusCode.UNAUTHENTICATED)
+            assert ended_at - since < WITHIN_S, method
+
+    def close(self) -> None:
+        self._go_on.set()
+        self._threads.shutdown()
+
+
+class Deployment:
+    """A TLS server with a deny list and an audit log."""
+
+    def __init__(self, directory: Path, start: StartServer):
+        self.authority = Authority.create(directory / "pki")
+        self.denied, self.audit = directory / "denied", directory / "audit.json"
+        self.denied.write_text("# nobody yet\n")
+        self.operator = files_in(self.authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+        flags = ("--deny", str(self.denied), "--audit-log", str(self.audit), "--memory", "64MiB")
+        flags = (*flags, *server_flags(self.authority.issue_server([])))
+        self.server: ServerProcess = start(*flags, tls=self.operator)
+
+    def issued(self, tenant: str) -> TlsFiles:
+        return files_in(self.authority.issue_principal(Principal(tenant, Role.ENGINE_WRITE)))
+
+    def client(self, files: TlsFiles) -> Client:
+        return Client(ClientConfig(self.server.endpoint, "grpc", tls=files, timeout_ms=10_000, data_timeout_ms=60_000))
+
+
+@pytest.fixture
+def deployment(pool_server: StartServer, tmp_path: Path) -> Deployment:
+    return Deployment(tmp_path, pool_server)
+
+
+def _fingerprint(file: str) -> str:
+    """As `openssl x509 -noout -fingerprint -sha256` prints it."""
+    digest = x509.load_pem_x509_certificate(Path(file).read_bytes()).fingerprint(hashes.SHA256())
+    return f"sha256 Fingerprint={digest.hex(':').upper()}\n"
+
+
+def _holds(operator: Client) -> tuple[int, int]:
+    stats = operator.admin.stats()
+    return stats.num_leases, stats.num_tickets
+
+
+def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment) -> None:
+    acme, umbra = (deployment.client(deployment.issued(tenant)) for tenant in ("acme", "umbra"))
+    with acme, umbra, deployment.client(deployment.operator) as operator:
+        theirs, others = Streams(acme, "acme"), Streams(umbra, "umbra")
+        assert _holds(operator) == (4, 2)
+        since = time.monotonic()
+        deployment.denied.write_text(f"{ENGINE}  # stolen\n")
+        theirs.check_ended(since)
+        with pytest.raises(UnauthenticatedError, match="deny list"):
+            acme.admin.ping()
+        # What it may still have been told of bytes is worth nothing: permits of the data port end with these.
+        wait_for(lambda: _holds(operator) == (2, 1), "its leases and its ticket to end", WITHIN_S)
+        assert time.monotonic() - since < WITHIN_S
+        assert others.get().offsets
+        assert not any(outcome.done() for outcome in others.outcomes.values())
+        theirs.close()
+        others.close()
+        # What cannot be read leaves the list as it was.
+        deployment.denied.write_text("half of an en")
+        os.kill(deployment.server.pid, signal.SIGHUP)
+        wait_for(lambda: "REFUSED" in deployment.audit.read_text(), "the refusal", LOOK_EVERY_S + 5)
+        with pytest.raises(UnauthenticatedError, match="deny list"):
+            acme.admin.ping()
+    lines = [json.loads(line) for line in deployment.audit.read_text().splitlines()]
+    reads = [(line["what"], line["outcome"]) for line in lines if line["call"] == READ]
+    expected = [("certificates", "OK"), ("deny list", "OK"), ("deny list", "OK"), ("deny list", "REFUSED")]
+    assert reads == expected
+    ended = [line for line in lines if line["outcome"] == "UNAUTHENTICATED" and line["caller"] == str(ENGINE)]
+    assert {line["call"] for line in ended} >= {"LookupStream", "Write", "PutChunks", "Read"}
+
+
+@pytest.mark.more
+def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deployment: Deployment) -> None:
+    stolen = deployment.issued("acme")
+    with deployment.client(stolen) as thief:
+        theirs = Streams(thief, "acme")
+        fingerprint = _fingerprint(stolen.cert)
+        with deployment.client(deployment.issued("acme")) as engine:
+            since = time.monotonic()
+            deployment.denied.write_text(fingerprint)
+            theirs.check_ended(since)
+            assert engine.admin.whoami().principal == str(ENGINE)
+            ours = Streams(engine, "acme")
+            time.sleep(2.0)  # Longer than the server takes to compare calls with credentials once more.
+            assert ours.get().offsets
+            assert not any(outcome.done() for outcome in ours.outcomes.values())
+            ours.close()
+        theirs.close()
+
+
+def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: StartServer, tmp_path: Path) -> None:
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    known, denied = tmp_path / "tokens", tmp_path / "deny list"
+    denied.touch()
+    records: dict[str, TokenRecord] = {}
+
+    def create(tenant: str, lasts: dt.timedelta = DAY) -> None:
+        token, records[tenant] = create_token(Principal(tenant, Role.ENGINE_WRITE), lasts)
+        append_record(known, records[tenant])
+        (tmp_path / tenant).write_text(token)
+
+    def client_of(tenant: str) -> Client:
+        trust: dict[str, Any] = {"tls": TlsFiles(files.ca), "token_file": str(tmp_path / tenant)}
+        return Client(ClientConfig(server.endpoint, "grpc", timeout_ms=10_000, data_timeout_ms=60_000, **trust))
+
+    for tenant in ("removed", "denied", "good"):
+        create(tenant)
+    server = pool_server(
+        "--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known), "--deny", str(denied),
+        "--memory", "64MiB", tls=TlsFiles(files.ca), token_file=str(tmp_path / "good"),
+    )  # fmt: skip
+    create("ended", dt.timedelta(seconds=LOOK_EVERY_S + 6))
+    clients = {tenant: client_of(tenant) for tenant in records}
+    wait_for(lambda: _is_heard(clients["ended"]), "the new token", LOOK_EVERY_S + 4)
+    streams = {tenant: Streams(client, tenant) for tenant, client in clients.items()}
+    since = time.monotonic()
+    known.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
+    denied.write_text(records["denied"].digest)
+    for tenant in ("removed", "denied"):
+        streams[tenant].check_ended(since)
+    ends_in_s = (records["ended"].ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+    streams["ended"].check_ended(time.monotonic() + ends_in_s)
+    for tenant, client in clients.items():
+        assert _is_heard(client) == (tenant == "good")
+    assert streams["good"].get().offsets
+    assert not any(outcome.done() for outcome in streams["good"].outcomes.values())
+    for tenant, client in clients.items():
+        streams[tenant].close()
+        client.close()
+
+
+def _is_heard(client: Client) -> bool:
+    try:
+        client.admin.ping()
+    except UnauthenticatedError:
+        return False
+    return True
+
+
+class Aging:
+    """A TLS server in this process whose connections live for `age_s`, and calls on them `grace_s` longer."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, grace_s: float):
+        monkeypatch.setattr(grpc_server, "CONNECTION_S", age_s)
+        monkeypatch.setattr(grpc_server, "MAX_STREAM_S", grace_s)
+        authority = Authority.create(directory / "pki")
+        self.connections: set[str] = set()
+        certificates = Certificates()
+
+        def who(context: Context) -> Credential:
+            self.connections.add(context.peer())
+            return certificates(context)
+
+        credentials = ServerCredentials(files_in(authority.issue_server([]))).for_grpc
+        self.server = InProcessServer(8 << 20, 1 << 20, credentials=credentials, who=who)
+        files = files_in(authority.issue_principal(ENGINE))
+        self.client = Client(ClientConfig(f"127.0.0.1:{self.server.port}", "grpc", tls=files, timeout_ms=10_000))
+        self.namespace = self.client.open_namespace(namespace_spec(tenant="acme"))
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+def test_no_call_fails_while_connections_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aging = Aging(tmp_path, monkeypatch, age_s=0.3, grace_s=600.0)
+    client, namespace = aging.client, aging.namespace
+    ends_at = time.monotonic() + 5.0
+
+    def work(worker: int) -> int:
+        count = 0
+        while time.monotonic() < ends_at:
+            run, block = run_of(f"{worker} {count % 20}"), payload(f"{worker} {count % 20}", 256)
+            client.put_blocks(namespace, run, [block])
+            found = client.lookup(namespace, [run])
+            assert found.hits[0].num_leading == 1
+            (loaded,) = client.get_blocks(namespace, found.lease_id, run)
+            assert bytes(loaded) == block.tobytes()
+            client.release([found.lease_id])
+            client.admin.ping()
+            count += 1
+        return count
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(list(threads.map(work, range(4))))
+        assert len(aging.connections) >= 5
+    finally:
+        aging.close()
+
+
+def test_a_stream_that_ends_with_its_connection_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aging = Aging(tmp_path, monkeypatch, age_s=0.2, grace_s=0.2)
+    try:
+        for _ in range(4):
+            assert aging.client.lookup(aging.namespace, [run_of("nothing")]).hits[0].num_leading == 0
+            time.sleep(0.7)
+        assert len(aging.connections) >= 4
+    finally:
+        aging.close()
+
+
+def test_plaintext_to_other_hosts_is_warned_of_again_and_again(pool_server: StartServer) -> None:
+    warned: list[None] = []
+
+    async def scenario() -> None:
+        task = asyncio.create_task(reminders.repeat(lambda: warned.append(None), 0.01))
+        async with asyncio.timeout(10):
+            while len(warned) < 3:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    asyncio.run(scenario())
+    server = pool_server("--insecure-network", "--data-listen", "0.0.0.0:0")
+    (line,) = (line for line in server.stderr.splitlines() if "--insecure-network: any host that reaches" in line)
+    assert "'--data-listen 0.0.0.0:0'" in line and "'--listen" not in line
+    assert "--insecure-network" not in pool_server("--insecure-network").stderr, "only this host reaches the ports"
+
+
+def test_a_signal_has_files_read_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    watched = WatchedFiles([str(file)], file.read_text, clock=lambda: 0.0)  # Its time to look never comes.
+    calls = RunningCalls(lambda credential: credential, 0.0)
+
+    async def expire_owned(_: object) -> None:
+        raise AssertionError("nobody was refused")
+
+    async def scenario() -> None:
+        watch = AccessWatch([watched], calls, expire_owned)
+        task = asyncio.create_task(watch.run())
+        file.write_text("new")
+        watch.look_at_once()
+        async with asyncio.timeout(10):
+            while watched.value != "new":
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    asyncio.run(scenario())
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "end", "deny", "allow", "sweep", "later"]), st.integers(0, 3), st.integers(0, 5)
+        ),
+        max_size=40,
+    )
+)
+def test_calls_end_if_and_only_if_their_credential_is_refused(steps: list[tuple[str, int, int]]) -> None:
+    """Against a model: four credentials of two principals, some calls of each, in any order of events."""
+    hold_s = 60.0
+    now, denied = [0.0], set[str]()
+    ends_at = dt.datetime.now(dt.UTC) + DAY
+    credentials = [
+        Credential(Principal(f"tenant{nth % 2}", Role.ENGINE_READ), f"digest{nth}", ends_at) for nth in range(4)
+    ]
+
+    def check(credential: Credential) -> Credential:
+        if credential.digest in denied:
+            raise UnauthenticatedError("denied")
+        return credential
+
+    async def scenario() -> None:
+        running = RunningCalls(check, hold_s, lambda: now[0])
+        tasks: list[tuple[Credential, asyncio.Event, asyncio.Task[str]]] = []
+        last_used: dict[str, float] = {}
+
+        async def call(credential: Credential, ends: asyncio.Event) -> str:
+            try:
+                with running.call(credential):
+                    await ends.wait()
+            except UnauthenticatedError:
+                return "refused"
+            return "done"
+
+        for step, which, nth in steps:
+            credential = credentials[which]
+            if step == "begin" and credential.digest not in denied:
+                ends = asyncio.Event()
+                tasks.append((credential, ends, asyncio.create_task(call(credential, ends))))
+                last_used[credential.digest] = now[0]
+            elif step == "end" and tasks:
+                ended, ends, task = tasks.pop(nth % len(tasks))
+                ends.set()
+                assert await task == "done"
+                last_used[ended.digest] = now[0]
+            elif step == "deny":
+                denied.add(credential.digest)
+            elif step == "allow":
+                denied.discard(credential.digest)
+            elif step == "later":
+                now[0] += 0.7 * hold_s
+            elif step == "sweep":
+                refused = [each for each in tasks if each[0].digest in denied]
+                busy = {each[0].digest for each in tasks}
+                taken = running.end_refused()
+                recent = {
+                    digest for digest, used_at in last_used.items() if digest in busy or now[0] - used_at <= hold_s
+                }
+                certain = {str(each.principal) for each in credentials if each.digest in denied & recent}
+                possible = {str(each.principal) for each in credentials if each.digest in denied & {*last_used}}
+                assert certain <= taken <= possible
+                last_used = {digest: at for digest, at in last_used.items() if digest not in denied}
+                tasks = [each for each in tasks if each not in refused]
+                assert [await each[2] for each in refused] == ["refused"] * len(refused)
+            await asyncio.sleep(0)
+            assert not any(task.done() for _, _, task in tasks)
+        for _, ends, task in tasks:
+            ends.set()
+            assert await task == "done"
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_hangs_up_is_not_mistaken_for_one_that_is_refused() -> None:
+    async def scenario() -> None:
+        running = RunningCalls(lambda credential: credential, 0.0)
+        credential = Credential(ENGINE, "digest", dt.datetime.now(dt.UTC) + DAY)
+
+        async def call() -> None:
+            with running.call(credential):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        assert running.end_refused() == set()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("acme", "line 2: neither a SPIFFE ID nor"),
+        ("spiffe://kvpool.local/kvpool/acme/root", "no role 'root'"),
+        ("ab" * 31, "line 2: neither"),
+    ],
+)
+def test_a_deny_list_with_a_wrong_line_names_it(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "denied").write_text(f"# first\n{line}\n")
+    with pytest.raises(ConfigError, match=told):
+        DenyList(str(tmp_path / "denied"))
+
+
+def test_a_token_in_the_deny_list_is_not_printed(tmp_path: Path) -> None:
+    token = create_token(ENGINE, DAY)[0]
+    (tmp_path / "denied").write_text(token)
+    with pytest.raises(ConfigError, match="line 1: neither") as raised:
+        DenyList(str(tmp_path / "denied"))
+    assert token not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["{}", "  {}  # why", "sha256 Fingerprint={}"])
+def test_how_a_digest_is_written(tmp_path: Path, form: str) -> None:
+    digest = bytes(range(32))
+    ends_at = dt.datetime.now(dt.UTC) + DAY
+    for text in (digest.hex(), digest.hex().upper(), digest.hex(":").upper()):
+        (tmp_path / "denied").write_text(form.format(text) + "\n")
+        found = DenyList(str(tmp_path / "denied"))
+        assert found.denies(Credential(ENGINE, digest.hex(), ends_at))
+        assert not found.denies(Credential(ENGINE, bytes(32).hex(), ends_at))
