@@ -160,7 +160,7 @@ class Server:
     def _make_pool(self) -> Pool:
         config = self.config
         check_fits(config.memory)
-        arena = Arena(config.memory, backed_bytes=0)
+        arena = Arena(config.memory, backed_bytes=0, zero=self._zero if self._who is not None else None)
         new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
         pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers())
         try:
@@ -168,6 +168,9 @@ class Server:
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
         return pool
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self._segment.bytes[start : start + nbytes] = 0
 
     async def _create_segment(self) -> Segment:
         """Creates the arena's memory. Waits a little where engines still map the memory of a predecessor."""

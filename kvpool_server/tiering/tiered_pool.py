@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.errors import InvalidRequestError
+from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.promoter import Promoter
 from kvpool_server.tiering.watermark import Watermark
@@ -73,10 +73,10 @@ class TieredPool(Observer):
         tiers: Sequence[Tier] = (),
         write_back: Sequence[bool] = (),
         clock: Callable[[], float] = time.monotonic,
-        run: Callable[[Steps[int]], Awaitable[int]] | None = None,
+        run: Run = at_once,
     ):
         self.pool = pool
-        self._run = run or _at_once
+        self._run = run
         health = [Health(tier.name, clock) for tier in tiers]
         demoters = [
             Demoter(pool, memory, tier, each, write_back=back)
@@ -85,7 +85,7 @@ class TieredPool(Observer):
         on_eviction = [demoter for demoter in demoters if demoter.write_back]
         self._watermark = Watermark(pool, on_eviction) if on_eviction else None
         promoters = [
-            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed)
+            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed, run)
             for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, promoters))
@@ -120,8 +120,8 @@ class TieredPool(Observer):
         for spec in specs[-MAX_NAMESPACES:]:
             try:
                 self.pool.open_namespace(spec)
-            except InvalidRequestError:
-                continue  # Its blocks are larger than an extent of the arena.
+            except (InvalidRequestError, OutOfSpaceError):
+                continue  # Its blocks are larger than an extent of the arena, or its tenant has too many namespaces.
 
     async def drain(self, timeout_s: float) -> int:
         """Writes all blocks that the tiers lack, as far as there is time; returns how many were not written."""
@@ -372,10 +372,6 @@ class TieredPool(Observer):
             stats = level.tier.stats()
             tiers.append(replace(stats, up=level.health.is_working))
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
-
-
-async def _at_once(steps: Steps[int]) -> int:
-    return finish(steps)
 
 
 async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:

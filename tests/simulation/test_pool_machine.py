@@ -44,9 +44,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.ended: list[HeldTicket] = []
         self.released: list[HeldLease] = []
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
-    def start(self, policy: str) -> None:
-        self.world = World(policy=policy)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), has_tenants=st.booleans())
+    def start(self, policy: str, has_tenants: bool) -> None:
+        self.world = World(policy=policy, has_tenants=has_tenants)
 
     @rule(group=groups, names=names, ttl_ms=st.sampled_from([0, 50, 400, 5_000]), prefix_only=st.booleans())
     def lookup(self, group: Group, names: list[int], ttl_ms: int, prefix_only: bool) -> None:
