@@ -137,7 +137,7 @@ class Namespaces:
     def _make_room(self, spec_bytes: int, now: float, tenant: str) -> None:
         """Closes unused namespaces so that a tenant may open another one. Raises OutOfSpaceError if there are too few.
 
-        They are the tenant's own or, if the pool has too many and the tenant does not, of tenants that have more.
+        They are the tenant's own or, if the pool has too many and the tenant does not, of the tenants with most.
         """
         limits = self._limits
         while True:
@@ -157,7 +157,7 @@ class Namespaces:
             ]
             if not unused:
                 raise OutOfSpaceError(self._too_many(tenant if has_too_many else None))
-            oldest = min(unused, key=lambda namespace: (not namespace.is_empty, namespace.last_use))
+            oldest = min(unused, key=lambda each: (-num_open[each.tenant], not each.is_empty, each.last_use))
             del self._open[oldest.fingerprint]
             self._specs_bytes -= oldest.spec.nbytes
             self.closing[oldest.fingerprint] = oldest

@@ -71,16 +71,20 @@ class LoopProbe:
 class InProcessServer:
     """Serves until `close`.
 
+    Args:
+        has_tenants: whether extents belong to the tenants of namespaces; callers prove nothing.
+
     Attributes:
         clock: the pool's; leases and tickets expire only when the test advances it.
         stub: calls the server.
     """
 
-    def __init__(self, arena_bytes: int, extent_bytes: int, limits: Limits | None = None):
+    def __init__(self, arena_bytes: int, extent_bytes: int, limits: Limits | None = None, *, has_tenants: bool = False):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.probe = LoopProbe()
-        self.pool = Pool(Arena(arena_bytes, extent_bytes), self.clock, lambda: next(ids), limits)
+        arena = Arena(arena_bytes, extent_bytes, zero=self._zero if has_tenants else None)
+        self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8)
         self.port = 0
         self._ready = threading.Event()
@@ -89,6 +93,9 @@ class InProcessServer:
         assert self._ready.wait(30), "the server did not start"
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
         self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self.memory[start : start + nbytes] = 0
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
