@@ -181,6 +181,7 @@ def test_blocks_of_many_sizes_take_no_more_extents_than_the_quota() -> None:
         assert owner.present("block") == ["block"]
         assert _held(house, "umbra") <= 2
     assert house.used("tenant:umbra") == 2 * EXTENT
+    assert house.pool.counters["quota_evicted_blocks"] == house.pool.counters["evicted_blocks"] == 6
 
 
 def test_tickets_that_expire_count_until_their_quarantine_is_over() -> None:

@@ -202,20 +202,26 @@ class Placement:
                 victims.undo(self.evictor)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
+        bound = next((account for account in accounts if account.tenant is not None), None)
+        if bound is not None and self._may_grow(group):
+            bound = None
         if self._arena.num_surplus(group.tenant) or not self._choose_for_arena(group.slot_class, count, victims):
             victims.undo(self.evictor)
-            raise self._no_room(group, count, accounts)
-        self._counters["quota_evicted_blocks"] += for_quotas
+            raise self._no_room(group, count, bound)
+        self._counters["quota_evicted_blocks"] += for_quotas if bound is None else len(victims.entries)
         return victims.entries
 
-    def _no_room(self, group: Group, count: int, accounts: Iterable[Account]) -> OutOfSpaceError:
-        """The error of a put for which the arena, or the extents that its tenant may hold, have no room."""
-        arena, slot_bytes = self._arena, group.spec.slot_bytes
-        may_grow = arena.num_held(group.tenant) + arena.num_usable(slot_bytes, group.tenant) < arena.limit(group.tenant)
-        account = next((account for account in accounts if account.tenant is not None), None)
-        if account is not None and not may_grow:
+    def _may_grow(self, group: Group) -> bool:
+        """Whether a group's tenant could have more extents, by its quota, than it holds and than are unused."""
+        arena, tenant = self._arena, group.tenant
+        return arena.num_held(tenant) + arena.num_usable(group.spec.slot_bytes, tenant) < arena.limit(tenant)
+
+    def _no_room(self, group: Group, count: int, account: Account | None) -> OutOfSpaceError:
+        """The error of a put for which a tenant's quota, or if None the arena, has no room."""
+        slot_bytes = group.spec.slot_bytes
+        if account is not None:
             self._counters["over_quota_puts"] += 1
-            return _over_quota(account, slot_bytes, count, arena)
+            return _over_quota(account, slot_bytes, count, self._arena)
         self._counters["out_of_space_puts"] += 1
         return NoRoomError(
             f"no room for {count} blocks of {slot_bytes} bytes",
