@@ -19,10 +19,11 @@ import structlog
 
 from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.types import BlockRun, PutGrant, PutStatus
+from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Run, at_once
+from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import Health
@@ -264,11 +265,14 @@ class Promoter:
         sums: Sequence[Sequence[int] | None] = [None] * len(granted)
         began_at = self._clock()
         try:
-            with self._health.call():
-                sums = await self._tier.read(namespace, run.group_idx, granted, into)
-            self._learn_rate((self._clock() - began_at) / (len(granted) * size))
-        except TierError:
-            pass  # `Health` has logged it.
+            try:
+                with self._health.call():
+                    sums = await self._tier.read(namespace, run.group_idx, granted, into)
+                self._learn_rate((self._clock() - began_at) / (len(granted) * size))
+            except TierError:
+                pass  # `Health` has logged it.
+            if None in sums and self._pool.arena.has_tenants:
+                await self._run(self._zero_unread(grant.offsets, sums, size))
         finally:
             promoted = commit(self._pool, grant.ticket_id, sums)
         self._tier.counters["promoted_blocks"] += promoted
@@ -276,6 +280,18 @@ class Promoter:
         missed = [block_hash for block_hash, checksums in zip(granted, sums, strict=True) if checksums is None]
         self.forget(namespace, run.group_idx, missed)
         return promoted == len(granted) and len(reserved) == len(run)
+
+    def _zero_unread(
+        self, offsets: Sequence[int], sums: Sequence[Sequence[int] | None], slot_bytes: int
+    ) -> Steps[None]:
+        """Clears the slots of blocks that were not read, because bytes of another tenant may have come instead.
+
+        So it is if a neighbour's slot was given to another block while this server read it.
+        """
+        for offset, checksums in zip(offsets, sums, strict=True):
+            for start in range(0, slot_bytes if checksums is None else 0, ZEROED_AT_ONCE):
+                self._memory[offset + start : offset + min(start + ZEROED_AT_ONCE, slot_bytes)] = 0
+                yield
 
     def _learn_rate(self, seconds_a_byte: float) -> None:
         known = self._seconds_a_byte or seconds_a_byte
