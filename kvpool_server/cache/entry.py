@@ -30,6 +30,7 @@ class Group:
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
         num_complete: live entries that are complete.
+        slot_class: tenant and slot size, which tell its extents from others'.
         num_slots: slots of its entries, with those of dropped entries that are not free yet.
     """
 
@@ -42,6 +43,7 @@ class Group:
         "namespace",
         "num_complete",
         "num_slots",
+        "slot_class",
         "spec",
         "tenant",
     )
@@ -57,11 +59,7 @@ class Group:
         self.leaving = BlockIndex()
         self.num_complete = 0
         self.num_slots = 0
-
-    @property
-    def slot_class(self) -> tuple[str, int]:
-        """Tenant and slot size: what tells its extents from others'."""
-        return self.tenant, self.spec.slot_bytes
+        self.slot_class = (tenant, spec.slot_bytes)
 
     @property
     def num_live(self) -> int:

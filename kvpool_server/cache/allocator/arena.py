@@ -35,12 +35,13 @@ Zero = Callable[[int, int], None]
 class Extent:
     """Slots of one size, of one tenant. `owners[i]` is the entry in slot i, or None."""
 
-    __slots__ = ("free", "owners", "slot_bytes", "start", "tenant")
+    __slots__ = ("free", "owners", "slot_bytes", "slot_class", "start", "tenant")
 
     def __init__(self, start: int, slot_bytes: int, num_slots: int, tenant: str = ""):
         self.start = start
         self.slot_bytes = slot_bytes
         self.tenant = tenant
+        self.slot_class = (tenant, slot_bytes)
         self.owners: list[Entry | None] = [None] * num_slots
         # Allocated from the end: in ascending order, so that the blocks of one put lie side by side. An array, because
         # a list of a quarter of a million numbers takes milliseconds to make, and to free.
@@ -49,11 +50,6 @@ class Extent:
     @property
     def num_used(self) -> int:
         return len(self.owners) - len(self.free)
-
-    @property
-    def slot_class(self) -> tuple[str, int]:
-        """Tenant and slot size."""
-        return self.tenant, self.slot_bytes
 
 
 @dataclass(slots=True)
@@ -176,7 +172,7 @@ class Arena:
 
     def num_surplus(self, tenant: str) -> int:
         """Extents that a tenant holds beyond its limit."""
-        return max(0, self.num_held(tenant) - self.limit(tenant))
+        return max(0, self.num_held(tenant) - self.limit(tenant)) if self._limits else 0
 
     def num_free(self, slot_bytes: int, tenant: str = "") -> int:
         """Free slots in a tenant's extents of this size."""
@@ -185,12 +181,16 @@ class Arena:
     def num_usable(self, slot_bytes: int, tenant: str = "") -> int:
         """Unused extents that a tenant may take for slots of this size, beside those that it has claimed."""
         reserved = 0 if (tenant, slot_bytes) == self._drained_for else self._num_reserved
-        room = self.limit(tenant) - self.num_held(tenant)
-        return max(0, min(len(self._unused) - reserved, room))
+        num_unused = len(self._unused) - reserved
+        if tenant in self._limits:
+            num_unused = min(num_unused, self.limit(tenant) - self.num_held(tenant))
+        return max(0, num_unused)
 
     def available(self, slot_bytes: int, tenant: str = "") -> int:
         """Slots of this size that a tenant can be given, once `claim` says so."""
-        num_extents = self.num_usable(slot_bytes, tenant) + len(self._incoming.get(tenant, _NOTHING))
+        num_extents = self.num_usable(slot_bytes, tenant)
+        if self._incoming:
+            num_extents += len(self._incoming.get(tenant, _NOTHING))
         return self.num_free(slot_bytes, tenant) + num_extents * self.slots_per_extent(slot_bytes)
 
     def claim(self, slot_bytes: int, count: int, tenant: str = "") -> bool:

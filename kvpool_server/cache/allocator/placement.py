@@ -202,7 +202,7 @@ class Placement:
                 victims.undo(self.evictor)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
-        bound = next((account for account in accounts if account.tenant is not None), None)
+        bound = next((account for account in accounts if account.tenant is not None), None) if accounts else None
         if bound is not None and self._may_grow(group):
             bound = None
         if self._arena.num_surplus(group.tenant) or not self._choose_for_arena(group.slot_class, count, victims):
