@@ -264,6 +264,10 @@ def test_more_tenants_than_extents_get_room_from_the_one_idle_longest() -> None:
         owner.put("block")
         assert owner.present("block") == ["block"]
     assert [len(owner.present("block")) for owner in owners] == [0, 0, 1, 1]
+    newest = house.owner(tenant="newest")
+    with pytest.raises(OutOfSpaceError):
+        newest.put(*range(20))
+    assert [len(owner.present("block")) for owner in owners] == [0, 0, 1, 1], "it may have one extent, not two"
 
 
 # Namespaces

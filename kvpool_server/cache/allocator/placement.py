@@ -399,13 +399,14 @@ class Placement:
     ) -> Iterator[Extent]:
         """Extents of tenants with more than their share, until this one has its share, or reaches its quota."""
         arena, (tenant, slot_bytes) = self._arena, slot_class
-        share = min(self._share(tenant), arena.limit(tenant))
+        share = self._share(tenant)
+        wanted = min(share, arena.limit(tenant))
         num_mine = arena.num_held(tenant) + arena.num_usable(slot_bytes, tenant)
         num_held = arena.tenants()
         num_held.pop(tenant, None)
         unheld: dict[str, Iterator[Extent]] = {}
         is_short = False
-        while num_mine < share and num_held:
+        while num_mine < wanted and num_held:
             donor = max(num_held, key=num_held.__getitem__)
             if num_held[donor] <= share:
                 break
@@ -420,11 +421,14 @@ class Placement:
             num_mine += 1
             given.add(extent.start)
             yield extent
-        if is_short and num_mine < share and not self._drain.is_active:
+        if is_short and num_mine < wanted and not self._drain.is_active:
             self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
-        if not num_mine:  # More tenants than extents: the tenant idle longest gives up its extents.
-            for donor in sorted(num_held, key=self._last_use_of):
-                yield from self._unheld(arena.extents_of(donor), given, searched)
+        if not num_mine and share == 1:  # More tenants than extents: the tenant idle longest gives up one of its own.
+            idle = (
+                self._unheld(arena.extents_of(each), given, searched)
+                for each in sorted(num_held, key=self._last_use_of)
+            )
+            yield from itertools.islice(itertools.chain.from_iterable(idle), 1)
 
     def _last_use_of(self, tenant: str) -> int:
         return max((stamp for (each, _), stamp in self._last_used.items() if each == tenant), default=0)
