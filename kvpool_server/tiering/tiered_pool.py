@@ -19,6 +19,7 @@ import structlog
 
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import Found
@@ -117,11 +118,23 @@ class TieredPool(Observer):
         """Opens the namespaces of a tier's blocks, so that operators can list and clear them before an engine comes."""
         stats, specs = tier.stats(), tier.specs()
         log.info("tier opened", tier=tier.name, size_bytes=stats.size_bytes or None, entries=stats.num_entries)
-        for spec in specs[-MAX_NAMESPACES:]:
+        for spec in self._newest(specs[-MAX_NAMESPACES:]):
             try:
                 self.pool.open_namespace(spec)
             except (InvalidRequestError, OutOfSpaceError):
-                continue  # Its blocks are larger than an extent of the arena, or its tenant has too many namespaces.
+                continue  # Its blocks are larger than an extent of the arena, or another tier's namespaces are open.
+
+    def _newest(self, specs: Sequence[NamespaceSpec]) -> list[NamespaceSpec]:
+        """The newest of each tenant, fewer than it may open, so that its engines can open another one at once."""
+        if not self.pool.arena.has_tenants:
+            return list(specs)
+        num_chosen: Counter[str] = Counter()
+        newest = []
+        for spec in reversed(specs):
+            num_chosen[spec.tenant] += 1
+            if num_chosen[spec.tenant] < self.pool.limits.max_tenant_namespaces:
+                newest.append(spec)
+        return newest[::-1]
 
     async def drain(self, timeout_s: float) -> int:
         """Writes all blocks that the tiers lack, as far as there is time; returns how many were not written."""
