@@ -13,6 +13,7 @@ from kvpool.errors import ChecksumError, InvalidRequestError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Run
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 MAX_CHUNK_BYTES = 4 << 20
@@ -21,8 +22,12 @@ PROMOTION_TIMEOUT_S = 2.0
 """How long a get waits for a block to be promoted from a tier. The client has no lease, so it cannot look up again."""
 
 
-def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk) -> PutStatus:
-    """Stores a chunk in the arena, `memory`: uint8 [arena_bytes]. GRANTED: the chunk has been stored.
+async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run: Run) -> PutStatus:
+    """Stores a chunk in the arena. GRANTED: the chunk has been stored.
+
+    Args:
+        memory: the arena: uint8 [arena_bytes].
+        run: does work in steps.
 
     Raises:
         ChecksumError: the payload differs from its checksum.
@@ -34,13 +39,13 @@ def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk) -> PutSta
         raise ChecksumError(
             f"chunk {key.block_hash.hex()} shard {key.shard}: the payload's xxh3-64 is not {chunk.checksum:#x}"
         )
-    run = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
-    nbytes = pool.chunk_bytes(key.namespace, run)
+    block = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
+    nbytes = pool.chunk_bytes(key.namespace, block)
     if len(chunk.payload) != nbytes:
         raise InvalidRequestError(
             f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have {nbytes}"
         )
-    grant = pool.put_start(key.namespace, [run], ShardRange(key.shard, 1), TTL_MS)
+    grant = await run(pool.put_start_in_steps(key.namespace, [block], ShardRange(key.shard, 1), TTL_MS))
     for offset in grant.offsets:
         memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)
         pool.put_end(grant.ticket_id, [chunk.checksum])

@@ -229,7 +229,7 @@ class Server:
     def _make_pool(self) -> Pool:
         config = self.config
         check_fits(config.memory)
-        arena = Arena(config.memory, backed_bytes=0)
+        arena = Arena(config.memory, backed_bytes=0, zero=self._zero if self._who is not None else None)
         new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
         limits_of = IdentityLimitsFile(config.identity_limits) if config.identity_limits else default_limits
         pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers(), limits_of)
@@ -238,6 +238,9 @@ class Server:
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
         return pool
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self._segment.bytes[start : start + nbytes] = 0
 
     async def _create_segment(self) -> Segment:
         """Creates the arena's memory. Waits a little where engines still map the memory of a predecessor."""

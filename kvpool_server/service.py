@@ -355,7 +355,7 @@ class PoolService(PoolServicer):
             for nth, message in enumerate(request.chunks, 1):
                 self._key(message.key)
                 chunk = wire.decode_chunk(message)
-                statuses.append(status := put_chunk(self._pool, self._memory, chunk))
+                statuses.append(status := await put_chunk(self._pool, self._memory, chunk, self._turns.run))
                 if status is PutStatus.GRANTED:
                     self._metrics.add_bytes("write", len(chunk.payload))
                 if nth % INLINE_CHUNKS_PER_TURN == 0:

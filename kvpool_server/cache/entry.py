@@ -25,23 +25,41 @@ class Group:
         idx: `group_idx` in its namespace.
         namespace: its namespace's name in KV events.
         fingerprint: of its namespace.
+        tenant: whose extents its slots are in; "" where the arena has one tenant.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
         num_complete: live entries that are complete.
+        slot_class: tenant and slot size, which tell its extents from others'.
+        num_slots: slots of its entries, with those of dropped entries that are not free yet.
     """
 
-    __slots__ = ("fingerprint", "full_mask", "idx", "index", "leaving", "namespace", "num_complete", "spec")
+    __slots__ = (
+        "fingerprint",
+        "full_mask",
+        "idx",
+        "index",
+        "leaving",
+        "namespace",
+        "num_complete",
+        "num_slots",
+        "slot_class",
+        "spec",
+        "tenant",
+    )
 
-    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b""):
+    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b"", tenant: str = ""):
         self.spec = spec
         self.idx = idx
         self.namespace = namespace
         self.fingerprint = fingerprint
+        self.tenant = tenant
         self.full_mask = (1 << spec.num_shards) - 1
         self.index = BlockIndex()
         self.leaving = BlockIndex()
         self.num_complete = 0
+        self.num_slots = 0
+        self.slot_class = (tenant, spec.slot_bytes)
 
     @property
     def num_live(self) -> int:
@@ -49,8 +67,8 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots of its live entries."""
-        return self.num_live * self.spec.slot_bytes
+        """Bytes of its slots."""
+        return self.num_slots * self.spec.slot_bytes
 
     def hits(self, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:
         """The hits of one run; appends the complete entries to `found`."""

@@ -96,12 +96,16 @@ class EntryTable:
     def observe(self, observer: Observer) -> None:
         self._observers.append(observer)
 
-    def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus]:
+    def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
-        Returns the status of each block. Raises OutOfSpaceError if there are too few slots; nothing has changed then.
+        Returns the status of each block; None if it could not begin, because bytes of another tenant lie where the
+        slots will be: see `Arena.claim`. Raises OutOfSpaceError if there are too few slots; nothing has changed then.
         """
-        offsets = iter(self._allocate(group, runs))
+        allocated = self._allocate(group, runs)
+        if allocated is None:
+            return None
+        offsets = iter(allocated)
         stamp = ticket.stamp = ticket.stamp or self._placement.next_stamp([group])
         evictor = self._placement.evictor(group)
         statuses = []
@@ -213,12 +217,16 @@ class EntryTable:
         if not entry.movable or not_before > self._clock():
             self._quarantine.add(entry, not_before)
         else:
-            self._arena.free(entry.offset)
+            self._free(entry)
 
     def free_if_unheld(self, entry: Entry) -> None:
         """Frees a dropped entry's slot if its quarantine is over and no hold covers it."""
         if self._quarantine.remove_if_over(entry, self._clock()):
-            self._arena.free(entry.offset)
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        entry.group.num_slots -= 1
+        self._arena.free(entry.offset)
 
     def free_expired(self, now: float, count: int) -> int:
         """Frees up to `count` slots whose quarantine is over, and slots of the extent that is being drained.
@@ -227,7 +235,7 @@ class EntryTable:
         """
         freed = 0
         while freed < count and (entry := self._quarantine.pop_over(now)) is not None:
-            self._arena.free(entry.offset)
+            self._free(entry)
             freed += 1
         if victims := self._placement.drain_victims(now, count):
             self.evict(victims)
@@ -242,8 +250,8 @@ class EntryTable:
             group.leaving = BlockIndex()
         return len(entries)
 
-    def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int]:
-        """Slots for the blocks that have no entry yet. Raises OutOfSpaceError."""
+    def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int] | None:
+        """Slots for the blocks that have no entry yet; None if they have to be zeroed first. Raises OutOfSpaceError."""
         entries, count = group.find(runs)
         if not count:
             return []
@@ -258,7 +266,9 @@ class EntryTable:
             for entry in kept:
                 entry.leases -= 1
         self.evict(victims)
-        offsets = self._arena.allocate(group.spec.slot_bytes, count)
+        if not self._arena.claim(group.spec.slot_bytes, count, group.tenant):
+            return None
+        offsets = self._arena.allocate(group.spec.slot_bytes, count, group.tenant)
         assert offsets is not None, "the victims left too few free slots"
         return offsets
 
@@ -269,6 +279,7 @@ class EntryTable:
             self.drop(left)  # Observers learn that a block has gone before they learn that it has come again.
         entry = Entry(group, block_hash, parent, offset, stamp, parent_hash)
         group.index.add(block_hash, entry)
+        group.num_slots += 1
         self._arena.assign(offset, entry)
         if parent is not None:
             parent.children += 1

@@ -8,12 +8,11 @@ puts may be refused at a high rate; the text says "at least" where there are mor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvpool.quotas import size_text
-from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.leases import Hold, Lease, Ticket
-from kvpool_server.cache.quotas import Account
 
 MAX_COUNTED = 1 << 14
 
@@ -24,7 +23,7 @@ def describe_holders(
     unfinished: Iterable[Hold],
     quarantined: Iterable[Entry],
     now: float,
-    account: Account | None = None,
+    counts: Callable[[Group], bool] = lambda group: True,
 ) -> str:
     """How many blocks are held, and by what; empty if none is.
 
@@ -32,7 +31,7 @@ def describe_holders(
         leases, tickets: the live ones; those of transfers to and from tiers have no deadline.
         unfinished: ended ones under which data workers move bytes.
         quarantined: dropped entries whose slots are not free.
-        account: count only the entries that count towards this quota.
+        counts: whether the entries of a group count.
     """
     counted: set[int] = set()
     parts: list[str] = []
@@ -42,8 +41,7 @@ def describe_holders(
         for entry in entries:
             if len(counted) >= MAX_COUNTED:
                 break
-            counts = account is None or (entry.live and entry.group in account.groups)
-            if counts and id(entry) not in counted:
+            if counts(entry.group) and id(entry) not in counted:
                 counted.add(id(entry))
                 held.append(entry)
                 blocks += 1

@@ -16,8 +16,8 @@ def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int
     assert len(by_offset) == len(entries), "two entries share a slot"
     assert not by_offset.keys() & quarantined.keys(), "a quarantined slot is in use"
     capacity = used = 0
-    for size in arena.sizes():
-        for extent in arena.extents(size):
+    for tenant, size in arena.classes():
+        for extent in arena.extents(size, tenant):
             capacity += len(extent.owners)
             used += extent.num_used
             free_slots = set(extent.free)
@@ -25,11 +25,17 @@ def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int
                 offset = extent.start + slot * size
                 expected = by_offset.get(offset) or quarantined.get(offset)
                 assert owner is expected, f"slot {offset} is owned by another entry than the index has there"
+                assert owner is None or owner.group.tenant == tenant, f"slot {offset} is another tenant's"
                 assert (owner is None) == (slot in free_slots), f"slot {offset} is both free and owned"
     reserved = sum(1 for entry in entries if entry.pending)
     resident = len(entries) - reserved
     free = capacity - used
     assert free + reserved + resident + len(quarantined) == capacity, "slots are lost"
+    slots = Counter(entry.group for entry in (*entries, *quarantined.values()))
+    assert all(group.num_slots == count for group, count in slots.items()), "a count of slots is off"
+    held = Counter(tenant for tenant, size in arena.classes() for _ in arena.extents(size, tenant))
+    assert all(arena.num_held(tenant) >= count for tenant, count in held.items()), "a count of extents is off"
+    assert sum(arena.tenants().values()) + len(arena.unused_extents()) == arena.num_backed, "extents are lost"
 
 
 def check_holds(

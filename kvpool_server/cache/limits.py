@@ -48,6 +48,7 @@ class Limits:
             half of them, and another one always gets some.
         max_leased_blocks: of all live leases; a block counts once for each lease. Shared in the same way.
         max_namespaces: open at once; a further one is refused unless an unused one can be closed.
+        max_tenant_namespaces: open at once of one tenant, where callers prove who they are.
         namespace_idle_ms: how long nobody has used a namespace that may be closed for another.
         max_spec_bytes, max_specs_bytes: of one namespace's specification, and of all open ones together.
         max_quotas: in force at once, and in one request.
@@ -65,6 +66,7 @@ class Limits:
     max_leased_blocks: int = 1 << 22
     max_tickets: int = 16_384
     max_namespaces: int = 1_024
+    max_tenant_namespaces: int = 16
     namespace_idle_ms: int = 60_000
     max_spec_bytes: int = 64 << 10
     max_specs_bytes: int = 16 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from kvpool.errors import (
@@ -30,9 +31,12 @@ class PoolNamespace:
         lookup_blocks, lookup_hits: blocks that lookups asked for, and the complete ones of them.
         opened_by: host of the client that opened it; empty if unknown.
         last_use: the number of its last use, among those of all namespaces.
+        tenant: whose extents its blocks are in; "" where the arena has one tenant.
     """
 
-    def __init__(self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = ""):
+    def __init__(
+        self, spec: NamespaceSpec, fingerprint: bytes, now: float = 0.0, opened_by: str = "", tenant: str = ""
+    ):
         self.last_use = 0
         self.spec_without_weights = dataclasses.replace(spec, revision="", weights_epoch="", weights_digest="")
         self.family = hash(self.spec_without_weights)  # Tells almost all others apart, in no time.
@@ -41,9 +45,10 @@ class PoolNamespace:
         self.superseded = False
         self.lookup_blocks = self.lookup_hits = 0
         self.spec = spec
+        self.tenant = tenant
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
-        self.groups = [Group(group, idx, label, fingerprint) for idx, group in enumerate(spec.groups)]
+        self.groups = [Group(group, idx, label, fingerprint, tenant) for idx, group in enumerate(spec.groups)]
 
     def entries(self) -> list[Entry]:
         """All live entries; takes long where they are many."""
@@ -72,13 +77,17 @@ class PoolNamespace:
 class Namespaces:
     """Namespaces by fingerprint.
 
+    Args:
+        has_tenants: each namespace belongs to the tenant of its specification, not all of them to one tenant.
+
     Attributes:
         num_opened: namespaces opened since the start; opening an open one does not count.
         closing: those that were closed, whose entries are being dropped.
     """
 
-    def __init__(self, limits: Limits, max_block_bytes: int):
+    def __init__(self, limits: Limits, max_block_bytes: int, has_tenants: bool = False):
         self._limits = limits
+        self._has_tenants = has_tenants
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, PoolNamespace] = {}
         self._uses = itertools.count(1)
@@ -108,8 +117,9 @@ class Namespaces:
                     f"groups[{idx}]: a block of {group.slot_bytes} bytes is larger than an extent of the arena "
                     f"({self._max_block_bytes} bytes); start kvpool-server with more --memory"
                 )
-        self._make_room(spec.nbytes, now)
-        namespace = self._open[fingerprint] = PoolNamespace(spec, fingerprint, now, opener)
+        tenant = spec.tenant if self._has_tenants else ""
+        self._make_room(spec.nbytes, now, tenant)
+        namespace = self._open[fingerprint] = PoolNamespace(spec, fingerprint, now, opener, tenant)
         self._specs_bytes += spec.nbytes
         self.num_opened += 1
         namespace.last_use = next(self._uses)
@@ -124,27 +134,48 @@ class Namespaces:
             if namespace.family == newest.family and namespace.spec_without_weights == newest.spec_without_weights
         ]
 
-    def _make_room(self, spec_bytes: int, now: float) -> None:
-        """Closes unused namespaces so that another one may be opened. Raises OutOfSpaceError if there are too few."""
+    def _make_room(self, spec_bytes: int, now: float, tenant: str) -> None:
+        """Closes unused namespaces so that a tenant may open another one. Raises OutOfSpaceError if there are too few.
+
+        They are the tenant's own or, if the pool has too many and the tenant does not, of the tenants with most.
+        """
         limits = self._limits
-        while len(self._open) >= limits.max_namespaces or self._specs_bytes + spec_bytes > limits.max_specs_bytes:
+        while True:
+            num_open = Counter(namespace.tenant for namespace in self._open.values())
+            own = num_open[tenant]
+            has_too_many = self._has_tenants and own >= limits.max_tenant_namespaces
+            if not has_too_many and (
+                len(self._open) < limits.max_namespaces and self._specs_bytes + spec_bytes <= limits.max_specs_bytes
+            ):
+                return
             unused = [
                 namespace
                 for namespace in self._open.values()
-                if now - namespace.used_at >= limits.namespace_idle_ms / 1000
+                if (namespace.tenant == tenant or (not has_too_many and num_open[namespace.tenant] > own))
+                and now - namespace.used_at >= limits.namespace_idle_ms / 1000
                 and (namespace.superseded or namespace.is_empty)
             ]
             if not unused:
-                raise OutOfSpaceError(
-                    f"{len(self._open)} namespaces are open, whose specifications have {self._specs_bytes} bytes; the "
-                    f"limits are {limits.max_namespaces} and {limits.max_specs_bytes}, and each of them has blocks or "
-                    f"was used within {limits.namespace_idle_ms / 1000:g} s; clear one that is no longer needed "
-                    "(`kvpool clear`), and try again later"
-                )
-            oldest = min(unused, key=lambda namespace: (not namespace.is_empty, namespace.last_use))
+                raise OutOfSpaceError(self._too_many(tenant if has_too_many else None))
+            oldest = min(unused, key=lambda each: (-num_open[each.tenant], not each.is_empty, each.last_use))
             del self._open[oldest.fingerprint]
             self._specs_bytes -= oldest.spec.nbytes
             self.closing[oldest.fingerprint] = oldest
+
+    def _too_many(self, tenant: str | None) -> str:
+        """Why no further namespace can be opened, by a tenant that has too many, or by any."""
+        limits = self._limits
+        if tenant is None:
+            which = (
+                f"{len(self._open)} namespaces are open, whose specifications have {self._specs_bytes} bytes; the "
+                f"limits are {limits.max_namespaces} and {limits.max_specs_bytes}"
+            )
+        else:
+            which = f"tenant {tenant!r} has {limits.max_tenant_namespaces} namespaces open, which is the limit"
+        return (
+            f"{which}, and each of them has blocks or was used within {limits.namespace_idle_ms / 1000:g} s; clear one "
+            "that is no longer needed (`kvpool clear`), and try again later"
+        )
 
     def find(self, fingerprint: bytes) -> PoolNamespace | None:
         """An open namespace; does not count as a use of it."""

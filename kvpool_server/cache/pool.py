@@ -49,10 +49,10 @@ from kvpool_server.cache.entry_table import EntryTable, Quarantine
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
-from kvpool_server.cache.leases import NOBODY, Found, HoldTable, Lease, Owner, Ticket
+from kvpool_server.cache.leases import NOBODY, Found, Hold, HoldTable, Lease, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
-from kvpool_server.cache.quotas import Quotas
+from kvpool_server.cache.quotas import Account, Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.transfers import NoTransfers, Transfers, UnfinishedHolds
 
@@ -90,7 +90,8 @@ class Pool:
         self.limits = limits or Limits()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.new_id = new_id
-        self.placement = Placement(arena, policy, self.counters)
+        longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
+        self.placement = Placement(arena, policy, self.counters, longest_hold_s)
         self._quarantine = Quarantine()
         self.entry_table = EntryTable(
             arena, self.placement, self._quarantine, clock, self.limits.grace_ms, self.counters
@@ -99,8 +100,8 @@ class Pool:
         self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
         self._unfinished = UnfinishedHolds(transfers or NoTransfers())
         self._clock = clock
-        self._namespaces = Namespaces(self.limits, arena.extent_bytes)
-        self._quotas = Quotas(self.limits.max_quotas)
+        self._namespaces = Namespaces(self.limits, arena.extent_bytes, arena.has_tenants)
+        self._quotas = Quotas(self.limits.max_quotas, arena)
         self._ended = EndedHolds(self.entry_table)
         self._leasing: list[list[Entry]] = []
         self._writing: list[Ticket] = []
@@ -356,7 +357,7 @@ class Pool:
     ) -> Steps[PutGrant]:
         """As `put_start`; the ticket is the owner's."""
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
-        ticket, statuses = yield from self._reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
+        ticket, statuses = yield from self.reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
         self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)
@@ -365,41 +366,44 @@ class Pool:
         start = shards.start * ticket.entries[0].group.spec.chunk_bytes
         return PutGrant(ticket.id, ttl_ms, tuple(statuses), tuple(entry.offset + start for entry in ticket.entries))
 
-    def reserve(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float
-    ) -> tuple[Ticket, list[PutStatus]]:
+    def reserve_in_steps(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float, owner: Owner = NOBODY
+    ) -> Steps[tuple[Ticket, list[PutStatus]]]:
         """As `put_start`, uncounted. Returns a ticket, which is live if it covers any block, and each block's status.
 
         Args:
             ttl_s: `math.inf`: the caller, in this process, is certain to end the ticket.
         """
-        return finish(self._reserve_in_steps(fingerprint, runs, shards, ttl_s))
-
-    def _reserve_in_steps(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ttl_s: float, owner: Owner = NOBODY
-    ) -> Steps[tuple[Ticket, list[PutStatus]]]:
         namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         self._check_chunks(runs, shards)
         now = self.expire()
         self._mark_used(namespace, now)
         self._check_tickets(owner)
+        if self.arena.num_surplus(namespace.tenant):
+            self.rebalance()
         ticket = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner)
         statuses: list[PutStatus] = []
-        is_reserved = False
+        is_reserved = has_claims = False
         self._writing.append(ticket)
         try:
             for part in in_parts(runs, STEP_BLOCKS):
                 if statuses:
                     yield
-                statuses += self.entry_table.reserve(group, part, ticket)
+                while (reserved := self.entry_table.reserve(group, part, ticket)) is None:
+                    if not has_claims:
+                        self.arena.start_claims(group.tenant)
+                        has_claims = True
+                    while not self.arena.zero_some(group.tenant):
+                        yield
+                statuses += reserved
             is_reserved = True
         except NoRoomError as error:
-            leases, tickets = self.leases.values(), self.tickets.values()
-            holders = describe_holders(leases, tickets, self._unfinished, self._quarantine, now, error.account)
-            raise error.because(holders) from None
+            raise error.because(self._holders(group.tenant, now, error.account)) from None
         finally:
             self._writing.remove(ticket)
+            if has_claims:
+                self.arena.end_claims(group.tenant)
             if not is_reserved and ticket.entries:
                 self._ended.add_ticket(ticket, self.entry_table.revoke)
                 self._ended.settle(SETTLED_PER_CALL)
@@ -421,6 +425,13 @@ class Pool:
                 f"{len(self.tickets)} puts are under way; the limit is {most}, and one client may have as many as are "
                 "left; try again later"
             )
+
+    def _holders(self, tenant: str, now: float, account: Account | None) -> str:
+        """What holds a tenant's slots, or those that count towards a quota of it; other tenants' are not told of."""
+        leases = [lease for lease in self.leases.values() if _tenant(lease) == tenant]
+        tickets = [ticket for ticket in self.tickets.values() if _tenant(ticket) == tenant]
+        counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
+        return describe_holders(leases, tickets, self._unfinished, self._quarantine, now, counts)
 
     def _check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
         count, most = sum(map(len, runs)), self.limits.max_batch_chunks
@@ -723,6 +734,10 @@ class Pool:
     def _abandon(self, entry: Entry, ticket: Ticket) -> None:
         """Drops an entry of an unfinished ticket: else another writer could get its shards while bytes arrive."""
         self.entry_table.abandon(entry, ticket, 0.0)
+
+
+def _tenant(hold: Hold) -> str | None:
+    return hold.entries[0].group.tenant if hold.entries else None
 
 
 def is_corrupt(entry: Entry, read: Read) -> bool:

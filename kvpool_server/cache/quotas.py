@@ -1,39 +1,67 @@
-"""Quotas: upper bounds on the bytes of the arena that the entries of a tenant or of a namespace hold.
+"""Quotas: upper bounds on the bytes of the arena that a tenant or a namespace holds.
 
-The slots of live entries count, also while they are being written. Quarantined slots do not count: no lookup finds
-them, and their owner cannot free them any sooner.
+All slots of its entries count, from their allocation until they are free: also while they are being written, and in
+quarantine. Where extents belong to tenants, a tenant's whole extents count, because nobody else can use the rest of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvpool.errors import InvalidRequestError
+from kvpool.quotas import size_text
 from kvpool.types import Quota
 from kvpool_server.cache.entry import Group
 
 _NAMESPACE = "namespace:"
+_TENANT = "tenant:"
+
+
+class Extents(Protocol):
+    """The arena, as far as quotas see it; see `Arena`."""
+
+    has_tenants: bool
+    extent_bytes: int
+
+    def num_held(self, tenant: str) -> int:
+        """Extents that are a tenant's."""
+
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Says how many extents tenants may hold."""
 
 
 @dataclass(eq=False, slots=True)
 class Account:
-    """A subject with a quota, and the groups whose entries count."""
+    """A subject with a quota, and the groups whose entries count.
+
+    Args:
+        tenant: whose extents count; None: the groups' slots count.
+    """
 
     subject: str
     limit_bytes: int
+    tenant: str | None = None
     groups: set[Group] = field(default_factory=set)
 
     @property
-    def used_bytes(self) -> int:
+    def slots_bytes(self) -> int:
+        """Of all slots of the groups."""
         return sum(group.nbytes for group in self.groups)
 
 
 class Quotas:
-    """The quotas in force, by subject."""
+    """The quotas in force, by subject.
 
-    def __init__(self, max_quotas: int):
+    Args:
+        arena: its extents count if they belong to tenants.
+    """
+
+    def __init__(self, max_quotas: int, arena: Extents):
         self._max_quotas = max_quotas
+        self._arena = arena
         self._by_subject: dict[str, Account] = {}
         self._prefix_digits: set[int] = set()
 
@@ -44,7 +72,7 @@ class Quotas:
     def covering(self, tenant: str, fingerprint: bytes) -> tuple[Account, ...]:
         """The accounts that cover a namespace: its tenant's, its own, both or none, by subject."""
         name = fingerprint.hex()
-        subjects = {f"tenant:{tenant}", *(f"{_NAMESPACE}{name[:digits]}" for digits in self._prefix_digits)}
+        subjects = {f"{_TENANT}{tenant}", *(f"{_NAMESPACE}{name[:digits]}" for digits in self._prefix_digits)}
         return tuple(self._by_subject[subject] for subject in sorted(subjects & self._by_subject.keys()))
 
     def set(self, quotas: Sequence[Quota]) -> None:
@@ -52,7 +80,7 @@ class Quotas:
 
         Raises:
             InvalidRequestError: a subject is malformed, is named twice, or has no quota to delete, or there are too
-                many quotas; nothing has changed.
+                many quotas, or a tenant's quota is less than an extent that it would hold; nothing has changed.
         """
         limits = {account.subject: account.limit_bytes for account in self.accounts()}
         named: set[str] = set()
@@ -62,6 +90,7 @@ class Quotas:
                 raise InvalidRequestError(f"quota {quota.subject} is given twice; give each subject once")
             named.add(quota.subject)
             if quota.limit_bytes:
+                self._check_limit(quota)
                 limits[quota.subject] = quota.limit_bytes
             elif limits.pop(quota.subject, None) is None:
                 raise InvalidRequestError(f"there is no quota {quota.subject} to delete; `kvpool quota` lists all")
@@ -72,10 +101,37 @@ class Quotas:
         for subject in self._by_subject.keys() - limits.keys():
             del self._by_subject[subject]
         for subject, limit_bytes in limits.items():
-            self._by_subject.setdefault(subject, Account(subject, limit_bytes)).limit_bytes = limit_bytes
+            account = self._by_subject.setdefault(subject, Account(subject, limit_bytes, self._tenant(subject)))
+            account.limit_bytes = limit_bytes
+        extent_bytes = self._arena.extent_bytes
+        self._arena.set_limits(
+            {
+                account.tenant: account.limit_bytes // extent_bytes
+                for account in self._by_subject.values()
+                if account.tenant is not None
+            }
+        )
         prefixes = [subject for subject in self._by_subject if subject.startswith(_NAMESPACE)]
         self._prefix_digits = {len(subject) - len(_NAMESPACE) for subject in prefixes}
 
+    def _check_limit(self, quota: Quota) -> None:
+        least = self._arena.extent_bytes
+        if self._tenant(quota.subject) is not None and quota.limit_bytes < least:
+            raise InvalidRequestError(
+                f"quota {quota.subject} = {quota.limit_bytes} bytes is less than an extent of the arena, the least "
+                f"that a tenant can hold; give at least {least} ({size_text(least)})"
+            )
+
+    def _tenant(self, subject: str) -> str | None:
+        """Whose extents count towards a subject's quota; None: slots do."""
+        is_tenant = self._arena.has_tenants and subject.startswith(_TENANT)
+        return subject.removeprefix(_TENANT) if is_tenant else None
+
     def usage(self) -> list[Quota]:
         """Every quota with the bytes in use, by subject."""
-        return [Quota(account.subject, account.limit_bytes, account.used_bytes) for account in self.accounts()]
+        return [Quota(account.subject, account.limit_bytes, self._used_bytes(account)) for account in self.accounts()]
+
+    def _used_bytes(self, account: Account) -> int:
+        if account.tenant is None:
+            return account.slots_bytes
+        return self._arena.num_held(account.tenant) * self._arena.extent_bytes

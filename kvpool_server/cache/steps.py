@@ -6,8 +6,8 @@ the pool between two steps: the pool is consistent there.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TypeVar
+from collections.abc import Awaitable, Generator
+from typing import Protocol, TypeVar
 
 STEP_BLOCKS = 128
 """Blocks of one step that inserts or drops entries: less than 1 ms."""
@@ -27,3 +27,15 @@ def finish(steps: Steps[Value]) -> Value:
             next(steps)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+
+
+class Run(Protocol):
+    """Does work in steps, and may let other calls use the pool between two steps."""
+
+    def __call__(self, steps: Steps[Value]) -> Awaitable[Value]:
+        """The result of the work; raises what it raises."""
+
+
+async def at_once(steps: Steps[Value]) -> Value:
+    """The `Run` that lets no other call in between."""
+    return finish(steps)

@@ -15,6 +15,7 @@ from kvpool_server.cache.entry import Entry, Group, Record
 from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Steps
 
 
 class PinnedVictims(NamedTuple):
@@ -34,12 +35,13 @@ class PinnedVictims(NamedTuple):
 # The server writes
 
 
-def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> PutGrant:
-    """As `Pool.put_start`, of whole blocks, under a ticket that does not expire: end it with `commit`.
+def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> Steps[PutGrant]:
+    """As `Pool.put_start_in_steps`, of whole blocks, under a ticket that does not expire: end it with `commit`.
 
-    Raises OutOfSpaceError, or UnknownNamespaceError if the namespace is closed; nothing has changed then.
+    Raises OutOfSpaceError, or UnknownNamespaceError if the namespace is closed.
     """
-    ticket, statuses = pool.reserve(group.fingerprint, runs, ShardRange(0, group.spec.num_shards), math.inf)
+    shards = ShardRange(0, group.spec.num_shards)
+    ticket, statuses = yield from pool.reserve_in_steps(group.fingerprint, runs, shards, math.inf)
     offsets = tuple(entry.offset for entry in ticket.entries)
     return PutGrant(ticket.id if offsets else 0, 0, tuple(statuses), offsets)
 
@@ -102,7 +104,7 @@ def pin(pool: Pool, entries: Sequence[Entry]) -> int:
     return lease.id
 
 
-def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[int, int], max_bytes: int) -> PinnedVictims:
+def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> PinnedVictims:
     """Pins the entries that are to be evicted next; end that with `unpin_victims`. Evicts superseded ones at once.
 
     The arguments are those of `Placement.next_victims`.

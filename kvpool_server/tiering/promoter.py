@@ -19,9 +19,11 @@ import structlog
 
 from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.types import BlockRun, PutGrant, PutStatus
+from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import Health
@@ -69,6 +71,7 @@ class Promoter:
         memory: the arena: uint8 [arena_bytes].
         watermark: frees slots, where a tier is written to on eviction; else None.
         clock: monotonic seconds.
+        run: does work in steps.
         on_progress: called when blocks have come up or will not come, or the tier has said which blocks it has.
     """
 
@@ -81,6 +84,7 @@ class Promoter:
         watermark: Watermark | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[], None] = lambda: None,
+        run: Run = at_once,
     ):
         self._pool = pool
         self._memory = memory
@@ -89,6 +93,7 @@ class Promoter:
         self._watermark = watermark
         self._clock = clock
         self._on_progress = on_progress
+        self._run = run
         self._queue: deque[_Prefetch] = deque()
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
@@ -245,8 +250,8 @@ class Promoter:
         group = namespace.groups[run.group_idx]
         size = group.spec.slot_bytes
         if self._watermark is not None:
-            await self._watermark.wait_for_free(size, len(run))
-        reserved, grant = self._reserve(namespace, group, run)
+            await self._watermark.wait_for_free(group, len(run))
+        reserved, grant = await self._reserve(namespace, group, run)
         if grant is None:
             return False
         granted = [
@@ -260,11 +265,14 @@ class Promoter:
         sums: Sequence[Sequence[int] | None] = [None] * len(granted)
         began_at = self._clock()
         try:
-            with self._health.call():
-                sums = await self._tier.read(namespace, run.group_idx, granted, into)
-            self._learn_rate((self._clock() - began_at) / (len(granted) * size))
-        except TierError:
-            pass  # `Health` has logged it.
+            try:
+                with self._health.call():
+                    sums = await self._tier.read(namespace, run.group_idx, granted, into)
+                self._learn_rate((self._clock() - began_at) / (len(granted) * size))
+            except TierError:
+                pass  # `Health` has logged it.
+            if None in sums and self._pool.arena.has_tenants:
+                await self._run(self._zero_unread(grant.offsets, sums, size))
         finally:
             promoted = commit(self._pool, grant.ticket_id, sums)
         self._tier.counters["promoted_blocks"] += promoted
@@ -273,11 +281,23 @@ class Promoter:
         self.forget(namespace, run.group_idx, missed)
         return promoted == len(granted) and len(reserved) == len(run)
 
+    def _zero_unread(
+        self, offsets: Sequence[int], sums: Sequence[Sequence[int] | None], slot_bytes: int
+    ) -> Steps[None]:
+        """Clears the slots of blocks that were not read, because bytes of another tenant may have come instead.
+
+        So it is if a neighbour's slot was given to another block while this server read it.
+        """
+        for offset, checksums in zip(offsets, sums, strict=True):
+            for start in range(0, slot_bytes if checksums is None else 0, ZEROED_AT_ONCE):
+                self._memory[offset + start : offset + min(start + ZEROED_AT_ONCE, slot_bytes)] = 0
+                yield
+
     def _learn_rate(self, seconds_a_byte: float) -> None:
         known = self._seconds_a_byte or seconds_a_byte
         self._seconds_a_byte = known + RECENT * (seconds_a_byte - known)
 
-    def _reserve(
+    async def _reserve(
         self, namespace: PoolNamespace, group: Group, run: BlockRun
     ) -> tuple[Sequence[bytes], PutGrant | None]:
         """Reserves slots for a run or, if there are too few, for its first half, quarter and so on; None: for none."""
@@ -286,7 +306,7 @@ class Promoter:
         while grant is None and count:
             some = BlockRun(run.group_idx, hashes[:count], run.parent_hash)
             try:
-                grant = reserve(self._pool, group, [some])
+                grant = await self._run(reserve(self._pool, group, [some]))
             except OutOfSpaceError as error:
                 count //= 2
                 log.debug("too few free slots to promote blocks", tier=self._tier.name, error=str(error))

@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.errors import InvalidRequestError
+from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.promoter import Promoter
 from kvpool_server.tiering.watermark import Watermark
@@ -73,10 +74,10 @@ class TieredPool(Observer):
         tiers: Sequence[Tier] = (),
         write_back: Sequence[bool] = (),
         clock: Callable[[], float] = time.monotonic,
-        run: Callable[[Steps[int]], Awaitable[int]] | None = None,
+        run: Run = at_once,
     ):
         self.pool = pool
-        self._run = run or _at_once
+        self._run = run
         health = [Health(tier.name, clock) for tier in tiers]
         demoters = [
             Demoter(pool, memory, tier, each, write_back=back)
@@ -85,7 +86,7 @@ class TieredPool(Observer):
         on_eviction = [demoter for demoter in demoters if demoter.write_back]
         self._watermark = Watermark(pool, on_eviction) if on_eviction else None
         promoters = [
-            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed)
+            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed, run)
             for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, promoters))
@@ -117,11 +118,23 @@ class TieredPool(Observer):
         """Opens the namespaces of a tier's blocks, so that operators can list and clear them before an engine comes."""
         stats, specs = tier.stats(), tier.specs()
         log.info("tier opened", tier=tier.name, size_bytes=stats.size_bytes or None, entries=stats.num_entries)
-        for spec in specs[-MAX_NAMESPACES:]:
+        for spec in self._newest(specs[-MAX_NAMESPACES:]):
             try:
                 self.pool.open_namespace(spec)
-            except InvalidRequestError:
-                continue  # Its blocks are larger than an extent of the arena.
+            except (InvalidRequestError, OutOfSpaceError):
+                continue  # Its blocks are larger than an extent of the arena, or another tier's namespaces are open.
+
+    def _newest(self, specs: Sequence[NamespaceSpec]) -> list[NamespaceSpec]:
+        """The newest of each tenant, fewer than it may open, so that its engines can open another one at once."""
+        if not self.pool.arena.has_tenants:
+            return list(specs)
+        num_chosen: Counter[str] = Counter()
+        newest = []
+        for spec in reversed(specs):
+            num_chosen[spec.tenant] += 1
+            if num_chosen[spec.tenant] < self.pool.limits.max_tenant_namespaces:
+                newest.append(spec)
+        return newest[::-1]
 
     async def drain(self, timeout_s: float) -> int:
         """Writes all blocks that the tiers lack, as far as there is time; returns how many were not written."""
@@ -372,10 +385,6 @@ class TieredPool(Observer):
             stats = level.tier.stats()
             tiers.append(replace(stats, up=level.health.is_working))
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
-
-
-async def _at_once(steps: Steps[int]) -> int:
-    return finish(steps)
 
 
 async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from kvpool_server.cache.entry import Group
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.tier_access import pin_next_victims, unpin_victims
 from kvpool_server.tiering.demoter import PINNED_BYTES, Demoter
@@ -27,25 +28,25 @@ class Watermark:
         self._pool = pool
         self._demoters = demoters
         self._work = asyncio.Event()
-        self._needs: Counter[int] = Counter()
+        self._needs: Counter[tuple[str, int]] = Counter()
         self._freed = asyncio.Condition()
         self._late: set[asyncio.Task[bool]] = set()
 
-    async def wait_for_free(self, slot_bytes: int, count: int) -> None:
-        """Returns when so many slots are free beside the reserve, when no more can be freed, or after a timeout.
+    async def wait_for_free(self, group: Group, count: int) -> None:
+        """Returns when a group has `count` free slots beside the reserve, or no more can be freed, or after a timeout.
 
         For promotions, which can wait; slots that a tier is too slow to free are evicted by whoever needs them.
         """
-        self._needs[slot_bytes] += count
+        self._needs[group.slot_class] += count
         self._work.set()
         try:
             async with asyncio.timeout(ANSWER_S), self._freed:
-                while self._pool.arena.available(slot_bytes) < count and self._work.is_set():
+                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self._work.is_set():
                     await self._freed.wait()
         except TimeoutError:
             pass
         finally:
-            self._needs[slot_bytes] -= count
+            self._needs[group.slot_class] -= count
 
     def check(self) -> None:
         """Has `run` look whether too few slots are free; called when slots were allocated."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
+from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
@@ -44,9 +47,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.ended: list[HeldTicket] = []
         self.released: list[HeldLease] = []
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
-    def start(self, policy: str) -> None:
-        self.world = World(policy=policy)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), has_tenants=st.booleans())
+    def start(self, policy: str, has_tenants: bool) -> None:
+        self.world = World(policy=policy, has_tenants=has_tenants)
 
     @rule(group=groups, names=names, ttl_ms=st.sampled_from([0, 50, 400, 5_000]), prefix_only=st.booleans())
     def lookup(self, group: Group, names: list[int], ttl_ms: int, prefix_only: bool) -> None:
@@ -284,6 +287,33 @@ class SupersededForEver(_Unchecked):
         return found
 
 
+class BytesLeftBehind(_Unchecked):
+    def __init__(self, arena: Arena, *args: Any):
+        super().__init__(arena, *args)
+        arena._zero = lambda start, nbytes: None
+
+
+class ExtentsOfEverybody(_Unchecked):
+    def __init__(self, arena: Arena, *args: Any):
+        super().__init__(arena, *args)
+        arena.claim = lambda slot_bytes, count, tenant="": True  # type: ignore[method-assign]
+        arena._is_clean = lambda idx, tenant: True  # type: ignore[method-assign]
+
+
+class SlotsChargedOnly(_Unchecked):
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        super().set_quotas(quotas)
+        self.arena.set_limits({})
+
+
+class QuarantineUncharged(_Unchecked):
+    def expire(self) -> float:
+        now = super().expire()
+        for group in {entry.group for entry in self._quarantine}:
+            group.num_slots = group.num_live
+        return now
+
+
 PLAIN: Group = (0, 1)
 """One shard of 24 bytes, two blocks an extent."""
 SHARDED: Group = (0, 0)
@@ -386,6 +416,32 @@ def _an_old_namespace_in_use(world: World) -> None:
     world.check()
 
 
+OTHERS: Group = (1, 0)
+"""Of another tenant."""
+
+
+def _an_extent_that_changes_hands(world: World) -> None:
+    _store(world, *range(8))
+    world.remove(PLAIN, range(8))
+    _store(world, 0, group=OTHERS)
+
+
+def _a_quota_and_many_sizes(world: World) -> None:
+    world.set_quota("tenant:acme", 64)
+    _store(world, 0)
+    _store(world, 0, group=SHARDED)
+    world.check()
+
+
+def _a_quota_and_late_writers(world: World) -> None:
+    world.set_quota("tenant:acme", 48)
+    for name in (0, 2):
+        with contextlib.suppress(OutOfSpaceError):
+            world.put_start(PLAIN, [name, name + 1], ONE, ttl_ms=1)
+        world.advance(0.01, tell_pool=True)
+        world.check()
+
+
 SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     GraceIgnored: _a_late_writer,
     LeaseIgnoredByEviction: _a_full_pool_with_a_reader,
@@ -399,11 +455,17 @@ SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     QuotaBindsOthers: _a_full_tenant_beside_another,
     SupersededLikeOthers: _a_full_pool_with_superseded_blocks,
     SupersededForEver: _an_old_namespace_in_use,
+    BytesLeftBehind: _an_extent_that_changes_hands,
+    ExtentsOfEverybody: _an_extent_that_changes_hands,
+    SlotsChargedOnly: _a_quota_and_many_sizes,
+    QuarantineUncharged: _a_quota_and_late_writers,
 }
+OF_TENANTS = {_an_extent_that_changes_hands, _a_quota_and_many_sizes}
+"""Scenarios of a pool whose extents belong to tenants."""
 
 
 def _play(pool_class: type[Pool], scenario: Callable[[World], None]) -> None:
-    world = World(pool_class)
+    world = World(pool_class, has_tenants=scenario in OF_TENANTS)
     scenario(world)
     world.check_nothing_leaks()
 

@@ -18,6 +18,7 @@ from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import DRAIN_S
+from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
@@ -55,6 +56,7 @@ SUBJECTS = {
 }
 """Who may have a quota: which namespaces count."""
 GROUPS = tuple((space, idx) for space, spec in enumerate(SPECS) for idx in range(len(spec.groups)))
+TENANTS = tuple(sorted({spec.tenant for spec in SPECS}))
 NAMES = tuple(range(10))
 
 Group = tuple[int, int]
@@ -97,16 +99,18 @@ class OpenRead:
 
 
 class WatchedArena(Arena):
-    """Tells the world which slots are taken and freed."""
+    """Tells the world which slots are allocated and freed."""
 
     def __init__(self, world: World):
-        super().__init__(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES)
+        zero = world.zero if world.has_tenants else None
+        super().__init__(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES, zero=zero)
         self._world = world
 
-    def take(self, slot_bytes: int, count: int) -> list[int] | None:
-        offsets = super().take(slot_bytes, count)
+    def allocate(self, slot_bytes: int, count: int, tenant: str = "") -> list[int] | None:
+        offsets = super().allocate(slot_bytes, count, tenant)
         for offset in offsets or ():
             self._world.check_untouchable(offset, slot_bytes, "handed out")
+            self._world.check_own(offset, slot_bytes, tenant)
         return offsets
 
     def free(self, offset: int) -> None:
@@ -118,17 +122,35 @@ class WatchedArena(Arena):
         self._world.forget_slot(offset, slot_bytes)
 
 
+class _Evictions(Observer):
+    """Tells the world of evictions: a tenant beyond its quota or share loses even leased blocks."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def evicted(self, entry: Entry) -> None:
+        for block, stored in list(self._world.stored.items()):
+            if stored.slot == entry.offset:
+                del self._world.stored[block]
+
+
 class World:
     """Clients, pool and oracle. Every method is one step; a broken promise is an AssertionError.
 
     Args:
         pool_class: `Pool`, or a broken one that the oracle must catch.
         policy: one of `POLICIES`.
+        has_tenants: whether extents belong to tenants.
     """
 
-    def __init__(self, pool_class: type[Pool] = Pool, policy: str = DEFAULT_POLICY):
+    def __init__(self, pool_class: type[Pool] = Pool, policy: str = DEFAULT_POLICY, has_tenants: bool = False):
         self.clock = FakeClock()
+        self.has_tenants = has_tenants
         self.memory = np.full(EXTENT_BYTES * NUM_EXTENTS, POISON, np.uint8)
+        self.writers = np.zeros(EXTENT_BYTES * NUM_EXTENTS, np.uint8)
+        """Whose byte each is: the number of a tenant in `TENANTS` and 1; 0: nobody's, or zeroed since."""
+        self.slots: dict[int, Group] = {}
+        """Whose each slot is that was allocated and is not free."""
         self.stored: dict[Block, Stored] = {}
         self.leases: list[HeldLease] = []
         self.tickets: list[HeldTicket] = []
@@ -142,6 +164,8 @@ class World:
         self._ids = itertools.count(1)
         self._contents = itertools.count(1)
         self.pool = pool_class(WatchedArena(self), self.clock, lambda: next(self._ids), LIMITS, POLICIES[policy])
+        if has_tenants:
+            self.pool.observe(_Evictions(self))
         self.fingerprints = [spec.fingerprint() for spec in SPECS]
         for space in range(len(SPECS)):
             self.open(space)
@@ -162,7 +186,21 @@ class World:
                     f"slot {offset} was {verb} within the life or grace of ticket {ticket.id}"
                 )
 
+    def check_own(self, offset: int, nbytes: int, tenant: str) -> None:
+        """Asserts that no byte of another tenant lies in a slot that a tenant gets."""
+        if self.has_tenants:
+            there = set(self.writers[offset : offset + nbytes].tolist()) - {0, TENANTS.index(tenant) + 1}
+            assert not there, f"slot {offset} of tenant {tenant!r} has bytes of {[TENANTS[idx - 1] for idx in there]}"
+
+    def zero(self, start: int, nbytes: int) -> None:
+        """Clears bytes for another tenant."""
+        self.check_untouchable(start, nbytes, "zeroed")
+        assert not any(start <= slot < start + nbytes for slot in self.slots), "somebody's slot was zeroed"
+        self.memory[start : start + nbytes] = 0
+        self.writers[start : start + nbytes] = 0
+
     def forget_slot(self, offset: int, nbytes: int) -> None:
+        self.slots.pop(offset, None)
         self.memory[offset : offset + nbytes] = POISON
         self.stored = {block: stored for block, stored in self.stored.items() if stored.slot != offset}
 
@@ -182,6 +220,9 @@ class World:
             self._refused(lambda: self.pool.set_quotas([Quota(subject, 0)]))
             return
         self._refused(lambda: self.pool.set_quotas([Quota(subject, limit_bytes + 1), Quota("acme", 1)]))
+        if self.has_tenants and subject.startswith("tenant:") and 0 < limit_bytes < EXTENT_BYTES:
+            self._refused(lambda: self.pool.set_quotas([Quota(subject, limit_bytes)]))
+            return
         self.pool.set_quotas([Quota(subject, limit_bytes)])
         self.quotas[subject] = limit_bytes
         self.allowed[subject] = max(limit_bytes, self.held(subject))
@@ -199,12 +240,14 @@ class World:
             assert self._busy() or held <= quota.limit_bytes, f"{quota.subject} keeps more than its quota"
 
     def held(self, subject: str) -> int:
-        """Bytes of the slots of a subject's blocks."""
-        sizes = [self._slot_bytes(group) for group, _ in self.stored if group[0] in SUBJECTS[subject]]
-        return sum(sizes)
+        """Bytes of a subject's slots, or, if extents belong to tenants, of a tenant's extents."""
+        slots = {slot: group for slot, group in self.slots.items() if group[0] in SUBJECTS[subject]}
+        if self.has_tenants and subject.startswith("tenant:"):
+            return len({slot // EXTENT_BYTES for slot in slots}) * EXTENT_BYTES
+        return sum(map(self._slot_bytes, slots.values()))
 
     def _busy(self) -> bool:
-        return bool(self.leases or self.tickets or self.late)
+        return bool(self.leases or self.tickets or self.late or self.pool.stats().num_quarantined)
 
     def lookup(self, group: Group, names: Sequence[int], *, ttl_ms: int = 0, prefix_only: bool = False) -> Lookup:
         """Looks up, and keeps the lease if there is one."""
@@ -237,6 +280,8 @@ class World:
     ) -> list[PutStatus]:
         self._expire()
         self.pool.expire()  # So that what a refusal changed is not taken for what had expired before it.
+        if self.has_tenants:
+            self.pool.rebalance()
         idle = not self._busy() and not self.pool.stats().num_quarantined
         before, blocks_before = self._observe(), set(self.stored)
         self.superseded.discard(group[0])
@@ -263,6 +308,7 @@ class World:
                 case PutStatus.GRANTED:
                     assert not writers and not twice, f"{block} has two writers"
                     slot = next(offsets) - shards.start * chunk_bytes
+                    self.slots[slot] = group
                     if block not in self.stored or self.stored[block].slot != slot:
                         self.stored[block] = Stored(slot)
                     held = self.stored[block].shards
@@ -289,7 +335,7 @@ class World:
         for _, slot in ticket.blocks:
             contents.append([self._new_content(chunk_bytes) for _ in range(ticket.shards.count)])
             for nth, content in enumerate(contents[-1]):
-                self._write(slot + (ticket.shards.start + nth) * chunk_bytes, content)
+                self._write(slot + (ticket.shards.start + nth) * chunk_bytes, content, ticket.group)
         self.tickets.remove(ticket)
         receipt = self.pool.put_end(ticket.id, [checksum(content) for block in contents for content in block])
         committed = completed = 0
@@ -316,7 +362,8 @@ class World:
         assert ticket.deadline + GRACE_S > self.clock()
         chunk_bytes = self._chunk_bytes(ticket.group)
         for _, slot in ticket.blocks:
-            self._write(slot + ticket.shards.start * chunk_bytes, b"\xee" * (ticket.shards.count * chunk_bytes))
+            late = b"\xee" * (ticket.shards.count * chunk_bytes)
+            self._write(slot + ticket.shards.start * chunk_bytes, late, ticket.group)
 
     def get(self, lease: HeldLease, group: Group, names: Sequence[int], shards: ShardRange) -> Located | None:
         """Locates blocks and opens reads on them. None if the lease was not live."""
@@ -436,6 +483,8 @@ class World:
         if self.quotas or not any(other[0] not in self.superseded for other, _ in evicted):
             return
         for other in GROUPS:
+            if self.has_tenants and SPECS[other[0]].tenant != SPECS[group[0]].tenant:
+                continue
             if other[0] in self.superseded and self._slot_bytes(other) == self._slot_bytes(group):
                 left = [name for each, name in self.stored if each == other]
                 used = any(each == other for lease in self.leases for each, _ in lease.slots)
@@ -476,7 +525,8 @@ class World:
         assert stats.free_bytes == stats.arena_bytes, f"{stats.arena_bytes - stats.free_bytes} bytes leaked"
         held = (stats.num_entries, stats.num_incomplete, stats.num_quarantined, stats.num_leases, stats.num_tickets)
         assert held == (0, 0, 0, 0, 0)
-        assert self.pool.arena.available(EXTENT_BYTES) == NUM_EXTENTS
+        if not self.quotas:
+            assert self.pool.arena.available(EXTENT_BYTES, "acme" if self.has_tenants else "") == NUM_EXTENTS
 
     # Helpers
 
@@ -547,8 +597,9 @@ class World:
             and bool(wanted & set(shards))
         )
 
-    def _write(self, offset: int, content: bytes) -> None:
+    def _write(self, offset: int, content: bytes, group: Group) -> None:
         self.memory[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
+        self.writers[offset : offset + len(content)] = TENANTS.index(SPECS[group[0]].tenant) + 1
 
     def _new_content(self, chunk_bytes: int) -> bytes:
         """Bytes that were never stored before, so that stale and mixed ones show."""

@@ -76,6 +76,7 @@ class InProcessServer:
 
     Args:
         credentials, who: of TLS, for callers that prove who they are; the test makes its own clients then.
+        has_tenants: whether extents belong to the tenants of namespaces, although callers prove nothing.
 
     Attributes:
         clock: the pool's; leases and tickets expire only when the test advances it.
@@ -89,11 +90,14 @@ class InProcessServer:
         limits: Limits | None = None,
         credentials: Callable[[], grpc.ServerCredentials] | None = None,
         who: Callable[[Context], Credential] | None = None,
+        *,
+        has_tenants: bool = False,
     ):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.probe = LoopProbe()
-        self.pool = Pool(Arena(arena_bytes, extent_bytes), self.clock, lambda: next(ids), limits)
+        arena = Arena(arena_bytes, extent_bytes, zero=self._zero if has_tenants else None)
+        self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8)
         self._credentials, self._who = credentials, who
         self.port = 0
@@ -103,6 +107,9 @@ class InProcessServer:
         assert self._ready.wait(30), "the server did not start"
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
         self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self.memory[start : start + nbytes] = 0
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()

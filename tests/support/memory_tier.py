@@ -99,15 +99,23 @@ class MemoryTier(Tier):
 
 
 class Rig:
-    """A pool of sixteen slots of one shard, above tiers."""
+    """A pool of sixteen slots of one shard, above tiers.
 
-    def __init__(self, *tiers: Tier, write_back: bool = False):
+    Args:
+        has_tenants: whether extents belong to tenants.
+    """
+
+    def __init__(self, *tiers: Tier, write_back: bool = False, has_tenants: bool = False):
         ids = itertools.count(1)
         self.clock = FakeClock()
-        self.pool = Pool(Arena(SLOTS * SLOT, 4 * SLOT), self.clock, lambda: next(ids))
         self.memory = np.zeros(SLOTS * SLOT, np.uint8)
+        arena = Arena(SLOTS * SLOT, 4 * SLOT, zero=self._zero if has_tenants else None)
+        self.pool = Pool(arena, self.clock, lambda: next(ids))
         self.tiered = TieredPool(self.pool, self.memory, tiers, [write_back] * len(tiers), self.clock)
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self.memory[start : start + nbytes] = 0
 
     def put(self, *names: object, parent: object = None) -> None:
         run = BlockRun(0, [block_hash(name) for name in names], b"" if parent is None else block_hash(parent))
@@ -150,7 +158,7 @@ async def turns(count: int = 20) -> None:
 
 
 def play(
-    *tiers: Callable[[], MemoryTier], write_back: bool = False
+    *tiers: Callable[[], MemoryTier], write_back: bool = False, has_tenants: bool = False
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
     """Runs a test with an open rig, of one `MemoryTier` unless others are given; closes it, and checks for leaks."""
 
@@ -158,7 +166,7 @@ def play(
         def run() -> None:
             async def within() -> None:
                 made = [make() for make in (tiers or (MemoryTier,))]
-                rig = Rig(*made, write_back=write_back)
+                rig = Rig(*made, write_back=write_back, has_tenants=has_tenants)
                 await rig.tiered.open()
                 try:
                     async with asyncio.timeout(30):

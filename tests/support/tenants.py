@@ -9,6 +9,7 @@ from kvpool.types import Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
@@ -73,18 +74,31 @@ class House:
 
     Args:
         num_extents: of `EXTENT` bytes each.
+        has_tenants: whether extents belong to tenants.
     """
 
-    def __init__(self, num_extents: int, policy: Callable[[], Policy] = PrefixLRU):
+    def __init__(
+        self,
+        num_extents: int,
+        policy: Callable[[], Policy] = PrefixLRU,
+        limits: Limits | None = None,
+        *,
+        has_tenants: bool = False,
+    ):
         ids = itertools.count(1)
         self.clock = FakeClock()
-        self.pool = Pool(Arena(num_extents * EXTENT, EXTENT), self.clock, lambda: next(ids), policy=policy)
+        self.num_zeroed = 0
+        arena = Arena(num_extents * EXTENT, EXTENT, zero=self._zero if has_tenants else None)
+        self.pool = Pool(arena, self.clock, lambda: next(ids), limits, policy=policy)
         self.names = itertools.count()
         self._salts = itertools.count()
 
     def owner(self, size: int = 100, *, tenant: str = "", epoch: str = "", salt: str | None = None) -> Owner:
         """An owner with a namespace of its own, unless `salt` repeats."""
         return Owner(self, size, tenant, epoch, f"house {next(self._salts)}" if salt is None else salt)
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self.num_zeroed += nbytes
 
     def quota(self, subject: str, nbytes: int) -> None:
         self.pool.set_quotas([Quota(subject, nbytes)])

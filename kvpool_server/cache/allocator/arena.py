@@ -1,15 +1,19 @@
 """Slots for entries: the arena is cut into equal extents, and an extent into equal slots of one size.
 
 Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot's allocation until
-its last slot is freed. Bookkeeping of offsets only, without memory. Not thread-safe: the pool's event loop owns it.
+its last slot is freed. Where callers prove who they are, it also belongs to one tenant, and an extent with another
+tenant's bytes is zeroed before the new one gets a slot there. Otherwise everybody is one tenant, "", and nothing is
+ever zeroed. Bookkeeping of offsets, without memory but for `zero`. Not thread-safe: the pool's event loop owns it.
 
-Invariant: every offset is either free or has exactly one owner.
+Invariants: every offset is either free or has exactly one owner. A slot is allocated only where no byte of another
+tenant lies.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,16 +25,23 @@ EXTENTS_PER_ARENA = 64
 MIN_EXTENTS = 4
 MAX_SLOTS_PER_EXTENT = 1 << 18
 """Bounds the bookkeeping: without it, a namespace of one-byte chunks would make lists as long as the arena."""
+ZEROED_AT_ONCE = 2 << 20
+"""Bytes that one call of `Arena.zero_some` clears, in less than 1 ms."""
+
+Zero = Callable[[int, int], None]
+"""(start, nbytes): clears these bytes of the arena."""
 
 
 class Extent:
-    """Slots of one size. `owners[i]` is the entry in slot i, or None."""
+    """Slots of one size, of one tenant. `owners[i]` is the entry in slot i, or None."""
 
-    __slots__ = ("free", "owners", "slot_bytes", "start")
+    __slots__ = ("free", "owners", "slot_bytes", "slot_class", "start", "tenant")
 
-    def __init__(self, start: int, slot_bytes: int, num_slots: int):
+    def __init__(self, start: int, slot_bytes: int, num_slots: int, tenant: str = ""):
         self.start = start
         self.slot_bytes = slot_bytes
+        self.tenant = tenant
+        self.slot_class = (tenant, slot_bytes)
         self.owners: list[Entry | None] = [None] * num_slots
         # Allocated from the end: in ascending order, so that the blocks of one put lie side by side. An array, because
         # a list of a quarter of a million numbers takes milliseconds to make, and to free.
@@ -41,6 +52,28 @@ class Extent:
         return len(self.owners) - len(self.free)
 
 
+@dataclass(slots=True)
+class _Incoming:
+    """Extents that a tenant has claimed, and in which it has no slot yet.
+
+    Attributes:
+        num_puts: that wait for them.
+        zeroed, foreign: extents without, and with, another tenant's bytes. Of the first foreign one, `zeroed_bytes` are
+            clear.
+    """
+
+    num_puts: int = 0
+    zeroed: list[int] = field(default_factory=list)
+    foreign: list[int] = field(default_factory=list)
+    zeroed_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.zeroed) + len(self.foreign)
+
+
+_NOTHING = _Incoming()
+
+
 class Arena:
     """Slots by offset.
 
@@ -48,9 +81,19 @@ class Arena:
         arena_bytes: rounded down to whole extents.
         extent_bytes: default: a 64th of the arena, at least 32 MiB, and at most a quarter of the arena.
         backed_bytes: how much can be allocated at first; default: all. See `back`.
+        zero: clears bytes; with it, each extent belongs to one tenant. None: everybody is the tenant "".
+
+    Attributes:
+        num_backed: extents that can be allocated.
     """
 
-    def __init__(self, arena_bytes: int, extent_bytes: int | None = None, backed_bytes: int | None = None):
+    def __init__(
+        self,
+        arena_bytes: int,
+        extent_bytes: int | None = None,
+        backed_bytes: int | None = None,
+        zero: Zero | None = None,
+    ):
         if extent_bytes is None:
             wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
             extent_bytes = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
@@ -60,56 +103,156 @@ class Arena:
         if not self.num_extents:
             raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
         self.arena_bytes = self.num_extents * extent_bytes
+        self.has_tenants = zero is not None
+        self._zero = zero
         self._extents: list[Extent | None] = [None] * self.num_extents
-        self._num_backed = 0
+        self._bytes_of: list[str | None] = [None] * self.num_extents  # Whose bytes lie there; None: zeros.
+        self.num_backed = 0
         self._unused: list[int] = []
         self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
-        # By slot size, its extents by start. Extents with free slots are kept apart so that allocation never searches.
-        self._by_size: dict[int, dict[int, Extent]] = {}
-        self._with_room: dict[int, dict[int, Extent]] = {}
+        # By tenant and slot size, extents by start. Those with free slots are kept apart so that allocation never
+        # searches.
+        self._by_class: dict[tuple[str, int], dict[int, Extent]] = {}
+        self._with_room: dict[tuple[str, int], dict[int, Extent]] = {}
+        self._num_open: dict[str, int] = {}
+        self._incoming: dict[str, _Incoming] = {}
+        self._limits: dict[str, int] = {}
         self._draining: int | None = None
-        self._drained_for = 0
+        self._drained_for = ("", 0)
         self._num_reserved = 0  # 1: the drained extent is empty, and waits for its size.
 
     def back(self, nbytes: int) -> None:
         """Says that the first `nbytes` are backed by memory: only those are allocated."""
-        while self._num_backed < self.num_extents and (self._num_backed + 1) * self.extent_bytes <= nbytes:
-            self._unused.insert(0, self._num_backed)
-            self._num_backed += 1
+        while self.num_backed < self.num_extents and (self.num_backed + 1) * self.extent_bytes <= nbytes:
+            self._unused.insert(0, self.num_backed)
+            self.num_backed += 1
 
     @property
     def unbacked_bytes(self) -> int:
         """Bytes that cannot be allocated yet; see `back`."""
-        return (self.num_extents - self._num_backed) * self.extent_bytes
+        return (self.num_extents - self.num_backed) * self.extent_bytes
 
     def slots_per_extent(self, slot_bytes: int) -> int:
         return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
 
-    def sizes(self) -> list[int]:
-        """Slot sizes that have extents."""
-        return list(self._by_size)
+    def classes(self) -> list[tuple[str, int]]:
+        """Tenants and slot sizes that have extents."""
+        return list(self._by_class)
 
-    def extents(self, slot_bytes: int) -> list[Extent]:
-        return list(self._by_size.get(slot_bytes, {}).values())
+    def sizes(self, tenant: str = "") -> list[int]:
+        """Slot sizes of which a tenant has extents."""
+        return [slot_bytes for owner, slot_bytes in self._by_class if owner == tenant]
+
+    def extents(self, slot_bytes: int, tenant: str = "") -> list[Extent]:
+        return list(self._by_class.get((tenant, slot_bytes), {}).values())
+
+    def extents_of(self, tenant: str) -> Iterator[Extent]:
+        """A tenant's extents, of all sizes."""
+        return (extent for size in self.sizes(tenant) for extent in self.extents(size, tenant))
 
     def unused_extents(self) -> list[int]:
         """Indexes of extents without any allocated slot."""
         return list(self._unused)
 
-    def available(self, slot_bytes: int) -> int:
-        """Slots of this size that can be allocated now."""
-        num_free = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, {}).values())
-        reserved = 0 if slot_bytes == self._drained_for else self._num_reserved
-        return num_free + (len(self._unused) - reserved) * self.slots_per_extent(slot_bytes)
+    def tenants(self) -> dict[str, int]:
+        """Each tenant that holds extents, and how many."""
+        return {tenant: self.num_held(tenant) for tenant in (*self._num_open, *self._incoming)}
 
-    def allocate(self, slot_bytes: int, count: int) -> list[int] | None:
+    def num_held(self, tenant: str) -> int:
+        """Extents that are a tenant's, whatever lies in them: what nobody else can use."""
+        return self._num_open.get(tenant, 0) + len(self._incoming.get(tenant, _NOTHING))
+
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Says how many extents tenants may hold; those that are not named may hold all."""
+        self._limits = dict(limits)
+
+    def limit(self, tenant: str) -> int:
+        """How many extents a tenant may hold."""
+        return min(self._limits.get(tenant, self.num_extents), self.num_extents)
+
+    def num_surplus(self, tenant: str) -> int:
+        """Extents that a tenant holds beyond its limit."""
+        return max(0, self.num_held(tenant) - self.limit(tenant)) if self._limits else 0
+
+    def num_free(self, slot_bytes: int, tenant: str = "") -> int:
+        """Free slots in a tenant's extents of this size."""
+        return sum(len(extent.free) for extent in self._with_room.get((tenant, slot_bytes), {}).values())
+
+    def num_usable(self, slot_bytes: int, tenant: str = "") -> int:
+        """Unused extents that a tenant may take for slots of this size, beside those that it has claimed."""
+        reserved = 0 if (tenant, slot_bytes) == self._drained_for else self._num_reserved
+        num_unused = len(self._unused) - reserved
+        if tenant in self._limits:
+            num_unused = min(num_unused, self.limit(tenant) - self.num_held(tenant))
+        return max(0, num_unused)
+
+    def available(self, slot_bytes: int, tenant: str = "") -> int:
+        """Slots of this size that a tenant can be given, once `claim` says so."""
+        num_extents = self.num_usable(slot_bytes, tenant)
+        if self._incoming:
+            num_extents += len(self._incoming.get(tenant, _NOTHING))
+        return self.num_free(slot_bytes, tenant) + num_extents * self.slots_per_extent(slot_bytes)
+
+    def claim(self, slot_bytes: int, count: int, tenant: str = "") -> bool:
+        """Whether `count` available slots can be allocated now, because no byte of another tenant lies there.
+
+        If not, sets unused extents aside for the tenant. The put calls `start_claims`, then `zero_some` until it is
+        True, claims again, and calls `end_claims` when it has ended, however it ends.
+        """
+        if not self.has_tenants:
+            return True
+        short = count - self.num_free(slot_bytes, tenant)
+        num_extents = -(-short // self.slots_per_extent(slot_bytes))
+        num_clean = sum(self._is_clean(idx, tenant) for idx in self._unused)
+        incoming = self._incoming.get(tenant, _NOTHING)
+        if num_extents <= num_clean + len(incoming.zeroed):
+            return True
+        incoming = self._incoming.setdefault(tenant, _Incoming())
+        for idx in [idx for idx in self._unused if not self._is_clean(idx, tenant)]:
+            if len(incoming) + num_clean >= num_extents:
+                break
+            self._unused.remove(idx)
+            incoming.foreign.append(idx)
+            if (tenant, slot_bytes) == self._drained_for:
+                self._num_reserved = 0
+        return False
+
+    def start_claims(self, tenant: str) -> None:
+        """A put waits for what it has claimed."""
+        self._incoming[tenant].num_puts += 1
+
+    def zero_some(self, tenant: str) -> bool:
+        """Clears some of the bytes of other tenants in what a tenant has claimed; True once none is left."""
+        incoming = self._incoming.get(tenant, _NOTHING)
+        if not incoming.foreign:
+            return True
+        assert self._zero is not None
+        idx, start = incoming.foreign[0], incoming.zeroed_bytes
+        nbytes = min(ZEROED_AT_ONCE, self.extent_bytes - start)
+        self._zero(idx * self.extent_bytes + start, nbytes)
+        incoming.zeroed_bytes += nbytes
+        if incoming.zeroed_bytes == self.extent_bytes:
+            self._bytes_of[idx] = None
+            incoming.zeroed.append(incoming.foreign.pop(0))
+            incoming.zeroed_bytes = 0
+        return not incoming.foreign
+
+    def end_claims(self, tenant: str) -> None:
+        """A put that waited has ended. With the last one, what was claimed and not allocated is anybody's again."""
+        incoming = self._incoming[tenant]
+        incoming.num_puts -= 1
+        if not incoming.num_puts:
+            self._unused += [*incoming.foreign, *incoming.zeroed]
+            del self._incoming[tenant]
+
+    def allocate(self, slot_bytes: int, count: int, tenant: str = "") -> list[int] | None:
         """Allocates `count` slots; returns their offsets. None if fewer are free: nothing has changed."""
-        if count > self.available(slot_bytes):
+        if count > self.available(slot_bytes, tenant):
             return None
         offsets: list[int] = []
-        with_room = self._with_room.setdefault(slot_bytes, {})
+        with_room = self._with_room.setdefault((tenant, slot_bytes), {})
         while len(offsets) < count:
-            extent = next(iter(with_room.values()), None) or self._open(slot_bytes, self._unused.pop())
+            extent = next(iter(with_room.values()), None) or self._open(slot_bytes, self._next_unused(tenant), tenant)
             while extent.free and len(offsets) < count:
                 offsets.append(extent.start + extent.free.pop() * slot_bytes)
             if not extent.free:
@@ -117,7 +260,10 @@ class Arena:
         return offsets
 
     def restore(self, slot_bytes: int, offsets: Sequence[int]) -> list[bool]:
-        """Allocates the slots at these offsets. Of each, whether it was one: a free slot of this size."""
+        """Allocates the slots at these offsets. Of each, whether it was one: a free slot of this size.
+
+        For an arena of one tenant.
+        """
         num_slots = self.slots_per_extent(slot_bytes)
         free: dict[int, set[int]] = {}  # By extent.
         placed = []
@@ -128,7 +274,7 @@ class Arena:
                 extent = self._extents[idx] if 0 <= idx < self.num_extents else None
                 if extent is None and idx in self._unused and not rest and slot < num_slots:
                     self._unused.remove(idx)
-                    extent = self._open(slot_bytes, idx)
+                    extent = self._open(slot_bytes, idx, "")
                 if extent is None or extent.slot_bytes != slot_bytes:
                     placed.append(False)
                     continue
@@ -141,22 +287,22 @@ class Arena:
             assert extent is not None
             extent.free = array("i", (slot for slot in extent.free if slot in slots))
             if not extent.free:
-                self._with_room[slot_bytes].pop(extent.start, None)
+                self._with_room["", slot_bytes].pop(extent.start, None)
         return placed
 
-    def start_drain(self, start: int, slot_bytes: int) -> None:
+    def start_drain(self, start: int, slot_bytes: int, tenant: str = "") -> None:
         """Allocates no slot of an extent any more; once it is empty, reserves it for a size. One extent at a time."""
         extent = self._extents[start // self.extent_bytes]
         assert extent is not None and self._draining is None and not self._num_reserved
-        self._draining, self._drained_for = start, slot_bytes
-        self._with_room[extent.slot_bytes].pop(start, None)
+        self._draining, self._drained_for = start, (tenant, slot_bytes)
+        self._with_room[extent.slot_class].pop(start, None)
 
     def end_drain(self) -> None:
         """Allocates from the extent as from any other again."""
         extent = None if self._draining is None else self._extents[self._draining // self.extent_bytes]
         if extent is not None and extent.free:
-            self._with_room[extent.slot_bytes][extent.start] = extent
-        self._draining, self._drained_for, self._num_reserved = None, 0, 0
+            self._with_room[extent.slot_class][extent.start] = extent
+        self._draining, self._drained_for, self._num_reserved = None, ("", 0), 0
 
     def assign(self, offset: int, owner: Entry) -> None:
         extent, slot = self._locate(offset)
@@ -172,34 +318,55 @@ class Arena:
         return extent.owners[slot] if slot < len(extent.owners) else None
 
     def free(self, offset: int) -> None:
-        """Frees a slot. An extent whose last slot is freed is open to every size again."""
+        """Frees a slot. An extent whose last slot is freed is open to every size, and to every tenant, again."""
         extent, slot = self._locate(offset)
         extent.owners[slot] = None
         extent.free.append(slot)
+        key = extent.slot_class
         if extent.num_used:
             if extent.start != self._draining:
-                self._with_room[extent.slot_bytes][extent.start] = extent
+                self._with_room[key][extent.start] = extent
             return
         if extent.start == self._draining:
             self._draining, self._num_reserved = None, 1
         self._extents[extent.start // self.extent_bytes] = None
         self._unused.append(extent.start // self.extent_bytes)
-        del self._by_size[extent.slot_bytes][extent.start]
-        self._with_room[extent.slot_bytes].pop(extent.start, None)
-        if not self._by_size[extent.slot_bytes]:
-            del self._by_size[extent.slot_bytes], self._with_room[extent.slot_bytes]
+        del self._by_class[key][extent.start]
+        self._with_room[key].pop(extent.start, None)
+        if not self._by_class[key]:
+            del self._by_class[key], self._with_room[key]
+        self._num_open[extent.tenant] -= 1
+        if not self._num_open[extent.tenant]:
+            del self._num_open[extent.tenant]
 
     @property
     def used_bytes(self) -> int:
         return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
 
-    def _open(self, slot_bytes: int, idx: int) -> Extent:
-        if slot_bytes == self._drained_for:
+    def _is_clean(self, idx: int, tenant: str) -> bool:
+        """Whether no other tenant's bytes lie in an unused extent."""
+        return self._bytes_of[idx] in (None, tenant)
+
+    def _next_unused(self, tenant: str) -> int:
+        """Removes an unused extent without another tenant's bytes, if possible one that was the tenant's before."""
+        if zeroed := self._incoming.get(tenant, _NOTHING).zeroed:
+            return zeroed.pop()
+        clean = [idx for idx in reversed(self._unused) if self._is_clean(idx, tenant)]
+        idx = next((idx for idx in clean if self._bytes_of[idx] is not None), clean[0])
+        self._unused.remove(idx)
+        return idx
+
+    def _open(self, slot_bytes: int, idx: int, tenant: str) -> Extent:
+        assert self._is_clean(idx, tenant), f"extent {idx} has bytes of tenant {self._bytes_of[idx]!r}"
+        key = (tenant, slot_bytes)
+        if key == self._drained_for:
             self._num_reserved = 0
-        extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes))
+        extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes), tenant)
         self._extents[idx] = extent
-        self._by_size.setdefault(slot_bytes, {})[extent.start] = extent
-        self._with_room.setdefault(slot_bytes, {})[extent.start] = extent
+        self._bytes_of[idx] = tenant
+        self._by_class.setdefault(key, {})[extent.start] = extent
+        self._with_room.setdefault(key, {})[extent.start] = extent
+        self._num_open[tenant] = self._num_open.get(tenant, 0) + 1
         return extent
 
     def _locate(self, offset: int) -> tuple[Extent, int]:

@@ -8,11 +8,15 @@ Slot sizes share the arena fairly. A size that needs slots gets them, in this or
 4. while it has less than its share of extents: the coldest extent of the size that has most; if each of those holds an
    entry that is leased or being written, one is drained for it (`ExtentDrain`);
 5. from entries of its own size, as the policies choose.
+Where extents belong to tenants, all of these are of the same tenant. Tenants share the arena fairly, too: one with less
+than its share of extents first gets the coldest ones of the tenant that has most. A tenant at its quota or its share
+evicts nobody else's entries.
 Decides only: the entry table evicts the victims, then allocates the slots.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -52,34 +56,45 @@ class ExtentDrain:
     evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
     size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
 
+    An extent of another tenant is drained of leased entries as well: nobody can lease them again, so the extent is
+    empty when the leases have ended, whatever that tenant does.
+
+    Args:
+        longest_hold_s: how long a slot can stay held after its entry was dropped.
+
     Attributes:
-        wanted_by: the slot size that waits for an extent; 0: none.
+        wanted_by: the tenant and slot size that wait for an extent.
         is_active: whether an extent is being drained, or is reserved.
     """
 
-    def __init__(self, arena: Arena):
+    def __init__(self, arena: Arena, longest_hold_s: float):
         self._arena = arena
-        self.wanted_by = 0
+        self._longest_hold_s = longest_hold_s
+        self.wanted_by: tuple[str, int] | None = None
         self.is_active = False
+        self._is_foreign = False
         self._entries: deque[Entry] = deque()
         self._ends_at = 0.0
 
     def start(self, extent: Extent, now: float) -> None:
         """Drains an extent for the size that waits for one."""
-        self._arena.start_drain(extent.start, self.wanted_by)
+        assert self.wanted_by is not None
+        tenant, slot_bytes = self.wanted_by
+        self._arena.start_drain(extent.start, slot_bytes, tenant)
         self._entries = deque(filter(None, extent.owners))
-        self._ends_at = now + DRAIN_S
-        self.wanted_by, self.is_active = 0, True
+        self._is_foreign = extent.tenant != tenant
+        self._ends_at = now + DRAIN_S + (self._longest_hold_s if self._is_foreign else 0)
+        self.wanted_by, self.is_active = None, True
 
     def victims(self, now: float, count: int) -> list[Entry]:
-        """Those of the next `count` entries that no hold covers any more; ends the drain when its time is over."""
+        """Those of the next `count` entries that can be evicted now; ends the drain when its time is over."""
         if now >= self._ends_at:
             self._arena.end_drain()
             self._entries, self.is_active = deque(), False
         victims: list[Entry] = []
         for _ in range(min(count, len(self._entries))):
             entry = self._entries.popleft()
-            if entry.live and entry.movable:
+            if entry.live and (entry.movable or (self._is_foreign and not entry.pending)):
                 victims.append(entry)
             elif entry.live:
                 self._entries.append(entry)
@@ -108,15 +123,21 @@ class NoRoomError(OutOfSpaceError):
 
 
 class Placement:
-    """The arena, the eviction policies, and the stamp of each slot size's last use."""
+    """The arena, the eviction policies, and the stamp of each slot size's last use.
 
-    def __init__(self, arena: Arena, policy: Callable[[], Policy], counters: dict[str, int]):
+    Args:
+        longest_hold_s: how long a slot can stay held after its entry was dropped.
+    """
+
+    def __init__(
+        self, arena: Arena, policy: Callable[[], Policy], counters: dict[str, int], longest_hold_s: float = 0.0
+    ):
         self._arena = arena
         self._superseded = Superseded()
-        self._drain = ExtentDrain(arena)
+        self._drain = ExtentDrain(arena, longest_hold_s)
         self._partitions = Partitions(policy)
         self._counters = counters
-        self._last_used: dict[int, int] = {}
+        self._last_used: dict[tuple[str, int], int] = {}
         self._stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
@@ -128,7 +149,7 @@ class Placement:
         """The stamp of a call that uses entries of these groups."""
         self._stamp += TICK
         for group in groups:
-            self._last_used[group.spec.slot_bytes] = self._stamp
+            self._last_used[group.slot_class] = self._stamp
         return self._stamp
 
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
@@ -147,7 +168,9 @@ class Placement:
     def _requeue(self, groups: set[Group]) -> Iterator[None]:
         # By slots, because an index may change between two steps, and an iteration over it would fail.
         extents = [
-            extent for size in {group.spec.slot_bytes for group in groups} for extent in self._arena.extents(size)
+            extent
+            for tenant, size in {group.slot_class for group in groups}
+            for extent in self._arena.extents(size, tenant)
         ]
         for extent in extents:
             for start in range(0, len(extent.owners), REQUEUED_SLOTS):
@@ -172,66 +195,86 @@ class Placement:
         """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""
         slot_bytes = group.spec.slot_bytes
         victims = Victims()
-        for account in self._partitions.of(group).accounts:
-            if self._choose_for_quota(account, victims, slot_bytes, count):
+        accounts = self._partitions.of(group).accounts
+        for account in accounts:
+            if account.tenant is None and self._choose_for_quota(account, victims, slot_bytes, count):
                 self._counters["over_quota_puts"] += 1
                 victims.undo(self.evictor)
                 raise _over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
-        if not self._choose_for_arena(slot_bytes, count, victims):
-            self._counters["out_of_space_puts"] += 1
+        bound = next((account for account in accounts if account.tenant is not None), None) if accounts else None
+        if bound is not None and self._may_grow(group):
+            bound = None
+        if self._arena.num_surplus(group.tenant) or not self._choose_for_arena(group.slot_class, count, victims):
             victims.undo(self.evictor)
-            raise NoRoomError(
-                f"no room for {count} blocks of {slot_bytes} bytes",
-                self._elsewhere(slot_bytes, count),
-                "put fewer at once, try again later, or start kvpool-server with more --memory",
-            )
-        self._counters["quota_evicted_blocks"] += for_quotas
+            raise self._no_room(group, count, bound)
+        self._counters["quota_evicted_blocks"] += for_quotas if bound is None else len(victims.entries)
         return victims.entries
 
-    def _elsewhere(self, slot_bytes: int, count: int) -> str:
+    def _may_grow(self, group: Group) -> bool:
+        """Whether a group's tenant could have more extents, by its quota, than it holds and than are unused."""
+        arena, tenant = self._arena, group.tenant
+        return arena.num_held(tenant) + arena.num_usable(group.spec.slot_bytes, tenant) < arena.limit(tenant)
+
+    def _no_room(self, group: Group, count: int, account: Account | None) -> OutOfSpaceError:
+        """The error of a put for which a tenant's quota, or if None the arena, has no room."""
+        slot_bytes = group.spec.slot_bytes
+        if account is not None:
+            self._counters["over_quota_puts"] += 1
+            return _over_quota(account, slot_bytes, count, self._arena)
+        self._counters["out_of_space_puts"] += 1
+        return NoRoomError(
+            f"no room for {count} blocks of {slot_bytes} bytes",
+            self._elsewhere(group.slot_class, count),
+            "put fewer at once, try again later, or start kvpool-server with more --memory",
+        )
+
+    def _elsewhere(self, slot_class: tuple[str, int], count: int) -> str:
         """Which part of the arena a slot size cannot use, and why; empty if it can use all."""
-        arena = self._arena
+        arena, (tenant, slot_bytes) = self._arena, slot_class
         most = arena.num_extents * arena.slots_per_extent(slot_bytes)
         if count > most:
             return f"the whole arena of {size_text(arena.arena_bytes)} has {most} slots of this size"
-        others = sum(len(arena.extents(size)) for size in arena.sizes() if size != slot_bytes) * arena.extent_bytes
+        others = sum(len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes)
+        others *= arena.extent_bytes
         parts = [f"{size_text(others)} of the arena belong to blocks of other sizes"] if others else []
         if arena.unbacked_bytes:
             parts.append(f"{size_text(arena.unbacked_bytes)} have no memory yet, for the server has just started")
         return "; ".join(parts)
 
-    def next_victims(self, reserve: float, needs: Mapping[int, int], max_bytes: int) -> Victims:
+    def next_victims(self, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> Victims:
         """The entries to evict next, so that a share of each slot size's slots is free before a put needs them.
 
         The policies do not choose them again until they are dropped, or given back with `keep`.
 
         Args:
             reserve: the share of slots to keep free, of each slot size.
-            needs: slots to keep free beside the reserve, by slot size.
+            needs: slots to keep free beside the reserve, by tenant and slot size.
             max_bytes: of the victims' slots; at least one victim is chosen.
         """
         victims = Victims()
-        for size, short in self._shortages(reserve, needs):
+        for slot_class, short in self._shortages(reserve, needs):
             if max_bytes > 0:
+                size = slot_class[1]
                 count = min(short, max(1, max_bytes // size))
-                max_bytes -= size * choose_victims(self._partitions.of_size(size), count, victims, self._stamp)
+                max_bytes -= size * choose_victims(self._partitions.of_class(slot_class), count, victims, self._stamp)
         return victims
 
-    def next_superseded(self, reserve: float, needs: Mapping[int, int]) -> list[Entry]:
+    def next_superseded(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[Entry]:
         """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
         victims = Victims()
-        for size, short in self._shortages(reserve, needs) if self._superseded else ():
-            self._choose_superseded(self._partitions.of_size(size), short, victims)
+        for slot_class, short in self._shortages(reserve, needs) if self._superseded else ():
+            self._choose_superseded(self._partitions.of_class(slot_class), short, victims)
         return victims.entries
 
-    def _shortages(self, reserve: float, needs: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Slot sizes that have too few free slots, and how many more each needs."""
+    def _shortages(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[tuple[tuple[str, int], int]]:
+        """Tenants and slot sizes that have too few free slots, and how many more each needs."""
         short = []
-        for size in self._arena.sizes():
-            slots = len(self._arena.extents(size)) * self._arena.slots_per_extent(size)
-            short.append((size, math.ceil(slots * reserve) + needs.get(size, 0) - self._arena.available(size)))
-        return [(size, count) for size, count in short if count > 0]
+        for tenant, size in self._arena.classes():
+            slots = len(self._arena.extents(size, tenant)) * self._arena.slots_per_extent(size)
+            wanted = math.ceil(slots * reserve) + needs.get((tenant, size), 0)
+            short.append(((tenant, size), wanted - self._arena.available(size, tenant)))
+        return [(slot_class, count) for slot_class, count in short if count > 0]
 
     def keep(self, entry: Entry, chosen_by: Evictor) -> None:
         """Gives a victim of `next_victims` back to its evictor, unless another evictor has queued it since."""
@@ -242,22 +285,39 @@ class Placement:
         """Up to `most` entries to evict so that no subject exceeds its quota; those that are held stay."""
         victims = Victims()
         for account in accounts:
-            if len(victims.entries) < most:
+            if len(victims.entries) >= most:
+                break
+            if account.tenant is None:
                 self._choose_for_quota(account, victims, most=most)
+            else:
+                self._choose_surplus(account.tenant, victims, most)
         self._counters["quota_evicted_blocks"] += len(victims.entries)
         return victims.entries
 
     def start_drain(self, now: float, count: int) -> list[Entry]:
         """Starts to drain an extent if a slot size waits for one; up to `count` entries to evict at once."""
-        if self._drain.is_active or not self._drain.wanted_by:
+        if self._drain.is_active or self._drain.wanted_by is None:
             return []
-        sizes = [size for size in self._arena.sizes() if size != self._drain.wanted_by]
-        most = max((self._arena.extents(size) for size in sizes), key=len, default=[])
-        if len(most) <= 1:
-            self._drain.wanted_by = 0
+        extents = self._drainable(*self._drain.wanted_by)
+        if len(extents) <= 1:
+            self._drain.wanted_by = None
             return []
-        self._drain.start(min(most, key=_num_held), now)
+        self._drain.start(min(extents, key=_num_held), now)
         return self._drain.victims(now, count)
+
+    def _drainable(self, tenant: str, slot_bytes: int) -> list[Extent]:
+        """Those of the tenant that has most, for one with less than its share; else the tenant's of another size."""
+        arena, share = self._arena, self._share(tenant)
+        num_held = arena.tenants()
+        donor = max(num_held, key=num_held.__getitem__, default=tenant)
+        if num_held.get(donor, 0) > share > num_held.get(tenant, 0):
+            return list(arena.extents_of(donor))
+        sizes = [size for size in arena.sizes(tenant) if size != slot_bytes]
+        return max((arena.extents(size, tenant) for size in sizes), key=len, default=[])
+
+    def _share(self, tenant: str) -> int:
+        """How many extents each tenant has if all of them, and this one, have the same."""
+        return max(1, self._arena.num_extents // len({*self._arena.tenants(), tenant}))
 
     def drain_victims(self, now: float, count: int) -> list[Entry]:
         """Those of the next `count` entries of the extent that is being drained which no hold covers any more."""
@@ -270,7 +330,7 @@ class Placement:
 
         With `most`, chooses until there are so many victims.
         """
-        over = account.used_bytes + count * slot_bytes - account.limit_bytes
+        over = account.slots_bytes + count * slot_bytes - account.limit_bytes
         if over <= 0:
             return 0
         over -= victims.nbytes(account.groups.__contains__)
@@ -284,6 +344,18 @@ class Placement:
             over -= size * self._choose(alike, wanted if most is None else min(wanted, most), victims)
         return max(over, 0)
 
+    def _choose_surplus(self, tenant: str, victims: Victims, most: int) -> None:
+        """Chooses up to about `most` entries in the extents that a tenant has to give up, the emptiest and coldest.
+
+        Leased entries as well, so that the extents are free when the leases have ended, whatever the tenant does.
+        """
+        surplus = self._arena.num_surplus(tenant)
+        extents = sorted(self._arena.extents_of(tenant), key=lambda extent: (extent.num_used, _last_use(extent)))
+        for extent in extents[:surplus]:
+            owners = itertools.islice(filter(None, extent.owners), MAX_COUNTED_SLOTS)
+            chosen = (owner for owner in owners if owner.live and not owner.pending)
+            victims.add(itertools.islice(chosen, max(0, most - len(victims.entries))))
+
     def _choose(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
         taken = self._choose_superseded(partitions, count, victims)
@@ -293,47 +365,101 @@ class Placement:
         groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
         return self._superseded.choose(groups, count, victims)
 
-    def _choose_for_arena(self, slot_bytes: int, count: int, victims: Victims) -> bool:
+    def _choose_for_arena(self, slot_class: tuple[str, int], count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
-        freed = sum(entry.group.spec.slot_bytes == slot_bytes for entry in victims.entries)
-        short = count - freed - self._arena.available(slot_bytes)
+        tenant, slot_bytes = slot_class
+        freed = sum(entry.group.slot_class == slot_class for entry in victims.entries)
+        short = count - freed - self._arena.available(slot_bytes, tenant)
         if short <= 0:
             return True
-        mine = self._partitions.of_size(slot_bytes)
+        mine = self._partitions.of_class(slot_class)
         short -= self._choose_superseded(mine, short, victims)
         per_extent = self._arena.slots_per_extent(slot_bytes)
-        for extent in self._donations(slot_bytes, mine, victims):
+        for extent in self._donations(slot_class, mine, victims):
             if short <= 0:
                 return True
             if extent.num_used > MAX_DONATED_SLOTS:
                 if not self._drain.is_active:
-                    self._drain.wanted_by = slot_bytes
+                    self._drain.wanted_by = slot_class
                 break
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
         return short <= 0 or choose_victims(mine, short, victims, self._stamp) == short
 
-    def _donations(self, slot_bytes: int, mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
-        """Extents that other sizes give up to this one, coldest first. Visits a size only when its turn has come."""
-        num_extents = {size: len(self._arena.extents(size)) for size in self._arena.sizes() if size != slot_bytes}
-        if not num_extents:
-            return
-        num_mine = len(self._arena.extents(slot_bytes))
+    def _donations(self, slot_class: tuple[str, int], mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
+        """Extents that other tenants, then other sizes of the tenant, give up to this one, coldest first."""
         given: set[int] = set()
         searched = Searched()
-        for extent in self._superseded.extents(self._arena, slot_bytes):
+        if self._arena.has_tenants:
+            yield from self._donations_of_tenants(slot_class, given, searched)
+        yield from self._donations_of_sizes(slot_class, mine, victims, given, searched)
+
+    def _donations_of_tenants(
+        self, slot_class: tuple[str, int], given: set[int], searched: Searched
+    ) -> Iterator[Extent]:
+        """Extents of tenants with more than their share, until this one has its share, or reaches its quota."""
+        arena, (tenant, slot_bytes) = self._arena, slot_class
+        share = self._share(tenant)
+        wanted = min(share, arena.limit(tenant))
+        num_mine = arena.num_held(tenant) + arena.num_usable(slot_bytes, tenant)
+        num_held = arena.tenants()
+        num_held.pop(tenant, None)
+        unheld: dict[str, Iterator[Extent]] = {}
+        is_short = False
+        while num_mine < wanted and num_held:
+            donor = max(num_held, key=num_held.__getitem__)
+            if num_held[donor] <= share:
+                break
+            is_short = True
+            if donor not in unheld:
+                unheld[donor] = self._unheld(arena.extents_of(donor), given, searched)
+            extent = next(unheld[donor], None)
+            if extent is None:
+                del num_held[donor]
+                continue
+            num_held[donor] -= 1
+            num_mine += 1
+            given.add(extent.start)
+            yield extent
+        if is_short and num_mine < wanted and not self._drain.is_active:
+            self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
+        if not num_mine and share == 1:  # More tenants than extents: the tenant idle longest gives up one of its own.
+            idle = (
+                self._unheld(arena.extents_of(each), given, searched)
+                for each in sorted(num_held, key=self._last_use_of)
+            )
+            yield from itertools.islice(itertools.chain.from_iterable(idle), 1)
+
+    def _last_use_of(self, tenant: str) -> int:
+        return max((stamp for (each, _), stamp in self._last_used.items() if each == tenant), default=0)
+
+    def _donations_of_sizes(
+        self,
+        slot_class: tuple[str, int],
+        mine: Sequence[Partition],
+        victims: Victims,
+        given: set[int],
+        searched: Searched,
+    ) -> Iterator[Extent]:
+        """Extents that a tenant's other sizes give up to this one. Visits a size only when its turn has come."""
+        arena, (tenant, slot_bytes) = self._arena, slot_class
+        num_extents = {size: len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes}
+        if not num_extents:
+            return
+        num_mine = len(arena.extents(slot_bytes, tenant))
+        for extent in self._superseded.extents(arena, slot_class):
             given.add(extent.start)
             num_extents[extent.slot_bytes] -= 1
             num_mine += 1
             yield extent
-        share, before = max(1, self._arena.num_extents // (len(num_extents) + 1)), dict(num_extents)
+        num_shared = max(arena.num_held(tenant), min(self._share(tenant), arena.limit(tenant)))
+        share, before = max(1, num_shared // (len(num_extents) + 1)), dict(num_extents)
         our_oldest = oldest_stamp(mine, victims)
-        colder = (
-            [] if our_oldest is None else [size for size in num_extents if self._last_used.get(size, 0) < our_oldest]
-        )
-        for size in sorted(colder, key=lambda size: self._last_used.get(size, 0)):
+        last_used = {size: self._last_used.get((tenant, size), 0) for size in num_extents}
+        colder = [] if our_oldest is None else [size for size in num_extents if last_used[size] < our_oldest]
+        for size in sorted(colder, key=last_used.__getitem__):
             del num_extents[size]
-            for extent in self._unheld(size, given, searched):
+            for extent in self._unheld(arena.extents(size, tenant), given, searched):
                 num_mine += 1
                 yield extent
         unheld: dict[int, Iterator[Extent]] = {}
@@ -342,7 +468,7 @@ class Placement:
             if num_extents[size] <= share:
                 break
             if size not in unheld:
-                unheld[size] = self._unheld(size, given, searched)
+                unheld[size] = self._unheld(arena.extents(size, tenant), given, searched)
             donated = next(unheld[size], None)
             if donated is None:
                 del num_extents[size]
@@ -351,15 +477,14 @@ class Placement:
             num_mine += 1
             yield donated
         if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
-            self._drain.wanted_by = slot_bytes  # Each of their extents holds a leased or pending entry.
+            self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
         if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
-            for size in sorted(num_extents, key=lambda size: self._last_used.get(size, 0)):
-                yield from self._unheld(size, given, searched)
+            for size in sorted(num_extents, key=last_used.__getitem__):
+                yield from self._unheld(arena.extents(size, tenant), given, searched)
 
-    def _unheld(self, slot_bytes: int, given: Container[int], searched: Searched) -> Iterator[Extent]:
-        """Extents without a leased or pending entry, coldest first, except those already given."""
-        extents = [extent for extent in self._arena.extents(slot_bytes) if extent.start not in given]
-        for extent in sorted(extents, key=_last_use):
+    def _unheld(self, extents: Iterable[Extent], given: Container[int], searched: Searched) -> Iterator[Extent]:
+        """Those of some extents without a leased or pending entry, coldest first, except those already given."""
+        for extent in sorted((each for each in extents if each.start not in given), key=_last_use):
             if extent.num_used > MAX_DONATED_SLOTS or searched.is_unheld(extent):
                 yield extent
 
@@ -397,12 +522,17 @@ def _num_held(extent: Extent) -> int:
     return sum(owner is not None and not (owner.live and owner.movable) for owner in owners)
 
 
-def _over_quota(account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:
+def _over_quota(account: Account, slot_bytes: int, count: int, arena: Arena | None = None) -> OutOfSpaceError:
+    """The error of a put beyond a quota; with an arena, of one that counts extents."""
     quota = f"quota {account.subject} = {account.limit_bytes} bytes"
     raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
     if slot_bytes > account.limit_bytes:
         return OutOfSpaceError(f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}")
-    if count * slot_bytes > account.limit_bytes:
+    fits = account.limit_bytes // slot_bytes
+    if arena is not None:
+        fits = account.limit_bytes // arena.extent_bytes * arena.slots_per_extent(slot_bytes)
+        quota += f", {account.limit_bytes // arena.extent_bytes} extents of {size_text(arena.extent_bytes)}"
+    if count > fits:
         return OutOfSpaceError(
             f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
         )

@@ -52,11 +52,12 @@ class Superseded:
                 skipped += chosen == before
         return chosen
 
-    def extents(self, arena: Arena, slot_bytes: int) -> Iterator[Extent]:
-        """Extents of other slot sizes that hold superseded entries only, none of them leased or pending."""
-        num_visited = 0
-        for size in {group.spec.slot_bytes for group in self._groups if group.index} - {slot_bytes}:
-            for extent in arena.extents(size):
+    def extents(self, arena: Arena, slot_class: tuple[str, int]) -> Iterator[Extent]:
+        """A tenant's extents of other slot sizes that hold superseded entries only, none of them leased or pending."""
+        num_visited, (tenant, slot_bytes) = 0, slot_class
+        sizes = {group.spec.slot_bytes for group in self._groups if group.index and group.tenant == tenant}
+        for size in sizes - {slot_bytes}:
+            for extent in arena.extents(size, tenant):
                 num_visited += len(extent.owners)
                 if num_visited > MAX_VISITED_SLOTS:
                     return

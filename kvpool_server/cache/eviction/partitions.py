@@ -1,7 +1,8 @@
-"""Partitions of the entries: one for each slot size and set of quotas, each with a policy of its own.
+"""Partitions of the entries: one for each tenant, slot size and set of quotas, each with a policy of its own.
 
 The groups of one slot size that no quota covers share a partition, and their policy learns from all of them. A subject
-with a quota has its own partition, so its victims are found without visiting the entries of others.
+with a quota has its own partition, so its victims are found without visiting the entries of others. So does a tenant of
+an arena that has tenants.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class Victims:
 
 
 class Partition:
-    """Entries of one slot size under the same quotas."""
+    """Entries of one slot size and tenant under the same quotas."""
 
-    __slots__ = ("_worth", "_worth_at", "accounts", "evictor", "groups", "slot_bytes")
+    __slots__ = ("_worth", "_worth_at", "accounts", "evictor", "groups", "slot_bytes", "tenant")
 
-    def __init__(self, slot_bytes: int, accounts: tuple[Account, ...], evictor: Evictor):
-        self.slot_bytes = slot_bytes
+    def __init__(self, slot_class: tuple[str, int], accounts: tuple[Account, ...], evictor: Evictor):
+        self.tenant, self.slot_bytes = slot_class
         self.accounts = accounts
         self.evictor = evictor
         self.groups: set[Group] = set()
@@ -100,14 +101,15 @@ class Partitions:
 
     def __init__(self, policy: Callable[[], Policy]):
         self._policy = policy
-        self._by_key: dict[tuple[int, tuple[Account, ...]], Partition] = {}
+        self._by_key: dict[tuple[tuple[str, int], tuple[Account, ...]], Partition] = {}
         self._by_group: dict[Group, Partition] = {}
 
     def of(self, group: Group) -> Partition:
         return self._by_group[group]
 
-    def of_size(self, slot_bytes: int) -> list[Partition]:
-        return [partition for partition in self._by_key.values() if partition.slot_bytes == slot_bytes]
+    def of_class(self, slot_class: tuple[str, int]) -> list[Partition]:
+        """Those of a tenant and slot size."""
+        return [partition for (each, _), partition in self._by_key.items() if each == slot_class]
 
     def of_account(self, account: Account) -> list[Partition]:
         return [partition for partition in self._by_key.values() if account in partition.accounts]
@@ -133,7 +135,7 @@ class Partitions:
         return {group for group, _ in changed if group.num_live}
 
     def _add(self, group: Group, accounts: tuple[Account, ...]) -> None:
-        key = (group.spec.slot_bytes, accounts)
+        key = (group.slot_class, accounts)
         partition = self._by_key.get(key)
         if partition is None:
             partition = self._by_key[key] = Partition(*key, Evictor(self._policy()))
@@ -149,7 +151,7 @@ class Partitions:
         for account in partition.accounts:
             account.groups.remove(group)
         if partition.accounts and not partition.groups:
-            del self._by_key[partition.slot_bytes, partition.accounts]
+            del self._by_key[group.slot_class, partition.accounts]
 
 
 def oldest_stamp(partitions: Sequence[Partition], victims: Victims) -> int | None:

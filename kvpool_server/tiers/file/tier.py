@@ -35,6 +35,7 @@ from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import commit, reserve, restore
 from kvpool_server.process_memory import no_collections
 from kvpool_server.tiers.block_mac import BlockMac
@@ -257,7 +258,7 @@ class FileTier(Tier):
         opened = self.pool.namespace(namespace.fingerprint) or self.pool.open_namespace(namespace.spec)[0]
         self._buffer.open_namespace(namespace)
         group = opened.groups[group_idx]
-        grant = reserve(self.pool, group, _runs(group_idx, blocks))
+        grant = finish(reserve(self.pool, group, _runs(group_idx, blocks)))
         # This call is the only writer, and none of the blocks is there: all are granted.
         spots = [
             BlockSpot(offset, block.payload, block.checksums)

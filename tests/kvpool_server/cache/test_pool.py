@@ -24,6 +24,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import pin, reserve
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -423,7 +424,7 @@ def test_a_refusal_says_that_a_tier_holds_the_space(bench: Bench) -> None:
 
 def test_a_refusal_tells_puts_from_blocks_that_come_up_and_from_quarantine(bench: Bench) -> None:
     bench.start(*"abc", ttl_ms=100)
-    reserve(bench.pool, bench.group, [run_of(*"wx")])
+    finish(reserve(bench.pool, bench.group, [run_of(*"wx")]))
     bench.store("gone", "stays")
     bench.look("gone", ttl_ms=1_000)
     bench.pool.remove(bench.name, [run_of("gone")])

@@ -10,6 +10,7 @@ import pytest
 from kvpool.hashing import checksum
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiering import promoter, tiered_pool
+from kvpool_server.tiers.tier import TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, payload
 
@@ -53,6 +54,32 @@ async def test_a_block_that_could_not_be_read_is_not_read_again_at_once(rig: Rig
     assert (await rig.hits("a", "b")).num_leading == 1
     assert tier.counters["missed_promotions"] == 1
     tier.known = known  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
+def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(failure: str) -> None:
+    @play(has_tenants=True)
+    async def run(rig: Rig, tier: MemoryTier) -> None:
+        rig.put("a", "b")
+        await rig.wait_idle()
+        rig.evict_all()
+        rig.memory[:] = 0
+
+        async def read(*args: Sequence[memoryview]) -> list[None]:
+            """As where a neighbour has given the slot to another block meanwhile: the checksum tells."""
+            for view in args[-1]:
+                view[:] = bytes([0xEE]) * len(view)
+            if failure:
+                raise TierError(failure)
+            return [None] * len(args[-1])
+
+        tier.read = read  # type: ignore[assignment, method-assign]
+        assert (await rig.hits("a", "b")).num_leading == 0
+        await rig.wait_idle()
+        assert tier.counters["missed_promotions"] == 2
+        assert not rig.memory.any()
+
+    run()
 
 
 @play()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import UnknownNamespaceError
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, PoolStats, RunHits, ShardRange, TierStats
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.metrics import PoolCollector
@@ -17,7 +18,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
-from tests.support.values import block_hash, payload
+from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 
 @play()
@@ -215,3 +216,22 @@ def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path
     tier = FileTier(tmp_path, "me", 4 << 20, PrefixLRU)
     stats = Rig(tier).tiered.stats()
     assert stats.tiers == () and stats.free_bytes == SLOTS * SLOT
+
+
+class _ManyNamespaces(MemoryTier):
+    """Of a tenant more than it may open, and one of another."""
+
+    def specs(self) -> list[NamespaceSpec]:
+        own = [namespace_spec(group_spec(chunk_bytes=SLOT), tenant="umbra", salt=f"{nth}") for nth in range(20)]
+        return [namespace_spec(group_spec(chunk_bytes=SLOT), tenant="acme", salt="0"), *own]
+
+
+@play(_ManyNamespaces, has_tenants=True)
+async def test_a_start_opens_a_tenants_newest_namespaces_and_leaves_it_room_for_another(
+    rig: Rig, tier: MemoryTier
+) -> None:
+    most = rig.pool.limits.max_tenant_namespaces
+    opened = [(each.spec.tenant, each.spec.salt) for each in rig.pool.open_namespaces()]
+    assert ("acme", "0") in opened
+    assert [salt for tenant, salt in opened if tenant == "umbra"] == [f"{nth}" for nth in range(21 - most, 20)]
+    rig.pool.open_namespace(namespace_spec(tenant="umbra"))
