@@ -22,10 +22,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
@@ -152,6 +154,21 @@ class ServerConfig(BaseModel):
         "",
         description="Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere.",
     )
+    kv_events_tenant: tuple[str, ...] = Field(
+        (),
+        description="A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag "
+        "for several tenants; in the environment, separate them with ;.",
+    )
+    kv_events_key: str = Field(
+        "",
+        description="The server's CURVE key pair (NAME.key_secret of `kvpool certs events-key`): KV events are "
+        "encrypted, and for listed subscribers alone.",
+    )
+    kv_events_subscribers: str = Field(
+        "",
+        description="With --kv-events-key: list of subscribers' public keys and their tenants, read again when it "
+        "changes.",
+    )
     kv_events_topic: str = Field("kv", description="First part of every KV event topic: TOPIC@FINGERPRINT@MODEL.")
     kv_events_medium: str = Field(
         "CPU", min_length=1,
@@ -195,9 +212,9 @@ class ServerConfig(BaseModel):
             raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
         return value
 
-    @field_validator("tier", mode="before")
+    @field_validator("tier", "kv_events_tenant", mode="before")
     @classmethod
-    def _one_tier(cls, value: object) -> object:
+    def _one_or_several(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @field_validator("tier")
@@ -214,12 +231,15 @@ class ServerConfig(BaseModel):
 
     @field_validator("kv_events", "kv_events_replay")
     @classmethod
-    def _check_endpoint(cls, value: str) -> str:
-        scheme, _, place = value.partition("://")
-        if scheme == "tcp":
-            split_address(place)
-        elif value and (scheme != "ipc" or not place):
-            raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
+    def _check_event_endpoint(cls, value: str) -> str:
+        return _check_endpoint(value) if value else value
+
+    @field_validator("kv_events_tenant")
+    @classmethod
+    def _check_tenants(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        tenants = [_parse_stream(text).tenant for text in value]
+        if len(set(tenants)) < len(tenants):
+            raise ValueError("a tenant is given twice; give each tenant once")
         return value
 
     @field_validator("kv_events_topic")
@@ -256,6 +276,12 @@ class ServerConfig(BaseModel):
     def unix_mode_bits(self) -> int:
         return int(self.unix_mode, 8)
 
+    @property
+    def event_streams(self) -> list[StreamEndpoints]:
+        """The streams of KV events: all tenants' first."""
+        everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
+        return everybodys + list(map(_parse_stream, self.kv_events_tenant))
+
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
     """The settings, each from the source that has precedence; by default the environment is that of the process.
@@ -286,6 +312,29 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
         raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 
+def _check_endpoint(text: str) -> str:
+    """The same text. Raises ValueError unless ZeroMQ can bind it."""
+    scheme, _, place = text.partition("://")
+    if scheme == "tcp":
+        split_address(place)
+    elif scheme != "ipc" or not place:
+        raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
+    return text
+
+
+def _parse_stream(text: str) -> StreamEndpoints:
+    """From TENANT=ENDPOINT or TENANT=ENDPOINT,REPLAY_ENDPOINT. Raises ValueError."""
+    tenant, equals, rest = text.partition("=")
+    endpoints = rest.split(",")
+    if not equals or len(endpoints) > 2:
+        raise ValueError("not a tenant's stream; give TENANT=ENDPOINT,REPLAY_ENDPOINT")
+    try:
+        Principal(tenant, Role.ENGINE_READ)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from None
+    return StreamEndpoints(tenant, *map(_check_endpoint, endpoints))
+
+
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
@@ -306,8 +355,9 @@ def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name not in ignored
     }
-    if "tier" in values:
-        values["tier"] = [text for text in values["tier"].split(";") if text]
+    for several in ("tier", "kv_events_tenant"):
+        if several in values:
+            values[several] = [text for text in values[several].split(";") if text]
     _refuse_unknown(values, "environment", ENV_PREFIX)
     return values
 

@@ -23,8 +23,23 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
 
+def event_keys(config: ServerConfig) -> tuple[str, str] | None:
+    """The files of KV events' keys: the server's pair, and the list of subscribers; None: no keys.
+
+    Raises ConfigError unless both are given, or neither.
+    """
+    if not (config.kv_events_key or config.kv_events_subscribers):
+        return None
+    if not (config.kv_events_key and config.kv_events_subscribers):
+        raise ConfigError("keys of KV events need --kv-events-key and --kv-events-subscribers; give both, or neither")
+    if not config.event_streams:
+        raise ConfigError("--kv-events-key protects nothing without events; give --kv-events or --kv-events-tenant")
+    return config.kv_events_key, config.kv_events_subscribers
+
+
 def check_exposure(config: ServerConfig) -> None:
     """Raises ConfigError if other hosts can reach a port that asks nobody who he is."""
+    has_event_keys = event_keys(config) is not None
     if config.insecure_network:
         return
     has_tls = tls_files(config) is not None
@@ -35,16 +50,13 @@ def check_exposure(config: ServerConfig) -> None:
             f"{_open(flag, address)}; make certificates with `kvpool certs init` and give --tls-cert, "
             f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
         )
-    plain = {
-        "--http-listen": config.http_listen,
-        "--kv-events": _tcp_address(config.kv_events),
-        "--kv-events-replay": _tcp_address(config.kv_events_replay),
-    }
-    for flag, address in plain.items():
-        if address and not is_local(address):
-            raise ConfigError(
-                f"{_open(flag, address)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
-            )
+    if config.http_listen and not is_local(config.http_listen):
+        raise ConfigError(
+            f"{_open('--http-listen', config.http_listen)}, nor is anything encrypted; give an address of this host, "
+            f"or {_WAY_OUT}"
+        )
+    if not has_event_keys:
+        _check_plain_events(config, has_tls)
     if config.mooncake != "off":
         raise ConfigError(
             f"--mooncake {config.mooncake}: the Transfer Engine listens on all addresses and asks nobody who he is; "
@@ -52,10 +64,26 @@ def check_exposure(config: ServerConfig) -> None:
         )
 
 
+def _check_plain_events(config: ServerConfig, has_tls: bool) -> None:
+    """Raises ConfigError for an endpoint of KV events that needs keys.
+
+    With TLS that is every TCP port: other users of this host have to prove who they are, too.
+    """
+    endpoints = [each for stream in config.event_streams for each in (stream.endpoint, stream.replay_endpoint)]
+    for endpoint in endpoints:
+        if not endpoint.startswith("tcp://"):
+            continue  # A file of this host, with permissions.
+        if not is_local(endpoint.removeprefix("tcp://")):
+            told = _open("KV events at", endpoint)
+        elif has_tls:
+            told = f"KV events at {endpoint}: nobody has to prove who he is at this port, as all callers do with TLS"
+        else:
+            continue
+        raise ConfigError(
+            f"{told}; make keys with `kvpool certs events-key` and give --kv-events-key and --kv-events-subscribers, "
+            f"or give {'ipc://PATH' if has_tls else 'an address of this host'}, or {_WAY_OUT}"
+        )
+
+
 def _open(flag: str, address: str) -> str:
     return f"{flag} {address}: other hosts can reach this port, and nobody there has to prove who he is"
-
-
-def _tcp_address(endpoint: str) -> str:
-    """HOST:PORT of a tcp:// endpoint; empty for others, which are files of this host."""
-    return endpoint.removeprefix("tcp://") if endpoint.startswith("tcp://") else ""

@@ -24,20 +24,21 @@ class Group:
     Args:
         idx: `group_idx` in its namespace.
         namespace: its namespace's name in KV events.
-        fingerprint: of its namespace.
+        fingerprint, tenant: of its namespace.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
         num_complete: live entries that are complete.
     """
 
-    __slots__ = ("fingerprint", "full_mask", "idx", "index", "leaving", "namespace", "num_complete", "spec")
+    __slots__ = ("fingerprint", "full_mask", "idx", "index", "leaving", "namespace", "num_complete", "spec", "tenant")
 
-    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b""):
+    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b"", tenant: str = ""):
         self.spec = spec
         self.idx = idx
         self.namespace = namespace
         self.fingerprint = fingerprint
+        self.tenant = tenant
         self.full_mask = (1 << spec.num_shards) - 1
         self.index = BlockIndex()
         self.leaving = BlockIndex()
