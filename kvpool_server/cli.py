@@ -60,6 +60,9 @@ def serve(
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
     mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,
+    mooncake_trusted_network: Annotated[
+        bool | None, typer.Option("--mooncake-trusted-network", help=_help("mooncake_trusted_network"))
+    ] = None,
     max_ttl_ms: Annotated[int | None, typer.Option(help=_help("max_ttl_ms"))] = None,
     grace_ms: Annotated[int | None, typer.Option(help=_help("grace_ms"))] = None,
     drain_ms: Annotated[int | None, typer.Option(help=_help("drain_ms"))] = None,
@@ -117,10 +120,11 @@ async def _run(settings: ServerConfig) -> None:
             "close its ports to all hosts but your engines, or give --listen an address that only they can reach"
         )
         host = socket.gethostname()
-    if server.engine is not None:
+    if settings.uses_mooncake:
         log.warning(
-            "the Transfer Engine listens on all addresses: any host that can reach its ports can read and write the "
-            "pool; close them to all hosts but your engines"
+            "Mooncake listens on all addresses and asks nobody who he is: any host that can reach its ports can read "
+            "and write blocks of all tenants; close them to all hosts but your engines and servers",
+            used_by=settings.uses_mooncake,
         )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(

@@ -131,6 +131,11 @@ class ServerConfig(BaseModel):
     mooncake_host: str = Field(
         "", description="Host name or address at which clients reach the Transfer Engine. Empty: the host of --listen."
     )
+    mooncake_trusted_network: bool = Field(
+        False,
+        description="Use Mooncake (--mooncake, or a tier of it) although its ports ask nobody who he is: where only "
+        "trusted hosts reach them.",
+    )
     max_ttl_ms: int = Field(
         120_000, ge=100, le=3_600_000, description="Longest lease or ticket that a client may hold, in milliseconds."
     )
@@ -281,6 +286,12 @@ class ServerConfig(BaseModel):
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
         return everybodys + list(map(_parse_stream, self.kv_events_tenant))
+
+    @property
+    def uses_mooncake(self) -> list[str]:
+        """The flags that have this server use Mooncake."""
+        tiers = [f"--tier {text}" for text in self.tier if text.startswith("mooncake:")]
+        return [*([] if self.mooncake == "off" else [f"--mooncake {self.mooncake}"]), *tiers]
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:

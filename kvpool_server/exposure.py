@@ -57,10 +57,10 @@ def check_exposure(config: ServerConfig) -> None:
         )
     if not has_event_keys:
         _check_plain_events(config, has_tls)
-    if config.mooncake != "off":
+    if config.uses_mooncake and not config.mooncake_trusted_network:
         raise ConfigError(
-            f"--mooncake {config.mooncake}: the Transfer Engine listens on all addresses and asks nobody who he is; "
-            f"give {_WAY_OUT}"
+            f"{config.uses_mooncake[0]}: Mooncake listens on all addresses, and asks nobody who he is; give "
+            f"--mooncake-trusted-network where only trusted hosts reach its ports, or {_WAY_OUT}"
         )
 
 

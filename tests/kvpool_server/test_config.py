@@ -46,6 +46,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),
         ("mooncake_host", "10.0.0.1", "10.0.0.1"),
+        ("mooncake_trusted_network", True, True),
         ("max_ttl_ms", 500, 500),
         ("grace_ms", 0, 0),
         ("drain_ms", 7, 7),

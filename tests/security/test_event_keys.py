@@ -444,3 +444,15 @@ def test_with_tls_events_need_keys_on_this_host_as_well() -> None:
     check_exposure(ServerConfig.model_validate({**local, **KEYS}))
     check_exposure(ServerConfig.model_validate({**local, "insecure_network": True}))
     check_exposure(ServerConfig.model_validate({**TLS, "kv_events": "ipc:///run/kv"}))
+
+
+@pytest.mark.parametrize("uses", [{"mooncake": "tcp"}, {"tier": "mooncake:master=h:1"}])
+@pytest.mark.parametrize("tls", [{}, TLS])
+def test_mooncake_needs_a_network_that_is_trusted(uses: dict[str, str], tls: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"--mooncake-trusted-network where .*, or --insecure-network"):
+        check_exposure(ServerConfig.model_validate({**tls, **uses}))
+    for way_out in ("mooncake_trusted_network", "insecure_network"):
+        check_exposure(ServerConfig.model_validate({**tls, **uses, way_out: True}))
+    open_pool = {**uses, "listen": "0.0.0.0:1", "mooncake_trusted_network": True}
+    with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:1: other hosts can reach this port"):
+        check_exposure(ServerConfig.model_validate(open_pool))
