@@ -43,7 +43,11 @@ class Gate:
 
     def look(self) -> int:
         """Reads the list again if it has changed, now and then; returns how often it has changed."""
-        return self._tenants.look()
+        try:
+            return self._tenants.look()
+        except Exception:  # It would end the authenticator's thread, which admits nobody then and cannot be stopped.
+            log.exception("reading the list of subscribers to KV events failed")
+            return self._tenants.version
 
     def admitted(self, tenant: str) -> frozenset[bytes]:
         """The keys that may subscribe to a tenant's stream: the tenant's, and those of operators."""

@@ -353,13 +353,31 @@ def test_a_list_that_cannot_be_read_leaves_the_old_one_in_force(bench: Bench, cl
     assert _is_silent(bench.stream("acme"), bench.keys.of("stranger"))
 
 
+def test_an_error_while_the_list_is_read_ends_no_thread(
+    keys: Keys, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = keys.gate(clock)
+    monkeypatch.setattr(gate._tenants, "_read", lambda: 1 // 0)
+    bench = Bench(keys, gate)
+    for name in ("acme", "acme2"):
+        keys.list.write_text(keys.list.read_text() + "\n")
+        clock.advance(LOOK_EVERY_S + 1)
+        with bench.subscriber(name, "acme") as subscriber:
+            assert subscriber.replay(0)
+    bench.all.close()
+
+
 def test_nobody_is_admitted_while_nobody_answers_for_the_list(bench: Bench) -> None:
     with bench.subscriber("acme") as subscriber:
         assert subscriber.replay(0)
     authenticator = bench.publishers["acme"]._sockets._authenticator
     assert authenticator is not None
     authenticator.stop()
-    assert _is_silent(bench.stream("acme"), bench.keys.of("acme"))
+    assert _is_silent(bench.stream("acme"), bench.keys.of("acme2"))
+    with Subscriber(bench.stream("acme")[0], keys=bench.keys.of("acme2")) as subscriber:
+        for nth in range(10):
+            bench.store("acme", f"block {nth}")
+            assert not subscriber.receive(100)
 
 
 def test_a_key_gets_a_snapshot_every_ten_seconds_however_often_it_connects(
@@ -396,6 +414,7 @@ def test_a_tenant_whose_name_stands_for_all_is_told_of_once(keys: Keys) -> None:
     """Without identities anyone may call a tenant `_`."""
     bench = Bench(keys, None)
     listener = Listener(*bench.stream(ALL_TENANTS))
+    wait_for(lambda: listener.listen() or listener.messages, "the snapshot")
     bench.store(ALL_TENANTS, "a")
     listener.wait_for(_known(ALL_TENANTS, "a"))
     listener.close()
