@@ -380,6 +380,19 @@ def test_nobody_is_admitted_while_nobody_answers_for_the_list(bench: Bench) -> N
             assert not subscriber.receive(100)
 
 
+@pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])
+def test_a_stranger_cannot_begin_a_message(bench: Bench, mechanism: bytes) -> None:
+    """ZeroMQ does not bound how many frames an unfinished message has: nobody may send one without a listed key."""
+    host, _, port = bench.stream("acme")[1].removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    frame_of_an_unfinished_message = b"\x01\xff" + bytes(255)
+    with socket.create_connection((host, int(port)), 10) as peer:
+        peer.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        with pytest.raises(ConnectionError):
+            peer.sendall(frame_of_an_unfinished_message * 262_144)
+
+
 def test_a_key_gets_a_snapshot_every_ten_seconds_however_often_it_connects(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
