@@ -24,21 +24,34 @@ class Group:
     Args:
         idx: `group_idx` in its namespace.
         namespace: its namespace's name in KV events.
-        fingerprint, tenant: of its namespace.
+        fingerprint: of its namespace.
+        declared_tenant: the tenant in its namespace's specification, which selects its stream of KV events.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
         num_complete: live entries that are complete.
     """
 
-    __slots__ = ("fingerprint", "full_mask", "idx", "index", "leaving", "namespace", "num_complete", "spec", "tenant")
+    __slots__ = (
+        "declared_tenant",
+        "fingerprint",
+        "full_mask",
+        "idx",
+        "index",
+        "leaving",
+        "namespace",
+        "num_complete",
+        "spec",
+    )
 
-    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b"", tenant: str = ""):
+    def __init__(
+        self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b"", declared_tenant: str = ""
+    ):
         self.spec = spec
         self.idx = idx
         self.namespace = namespace
         self.fingerprint = fingerprint
-        self.tenant = tenant
+        self.declared_tenant = declared_tenant
         self.full_mask = (1 << spec.num_shards) - 1
         self.index = BlockIndex()
         self.leaving = BlockIndex()

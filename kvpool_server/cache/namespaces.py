@@ -43,7 +43,9 @@ class PoolNamespace:
         self.spec = spec
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
-        self.groups = [Group(group, idx, label, fingerprint, spec.tenant) for idx, group in enumerate(spec.groups)]
+        self.groups = [
+            Group(group, idx, label, fingerprint, declared_tenant=spec.tenant) for idx, group in enumerate(spec.groups)
+        ]
 
     def entries(self) -> list[Entry]:
         """All live entries; takes long where they are many."""

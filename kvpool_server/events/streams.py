@@ -80,12 +80,12 @@ class EventStreams(Observer):
             raise
 
     def stored(self, entry: Entry) -> None:
-        for ledger in (self._ledger_of_all, self._ledgers.get(entry.group.tenant)):
+        for ledger in (self._ledger_of_all, self._ledgers.get(entry.group.declared_tenant)):
             if ledger is not None:
                 ledger.stored(entry)
 
     def removed(self, entry: Entry) -> None:
-        for ledger in (self._ledger_of_all, self._ledgers.get(entry.group.tenant)):
+        for ledger in (self._ledger_of_all, self._ledgers.get(entry.group.declared_tenant)):
             if ledger is not None:
                 ledger.removed(entry)
 
