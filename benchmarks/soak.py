@@ -116,7 +116,7 @@ class World:
         write = "back" if nth == SERVERS - 1 else "through"
         command += ["--tier", f"file:{self.tier},size={TIER},name=server-{nth},write={write},create=yes"]
         if nth:  # The first has the directory alone: a dead master is then no excuse for a miss.
-            command += ["--tier", f"mooncake:master=127.0.0.1:{master_port}"]
+            command += ["--mooncake-trusted-network", "--tier", f"mooncake:master=127.0.0.1:{master_port}"]
         return Process(command, int(endpoint.rpartition(":")[2]), self.folder / f"server-{nth}.log")
 
     def start(self) -> None:

@@ -77,6 +77,30 @@ def show(
         typer.echo(f"no certificates in {', '.join(map(str, paths))}")
 
 
+@app.command("events-key")
+def events_key(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="Makes NAME.key (public) and NAME.key_secret.")],
+    subscribers: Annotated[
+        Path | None, typer.Option("--list", help="The server's list (--kv-events-subscribers), which gets the key.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="With --list: the subscriber sees this tenant's events.")] = "",
+    operator: Annotated[bool, typer.Option("--operator", help="With --list: it sees all tenants' events.")] = False,
+) -> None:
+    """Make a CURVE key pair, of a server's KV events or of one that subscribes to them."""
+    from kvpool import curve
+
+    if subscribers is None and (tenant or operator):
+        raise InvalidRequestError("--tenant and --operator stand in the server's list of subscribers; give --list")
+    if subscribers is not None and bool(tenant) == operator:
+        raise InvalidRequestError("--list says whose events the key may see; give either --tenant or --operator")
+    if tenant:
+        Principal(tenant, TENANT_ROLES[0])  # Raises for an impossible name before a file is made.
+    public = curve.create_pair(name).public
+    if subscribers is not None:
+        curve.append_subscriber(subscribers, tenant or ALL_TENANTS, public)
+    typer.echo(f"made {name}{{{curve.PUBLIC_SUFFIX},{curve.SECRET_SUFFIX}}}, public key {public.decode()}")
+
+
 def _lines(facts: CertificateFacts) -> list[str]:
     left_s = (facts.ends_at - dt.datetime.now(dt.UTC)).total_seconds()
     when = f"in {duration_text(left_s)}" if left_s > 0 else f"{duration_text(-left_s)} ago"

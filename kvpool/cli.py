@@ -302,14 +302,22 @@ def events(
         str,
         typer.Option(help="The server's --kv-events-replay: begin with a snapshot, and recover lost messages."),
     ] = "",
+    key: Annotated[
+        Path | None, typer.Option(help="This subscriber's NAME.key_secret, if the server has --kv-events-key.")
+    ] = None,
+    server_key: Annotated[Path | None, typer.Option(help="With --key: the server's public NAME.key.")] = None,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds; 0: never.")] = 0.0,
 ) -> None:
     """Print the KV events that a server publishes: one message per line, as JSON."""
+    from kvpool.curve import SubscriberKeys
     from kvpool.events import Subscriber
 
+    if (key is None) != (server_key is None):
+        raise InvalidRequestError("--key and --server-key belong together; give both, or neither")
+    keys = None if key is None or server_key is None else SubscriberKeys.read(key, server_key)
     ends_at = time.monotonic() + seconds if seconds else float("inf")
     missed, heard, waiting = 0, False, False
-    with Subscriber(endpoint, replay) as subscriber:
+    with Subscriber(endpoint, replay, keys=keys) as subscriber:
         typer.echo(f"kvpool: following {endpoint}; a server publishes only when blocks change", err=True)
         while (remaining_s := ends_at - time.monotonic()) > 0:
             try:

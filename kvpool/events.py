@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvpool.curve import SubscriberKeys
 from kvpool.errors import InvalidReplyError, InvalidRequestError, PoolTimeoutError
 from kvpool.holdings import escaped
 
@@ -53,18 +54,22 @@ class Subscriber:
         endpoint: the server's --kv-events.
         replay_endpoint: its --kv-events-replay; empty: missed messages are lost, and counted in `missed`.
         timeout_ms: longest wait for the next message of a replay.
+        keys: for a server with --kv-events-key; None: connect without keys.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str = "", timeout_ms: int = 5_000):
+    def __init__(
+        self, endpoint: str, replay_endpoint: str = "", timeout_ms: int = 5_000, keys: SubscriberKeys | None = None
+    ):
         self.missed = 0
         self._timeout_ms = timeout_ms
+        self._keys = keys
         self._last_seq = -1
         self._context = zmq.Context()
         self._replay_endpoint = replay_endpoint
         self._caught_up = not replay_endpoint
         try:
             self._sub = self._context.socket(zmq.SUB)
-            _bound(self._sub)
+            self._prepare(self._sub)
             self._sub.connect(endpoint)
             self._sub.subscribe("")  # Numbers run over all topics: a subscriber to some topics could not see gaps.
         except zmq.ZMQError as error:
@@ -110,7 +115,7 @@ class Subscriber:
         room, ends_at = MAX_REPLAY_BYTES, time.monotonic() + MAX_REPLAY_S
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
-            _bound(dealer)
+            self._prepare(dealer)
             dealer.connect(self._replay_endpoint)
             dealer.send_multipart((b"", start_seq.to_bytes(8, "big")))
             while dealer.poll(self._timeout_ms) and time.monotonic() < ends_at:
@@ -122,8 +127,16 @@ class Subscriber:
                 if room < 0:
                     raise InvalidReplyError(f"a replay of KV events has more than {MAX_REPLAY_BYTES} bytes")
         raise PoolTimeoutError(
-            f"{self._replay_endpoint} does not answer a replay request; give the server's --kv-events-replay"
+            f"{self._replay_endpoint} does not answer a replay request; give the server's --kv-events-replay, "
+            + ("and keys that it lists" if self._keys else "and keys if the server has --kv-events-key")
         )
+
+    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+        """Bounds what a socket keeps of what its peer sends, and has it prove who it is."""
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if self._keys is not None:
+            self._keys.apply(socket)
 
     def _accept(self, messages: list[EventMessage]) -> list[EventMessage]:
         is_snapshot = messages and messages[0].events and messages[0].events[0].get("type") == CLEARED
@@ -142,12 +155,6 @@ class Subscriber:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _bound(socket: zmq.Socket[bytes]) -> None:
-    """Bounds what a socket keeps of what its peer sends."""
-    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
 
 class _Batch(msgspec.Struct, array_like=True):

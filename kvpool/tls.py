@@ -68,7 +68,7 @@ def read_identity(files: TlsFiles) -> TlsIdentity:
         return TlsIdentity(ca, ca_ends_at=ca_ends_at)
     cert = read_pem(Path(files.cert))
     certificate = _load_certificates(cert, files.cert)[0]
-    _require_private(files.key)
+    require_private(files.key)
     key = read_pem(Path(files.key))
     try:
         private = serialization.load_pem_private_key(key, None)
@@ -93,7 +93,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
         super().__init__(paths, lambda: read_identity(files), clock, when_read)
 
 
-def _require_private(path: str) -> None:
+def require_private(path: str) -> None:
     """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
     try:
         found = os.stat(path)

@@ -70,11 +70,17 @@ def serve(
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
     mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,
+    mooncake_trusted_network: Annotated[
+        bool | None, typer.Option("--mooncake-trusted-network", help=_help("mooncake_trusted_network"))
+    ] = None,
     max_ttl_ms: Annotated[str | None, typer.Option(help=_help("max_ttl_ms"))] = None,
     grace_ms: Annotated[str | None, typer.Option(help=_help("grace_ms"))] = None,
     drain_ms: Annotated[str | None, typer.Option(help=_help("drain_ms"))] = None,
     kv_events: Annotated[str | None, typer.Option(help=_help("kv_events"))] = None,
     kv_events_replay: Annotated[str | None, typer.Option(help=_help("kv_events_replay"))] = None,
+    kv_events_tenant: Annotated[list[str] | None, typer.Option(help=_help("kv_events_tenant"))] = None,
+    kv_events_key: Annotated[str | None, typer.Option(help=_help("kv_events_key"))] = None,
+    kv_events_subscribers: Annotated[str | None, typer.Option(help=_help("kv_events_subscribers"))] = None,
     kv_events_topic: Annotated[str | None, typer.Option(help=_help("kv_events_topic"))] = None,
     kv_events_medium: Annotated[str | None, typer.Option(help=_help("kv_events_medium"))] = None,
     kv_events_hashes: Annotated[str | None, typer.Option(help=_help("kv_events_hashes"))] = None,
@@ -121,6 +127,12 @@ async def _run(settings: ServerConfig) -> None:
     host = split_address(settings.listen)[0]
     if host in EVERYWHERE:
         host = socket.gethostname()
+    if settings.uses_mooncake:
+        log.warning(
+            "Mooncake listens on all addresses and asks nobody who he is: any host that can reach its ports can read "
+            "and write blocks of all tenants; close them to all hosts but your engines and servers",
+            used_by=settings.uses_mooncake,
+        )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(
             "clients on other hosts will move bytes through gRPC, which is slower, because only this host can reach "

@@ -27,6 +27,7 @@ from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
+from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
 
@@ -161,6 +162,11 @@ class ServerConfig(BaseModel):
     mooncake_host: str = Field(
         "", description="Host name or address at which clients reach the Transfer Engine. Empty: the host of --listen."
     )
+    mooncake_trusted_network: bool = Field(
+        False,
+        description="Use Mooncake (--mooncake, or a tier of it) although its ports ask nobody who he is: where only "
+        "trusted hosts reach them.",
+    )
     max_ttl_ms: int = Field(
         120_000, ge=100, le=3_600_000, description="Longest lease or ticket that a client may hold, in milliseconds."
     )
@@ -183,6 +189,21 @@ class ServerConfig(BaseModel):
     kv_events_replay: str = Field(
         "",
         description="Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere.",
+    )
+    kv_events_tenant: tuple[str, ...] = Field(
+        (),
+        description="A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag "
+        "for several tenants; in the environment, separate them with ;.",
+    )
+    kv_events_key: str = Field(
+        "",
+        description="The server's CURVE key pair (NAME.key_secret of `kvpool certs events-key`): KV events are "
+        "encrypted, and for listed subscribers alone.",
+    )
+    kv_events_subscribers: str = Field(
+        "",
+        description="With --kv-events-key: list of subscribers' public keys and their tenants, read again when it "
+        "changes.",
     )
     kv_events_topic: str = Field("kv", description="First part of every KV event topic: TOPIC@FINGERPRINT@MODEL.")
     kv_events_medium: str = Field(
@@ -246,9 +267,9 @@ class ServerConfig(BaseModel):
             raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
         return value
 
-    @field_validator("tier", mode="before")
+    @field_validator("tier", "kv_events_tenant", mode="before")
     @classmethod
-    def _one_tier(cls, value: object) -> object:
+    def _one_or_several(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @field_validator("tier")
@@ -265,12 +286,15 @@ class ServerConfig(BaseModel):
 
     @field_validator("kv_events", "kv_events_replay")
     @classmethod
-    def _check_endpoint(cls, value: str) -> str:
-        scheme, _, place = value.partition("://")
-        if scheme == "tcp":
-            split_address(place)
-        elif value and (scheme != "ipc" or not place):
-            raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
+    def _check_event_endpoint(cls, value: str) -> str:
+        return _check_endpoint(value) if value else value
+
+    @field_validator("kv_events_tenant")
+    @classmethod
+    def _check_tenants(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        tenants = [_parse_stream(text).tenant for text in value]
+        if len(set(tenants)) < len(tenants):
+            raise ValueError("a tenant is given twice; give each tenant once")
         return value
 
     @field_validator("kv_events_topic")
@@ -307,6 +331,18 @@ class ServerConfig(BaseModel):
     def unix_mode_bits(self) -> int:
         return int(self.unix_mode, 8)
 
+    @property
+    def event_streams(self) -> list[StreamEndpoints]:
+        """The streams of KV events: all tenants' first."""
+        everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
+        return everybodys + list(map(_parse_stream, self.kv_events_tenant))
+
+    @property
+    def uses_mooncake(self) -> list[str]:
+        """The flags that have this server use Mooncake."""
+        tiers = [f"--tier {text}" for text in self.tier if text.startswith("mooncake:")]
+        return [*([] if self.mooncake == "off" else [f"--mooncake {self.mooncake}"]), *tiers]
+
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
     """The settings, each from the source that has precedence; by default the environment is that of the process.
@@ -339,6 +375,29 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
         raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
 
 
+def _check_endpoint(text: str) -> str:
+    """The same text. Raises ValueError unless ZeroMQ can bind it."""
+    scheme, _, place = text.partition("://")
+    if scheme == "tcp":
+        split_address(place)
+    elif scheme != "ipc" or not place:
+        raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
+    return text
+
+
+def _parse_stream(text: str) -> StreamEndpoints:
+    """From TENANT=ENDPOINT or TENANT=ENDPOINT,REPLAY_ENDPOINT. Raises ValueError."""
+    tenant, equals, rest = text.partition("=")
+    endpoints = rest.split(",")
+    if not equals or len(endpoints) > 2:
+        raise ValueError("not a tenant's stream; give TENANT=ENDPOINT,REPLAY_ENDPOINT")
+    try:
+        Principal(tenant, Role.ENGINE_READ)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from None
+    return StreamEndpoints(tenant, *map(_check_endpoint, endpoints))
+
+
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
@@ -359,8 +418,9 @@ def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name not in ignored
     }
-    if "tier" in values:
-        values["tier"] = [text for text in values["tier"].split(";") if text]
+    for several in ("tier", "kv_events_tenant"):
+        if several in values:
+            values[several] = [text for text in values[several].split(";") if text]
     _refuse_unknown(values, "environment", ENV_PREFIX)
     return values
 

@@ -7,6 +7,7 @@ from kvpool.tls import TlsFiles
 from kvpool_server.addresses import is_local
 from kvpool_server.config import ServerConfig
 
+_TCP = "tcp://"
 _WAY_OUT = "--insecure-network where all on the network are trusted"
 
 
@@ -42,45 +43,69 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
 
-def plaintext_ports(config: ServerConfig) -> dict[str, str]:
-    """The ports that other hosts can reach and that ask nobody who he is: their flags, and what was given there."""
-    found = {}
+def event_keys(config: ServerConfig) -> tuple[str, str] | None:
+    """The files of KV events' keys: the server's pair, and the list of subscribers; None: no keys.
+
+    Raises ConfigError unless both are given, or neither.
+    """
+    if not (config.kv_events_key or config.kv_events_subscribers):
+        return None
+    if not (config.kv_events_key and config.kv_events_subscribers):
+        raise ConfigError("keys of KV events need --kv-events-key and --kv-events-subscribers; give both, or neither")
+    if not config.event_streams:
+        raise ConfigError("--kv-events-key protects nothing without events; give --kv-events or --kv-events-tenant")
+    return config.kv_events_key, config.kv_events_subscribers
+
+
+def plaintext_ports(config: ServerConfig) -> list[str]:
+    """The ports that other hosts can reach and that ask nobody who he is: what they are, and their addresses."""
+    ports = []
     if tls_files(config) is None:
-        found = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
-    found |= {each: _tcp_address(value) for each, value in _events(config).items()}
-    found = {flag: address for flag, address in found.items() if address and not is_local(address)}
-    return found if config.mooncake == "off" else {**found, "--mooncake": config.mooncake}
+        given = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
+        ports = [f"{flag} {address}" for flag, address in given.items() if address and not is_local(address)]
+    if event_keys(config) is None:
+        ports += [_events_at(each) for each in _tcp_events(config) if not is_local(each.removeprefix(_TCP))]
+    return ports
 
 
 def check_exposure(config: ServerConfig) -> None:
     """Raises ConfigError if other hosts can reach a port that asks nobody who he is."""
+    has_event_keys, has_tls = event_keys(config) is not None, tls_files(config) is not None
     if config.insecure_network:
         return
-    for flag, value in plaintext_ports(config).items():
-        if flag == "--mooncake":
+    for port in plaintext_ports(config):
+        told = f"{port}: other hosts can reach this port, and nobody there has to prove who he is"
+        if port.startswith("--"):
             raise ConfigError(
-                f"--mooncake {value}: the Transfer Engine listens on all addresses and asks nobody who he is; "
-                f"give {_WAY_OUT}"
+                f"{told}; make certificates with `kvpool certs init` and give --tls-cert, --tls-key and "
+                f"--tls-client-ca (or --tokens), or give {_WAY_OUT}"
             )
-        if flag in _events(config):
-            raise ConfigError(
-                f"{_open(flag, value)}, nor is anything encrypted; give an address of this host, or {_WAY_OUT}"
-            )
+        raise ConfigError(f"{told}; {_event_ways(has_tls)}")
+    if has_tls and not has_event_keys and (endpoints := _tcp_events(config)):
+        # Other users of this host have to prove who they are, too.
         raise ConfigError(
-            f"{_open(flag, value)}; make certificates with `kvpool certs init` and give --tls-cert, "
-            f"--tls-key and --tls-client-ca (or --tokens), or give {_WAY_OUT}"
+            f"{_events_at(endpoints[0])}: nobody has to prove who he is at this port, as all callers do with TLS; "
+            f"{_event_ways(has_tls)}"
+        )
+    if config.uses_mooncake and not config.mooncake_trusted_network:
+        raise ConfigError(
+            f"{config.uses_mooncake[0]}: Mooncake listens on all addresses, and asks nobody who he is; give "
+            f"--mooncake-trusted-network where only trusted hosts reach its ports, or {_WAY_OUT}"
         )
 
 
-def _events(config: ServerConfig) -> dict[str, str]:
-    """The endpoints of KV events, by flag."""
-    return {"--kv-events": config.kv_events, "--kv-events-replay": config.kv_events_replay}
+def _tcp_events(config: ServerConfig) -> list[str]:
+    """The endpoints of KV events that are ports; others are files of this host, with permissions."""
+    endpoints = [each for stream in config.event_streams for each in (stream.endpoint, stream.replay_endpoint)]
+    return [each for each in endpoints if each.startswith(_TCP)]
 
 
-def _open(flag: str, address: str) -> str:
-    return f"{flag} {address}: other hosts can reach this port, and nobody there has to prove who he is"
+def _events_at(endpoint: str) -> str:
+    return f"KV events at {endpoint}"
 
 
-def _tcp_address(endpoint: str) -> str:
-    """HOST:PORT of a tcp:// endpoint; empty for others, which are files of this host."""
-    return endpoint.removeprefix("tcp://") if endpoint.startswith("tcp://") else ""
+def _event_ways(has_tls: bool) -> str:
+    return (
+        "make keys with `kvpool certs events-key` and give --kv-events-key and --kv-events-subscribers, or give "
+        f"{'ipc://PATH' if has_tls else 'an address of this host'}, or {_WAY_OUT}"
+    )

@@ -49,10 +49,9 @@ from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.history import History
-from kvpool_server.events.ledger import Ledger
-from kvpool_server.events.publisher import Publisher
-from kvpool_server.exposure import check_exposure, plaintext_ports, tls_files
+from kvpool_server.events.gate import Gate
+from kvpool_server.events.streams import EventStreams
+from kvpool_server.exposure import check_exposure, event_keys, plaintext_ports, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
@@ -153,7 +152,7 @@ class Server:
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self._prefault.step()
-        if config.kv_events:
+        if config.event_streams:
             self._publish_events()
         self._open.push_async_callback(self._tiered.close)
         await self._tiered.open()
@@ -321,14 +320,18 @@ class Server:
         return workers
 
     def _publish_events(self) -> None:
-        config, counters = self.config, self.pool.counters
-        ledger = Ledger(asyncio.get_running_loop().call_soon, counters)
+        config, keys = self.config, event_keys(self.config)
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
-        history = History(ledger, encoder, counters, config.kv_events_buffer)
-        publisher = Publisher(ledger, history, config.kv_events, config.kv_events_replay)
-        self._open.push_async_callback(asyncio.to_thread, publisher.close)
-        self.pool.observe(ledger)
-        log.info("publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None)
+        streams = EventStreams(
+            config.event_streams,
+            None if keys is None else Gate(*keys),
+            encoder,
+            self.pool.counters,
+            config.kv_events_buffer,
+            asyncio.get_running_loop().call_soon,
+        )
+        self._open.push_async_callback(asyncio.to_thread, streams.close)
+        self.pool.observe(streams)
 
     async def _start_engine(self) -> Engine:
         config = self.config

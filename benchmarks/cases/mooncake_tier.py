@@ -258,7 +258,7 @@ def measure_loads(store: Store, tier: str, transport: str, rounds: int) -> list[
     payloads = list(data.reshape(-1, PROMPT_BLOCK_BYTES))
     warmups = 1
     prompts = [[name_of("prompt", nth, idx) for idx in range(len(payloads))] for nth in range(2 * (rounds + warmups))]
-    flags = ("--tier", tier)
+    flags = ("--mooncake-trusted-network", "--tier", tier)
     config = {"transport": transport, "timeout_ms": 20_000, "data_timeout_ms": 20_000}
     with kvpool_server("512MiB", *flags) as endpoint, Client(ClientConfig(endpoint, **config)) as client:
         namespace = client.open_namespace(spec(PROMPT_BLOCK_BYTES))

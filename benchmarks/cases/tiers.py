@@ -303,7 +303,8 @@ def _server_on_a_stopped_master() -> Iterator[str]:
     port = free_port()
     with process(master_command(port)) as master:
         wait_until(lambda: is_listening(port), "mooncake_master", master)
-        with kvpool_server("512MiB", "--tier", f"mooncake:master=127.0.0.1:{port},segment=64MiB") as endpoint:
+        tier = "--tier", f"mooncake:master=127.0.0.1:{port},segment=64MiB"
+        with kvpool_server("512MiB", "--mooncake-trusted-network", *tier) as endpoint:
             master.send_signal(signal.SIGSTOP)
             try:
                 yield endpoint

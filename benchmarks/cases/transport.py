@@ -148,7 +148,7 @@ def main() -> None:
     """Measures and reports."""
     source, sink = pair(BATCH_BYTES)
     with (
-        kvpool_server("512MiB", "--mooncake", "tcp", "--insecure-network") as endpoint,
+        kvpool_server("512MiB", "--mooncake", "tcp", "--mooncake-trusted-network") as endpoint,
         mooncake_store(512 * MIB) as store,
     ):
         for buffer in (source, sink):

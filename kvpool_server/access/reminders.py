@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -43,10 +43,10 @@ def warn_of_ends(identity: TlsIdentity, now: dt.datetime) -> None:
             )
 
 
-def warn_of_plaintext(ports: Mapping[str, str]) -> None:
-    """Logs what --insecure-network means for a server's plaintext ports, which are named by their flags."""
+def warn_of_plaintext(ports: Sequence[str]) -> None:
+    """Logs what --insecure-network means for a server's plaintext ports."""
     log.warning(
         "--insecure-network: any host that reaches these ports can read and change what they serve; give --tls-cert, "
         "--tls-key and --tls-client-ca (or --tokens) instead, or close the ports to all hosts but your engines",
-        ports=[f"{flag} {value}" for flag, value in ports.items()],
+        ports=ports,
     )

@@ -26,6 +26,7 @@ class Group:
         namespace: its namespace's name in KV events.
         fingerprint: of its namespace.
         tenant: whose extents its slots are in; "" where the arena has one tenant.
+        declared_tenant: the tenant in its namespace's specification, which selects its stream of KV events.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
@@ -35,6 +36,7 @@ class Group:
     """
 
     __slots__ = (
+        "declared_tenant",
         "fingerprint",
         "full_mask",
         "idx",
@@ -48,12 +50,21 @@ class Group:
         "tenant",
     )
 
-    def __init__(self, spec: GroupSpec, idx: int = 0, namespace: str = "", fingerprint: bytes = b"", tenant: str = ""):
+    def __init__(
+        self,
+        spec: GroupSpec,
+        idx: int = 0,
+        namespace: str = "",
+        fingerprint: bytes = b"",
+        tenant: str = "",
+        declared_tenant: str = "",
+    ):
         self.spec = spec
         self.idx = idx
         self.namespace = namespace
         self.fingerprint = fingerprint
         self.tenant = tenant
+        self.declared_tenant = declared_tenant
         self.full_mask = (1 << spec.num_shards) - 1
         self.index = BlockIndex()
         self.leaving = BlockIndex()

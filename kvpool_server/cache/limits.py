@@ -66,7 +66,7 @@ class Limits:
     max_leased_blocks: int = 1 << 22
     max_tickets: int = 16_384
     max_namespaces: int = 1_024
-    max_tenant_namespaces: int = 16
+    max_tenant_namespaces: int = 64
     namespace_idle_ms: int = 60_000
     max_spec_bytes: int = 64 << 10
     max_specs_bytes: int = 16 << 20

@@ -48,7 +48,9 @@ class PoolNamespace:
         self.tenant = tenant
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
-        self.groups = [Group(group, idx, label, fingerprint, tenant) for idx, group in enumerate(spec.groups)]
+        self.groups = [
+            Group(group, idx, label, fingerprint, tenant, spec.tenant) for idx, group in enumerate(spec.groups)
+        ]
 
     def entries(self) -> list[Entry]:
         """All live entries; takes long where they are many."""

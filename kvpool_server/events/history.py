@@ -5,6 +5,7 @@ Not thread-safe: the publisher's thread owns the history.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,13 +25,25 @@ class Message(NamedTuple):
 
 
 class History:
-    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`."""
+    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`.
 
-    def __init__(self, ledger: Ledger, encode: Encoder, counters: dict[str, int], max_batches: int):
+    Args:
+        counting: held to count; histories of several threads share the counters.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        encode: Encoder,
+        counters: dict[str, int],
+        max_batches: int,
+        counting: threading.Lock | None = None,
+    ):
         self._ledger = ledger
         self._encode = encode
         self._counters = counters
         self._max_batches = max_batches
+        self._counting = counting or threading.Lock()
         self._kept: deque[Message] = deque()
         self._kept_bytes = 0
 
@@ -39,8 +52,7 @@ class History:
         for batch in self._ledger.pop_batches():
             topic, payload, num_events = self._encode(batch)
             message = Message(topic, batch.seq, payload)
-            self._counters["kv_event_batches"] += 1
-            self._counters["kv_events"] += num_events
+            self._count(kv_event_batches=1, kv_events=num_events)
             self._keep(message)
             yield message
 
@@ -49,9 +61,9 @@ class History:
 
         A number from the future is another server's: its subscriber needs a snapshot, too.
         """
-        self._counters["kv_event_replays"] += 1
+        self._count(kv_event_replays=1)
         if self.needs_snapshot(start_seq):
-            self._counters["kv_event_snapshots"] += 1
+            self._count(kv_event_snapshots=1)
             return self._encoded(self._ledger.snapshot())
         # None is kept if the stream will bring everything newer than the last published message.
         return iter([message for message in self._kept if message.seq >= start_seq])
@@ -69,6 +81,11 @@ class History:
                 continue
             topic, payload, _ = self._encode(batch)
             yield Message(topic, batch.seq, payload)
+
+    def _count(self, **counts: int) -> None:
+        with self._counting:
+            for name, count in counts.items():
+                self._counters[name] += count
 
     def _keep(self, message: Message) -> None:
         if self._kept and self._kept[-1].seq + 1 != message.seq:

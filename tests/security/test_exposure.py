@@ -37,15 +37,16 @@ TLS = {"tls_cert": "x", "tls_key": "x", "tls_client_ca": "x"}
         ({"listen": "127.0.0.2:1", "http_listen": "[::1]:1", "data_listen": "localhost:1"}, []),
         ({"http_listen": "[::]:1", "data_listen": "192.0.2.1:1"}, ["--http-listen", "--data-listen"]),
         ({"listen": "0.0.0.0:1", "http_listen": "0.0.0.0:1", "data_listen": "0.0.0.0:1", **TLS}, []),
-        ({"kv_events": "tcp://192.0.2.1:1", "kv_events_replay": "ipc://x", **TLS}, ["--kv-events"]),
-        ({"mooncake": "tcp", **TLS}, ["--mooncake"]),
+        ({"kv_events": "tcp://192.0.2.1:1", "kv_events_replay": "ipc://x", **TLS}, ["KV events"]),
+        ({"mooncake": "tcp", **TLS}, []),
     ],
 )
 def test_which_ports_other_hosts_reach_in_plaintext(settings: dict[str, Any], plaintext: list[str]) -> None:
     """So a server warns if and only if there is one, whether or not it has TLS elsewhere."""
     for insecure_network in (False, True):
         config = ServerConfig(insecure_network=insecure_network, **settings)
-        assert list(plaintext_ports(config)) == plaintext
+        found = plaintext_ports(config)
+        assert len(found) == len(plaintext) and all(map(str.startswith, found, plaintext))
 
 
 @pytest.mark.parametrize("proof", ["certificates", "tokens"])

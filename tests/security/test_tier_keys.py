@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -203,6 +204,25 @@ def test_a_blocks_own_bytes_and_tag_are_a_miss_under_another_blocks_name(
     run(test)
 
 
+def test_one_tenants_block_is_a_miss_in_another_tenants_place(tmp_path: Path, namespace: PoolNamespace) -> None:
+    """The fingerprint covers the tenant, and the tag the fingerprint: not even equal bytes of an equal prompt pass."""
+    other = namespace_of(dataclasses.replace(namespace.spec, tenant="umbra"))
+    tenants = namespace, other
+
+    async def test() -> None:
+        for each in tenants:
+            await _write(_tier(tmp_path), each, "a")
+        assert [await _read(_tier(tmp_path, "two"), each, "a") for each in tenants] == [[True], [True]]
+        inventory = _load(tmp_path / "one")
+        mine, theirs = (inventory.groups[each.fingerprint, 0] for each in tenants)
+        mine[block_hash("a")], theirs[block_hash("a")] = theirs[block_hash("a")], mine[block_hash("a")]
+        (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
+        for reader in ("two", "one"):
+            assert [await _read(_tier(tmp_path, reader), each, "a") for each in tenants] == [[False], [False]]
+
+    run(test)
+
+
 @pytest.mark.parametrize("writes_with", [None, BlockMac(bytes(32))])
 def test_what_a_server_without_the_key_writes_is_not_read(
     tmp_path: Path, namespace: PoolNamespace, writes_with: BlockMac | None
@@ -257,15 +277,17 @@ class TestKeyedMooncakeTier(PersistentTierContract):
     def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
         return lambda: _mooncake(cluster)
 
-    @pytest.mark.parametrize("tag", ["none", "zeros", "another block's"])
+    @pytest.mark.parametrize("tag", ["none", "zeros", "another block's", "another tenant's"])
     def test_a_forged_object_with_the_right_checksums_is_a_miss(
         self, cluster: Cluster, namespace: PoolNamespace, tag: str
     ) -> None:
         key = f"kvpool/{namespace.fingerprint.hex()}/0/{block_hash('a').hex()}"
+        other = dataclasses.replace(namespace.spec, tenant="umbra")
         tags = {
             "none": b"",
             "zeros": bytes(TAG_BYTES),
             "another block's": MAC.tag((namespace.fingerprint, 0, block_hash("b")), FORGED.data),
+            "another tenant's": MAC.tag((other.fingerprint(), 0, block_hash("a")), FORGED.data),
         }
         forged = FORGED.tobytes() + encode_footer(key, SLOT, FORGED_SUMS, tags[tag])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvpool.curve import SubscriberKeys
 from kvpool.events import EventMessage, Subscriber
 from kvpool_server.events.history import Message
 
@@ -62,11 +63,11 @@ class Listener:
     """A view that follows a real server.
 
     Args:
-        endpoint, replay_endpoint: as `Subscriber` takes them.
+        endpoint, replay_endpoint, keys: as `Subscriber` takes them.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str = ""):
-        self.subscriber = Subscriber(endpoint, replay_endpoint)
+    def __init__(self, endpoint: str, replay_endpoint: str = "", keys: SubscriberKeys | None = None):
+        self.subscriber = Subscriber(endpoint, replay_endpoint, keys=keys)
         self.view = View()
         self.messages: list[EventMessage] = []
 

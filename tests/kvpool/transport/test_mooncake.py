@@ -37,7 +37,7 @@ from tests.support.values import group_spec, namespace_spec, payload, run_of
 pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
 
 MIB = 1 << 20
-FLAGS = ("--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp", "--insecure-network")
+FLAGS = ("--memory", "64MiB", "--grace-ms", "100", "--mooncake", "tcp", "--mooncake-trusted-network")
 
 
 @pytest.fixture(scope="module")

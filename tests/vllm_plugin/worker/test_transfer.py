@@ -167,7 +167,7 @@ def test_what_one_rank_stores_another_loads(transport: str, start: Start, shared
 
 def test_ranks_share_blocks_over_mooncake(start: Start, pool_server: StartServer) -> None:
     pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
-    server = pool_server("--memory", "64MiB", "--mooncake", "tcp", "--insecure-network")
+    server = pool_server("--memory", "64MiB", "--mooncake", "tcp", "--mooncake-trusted-network")
     writer, reader = start(server, transport="mooncake"), start(server, transport="mooncake")
     assert writer.store("abc", [3, 1, 7])
     assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])

@@ -28,8 +28,8 @@ def cluster() -> Iterator[Cluster]:
     made.stop()
 
 
-def _tier(cluster: Cluster, segment: str = "64MiB") -> tuple[str, str]:
-    return "--tier", f"mooncake:master={cluster.address},segment={segment}"
+def _tier(cluster: Cluster, segment: str = "64MiB") -> tuple[str, ...]:
+    return "--mooncake-trusted-network", "--tier", f"mooncake:master={cluster.address},segment={segment}"
 
 
 def _wait_demoted(client: Client, count: int) -> None:

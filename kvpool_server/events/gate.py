@@ -1,0 +1,78 @@
+"""Admits subscribers to KV events by their CURVE keys.
+
+ZeroMQ asks for each connection, before it takes a message from it, whether the client's key may connect to the
+stream of a tenant (ZAP; pyzmq's authenticator answers on a thread). `ZAP_ENFORCE_DOMAIN` refuses connections while
+nobody answers.
+
+Source: ZAP, https://rfc.zeromq.org/spec/27/.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from kvpool.curve import read_pair, read_subscribers
+from kvpool.principal import ALL_TENANTS
+from kvpool.watched_files import WatchedFiles
+
+log = structlog.get_logger()
+
+LOG_EVERY_S = 10.0
+"""A refused subscriber connects again and again: so often at most is a refusal logged."""
+
+
+class Gate:
+    """See the module. Thread-safe. Raises ConfigError for files that cannot be used.
+
+    Args:
+        key_file: the server's key pair.
+        subscribers: the list of public keys and their tenants, read again when it changes.
+    """
+
+    def __init__(self, key_file: str, subscribers: str, clock: Callable[[], float] = time.monotonic):
+        self._pair = read_pair(Path(key_file))
+        self._tenants = WatchedFiles([subscribers], lambda: read_subscribers(Path(subscribers)), clock)
+        self._clock = clock
+        self._log_at = clock()
+
+    def look(self) -> int:
+        """Reads the list again if it has changed, now and then; returns how often it has changed."""
+        try:
+            return self._tenants.look()
+        except Exception:  # It would end the authenticator's thread, which admits nobody then and cannot be stopped.
+            log.exception("reading the list of subscribers to KV events failed")
+            return self._tenants.version
+
+    def admitted(self, tenant: str) -> frozenset[bytes]:
+        """The keys that may subscribe to a tenant's stream: the tenant's, and those of operators."""
+        return frozenset(key for key, whose in self._tenants.value.items() if whose in (tenant, ALL_TENANTS))
+
+    def protect(self, socket: zmq.Socket[bytes], tenant: str) -> None:
+        """Has a socket speak CURVE alone, to admitted keys. Call it before `bind`."""
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.zap_domain = tenant.encode()
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._pair.public, self._pair.secret
+
+    def start(self, context: zmq.Context[zmq.Socket[bytes]], tenant: str) -> ThreadAuthenticator:
+        """Answers the questions of a context's sockets until `stop` is called."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.configure_curve_callback(tenant, self)
+        authenticator.start()
+        return authenticator
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a key may connect to the stream of the tenant `domain`; the authenticator's thread asks."""
+        self.look()
+        if self._tenants.value.get(key) in (domain, ALL_TENANTS):
+            return True
+        if self._clock() >= self._log_at:
+            self._log_at = self._clock() + LOG_EVERY_S
+            log.warning("refused a subscriber to KV events: its key is not listed", key=key.decode(), tenant=domain)
+        return False
