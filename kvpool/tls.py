@@ -65,7 +65,7 @@ def read_identity(files: TlsFiles) -> TlsIdentity:
         return TlsIdentity(ca)
     cert = read_pem(Path(files.cert))
     certificate = _load_certificates(cert, files.cert)[0]
-    _require_private(files.key)
+    require_private(files.key)
     key = read_pem(Path(files.key))
     try:
         private = serialization.load_pem_private_key(key, None)
@@ -86,7 +86,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
         )
 
 
-def _require_private(path: str) -> None:
+def require_private(path: str) -> None:
     """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
     try:
         found = os.stat(path)
