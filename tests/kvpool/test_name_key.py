@@ -14,7 +14,7 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.hashing import checksum
-from kvpool.name_key import NameKey, check_key, named_by
+from kvpool.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
 from kvpool.name_key_command import app
 from kvpool.namespace import differences
 from kvpool.rpc import KeptRuns, Namespace
@@ -50,6 +50,11 @@ def test_names_keep_groups_order_and_parents(run: BlockRun) -> None:
     named = KEY.run(run)
     expected = [(idx, KEY.name(name), KEY.name(parent) if parent else b"") for idx, name, parent in blocks([run])]
     assert blocks([named]) == expected
+
+
+def test_a_long_run_is_named_as_its_parts_are() -> None:
+    whole = run_of(*range(2 * NAMES_PER_TURN + 1), parent="parent")
+    assert blocks([KEY.run(whole)]) == blocks([KEY.run(part) for (part,) in in_parts([whole], 100)])
 
 
 @given(st.lists(runs, min_size=1, max_size=4), st.integers(1, 40))
