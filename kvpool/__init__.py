@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvpool.errors import KVPoolError as KVPoolError
     from kvpool.hashing import block_hashes as block_hashes
     from kvpool.hashing import checksum as checksum
+    from kvpool.name_key import NameKey as NameKey
     from kvpool.namespace import GroupSpec as GroupSpec
     from kvpool.namespace import NamespaceSpec as NamespaceSpec
     from kvpool.rpc import Namespace as Namespace
@@ -33,6 +34,7 @@ _HOMES = {
     "config": ("ClientConfig",),
     "errors": ("KVPoolError",),
     "hashing": ("block_hashes", "checksum"),
+    "name_key": ("NameKey",),
     "namespace": ("GroupSpec", "NamespaceSpec"),
     "rpc": ("Namespace", "PendingLookup"),
     "types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),

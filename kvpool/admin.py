@@ -63,7 +63,7 @@ class Admin:
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""
-        request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
+        request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=self._rpc.encode_runs(runs))
         reply = self._rpc.call(self._rpc.stub.Remove, request, timeout_ms)
         return replies.count("num_removed", reply.num_removed, sum(map(len, runs)))
 
@@ -74,7 +74,7 @@ class Admin:
 
     def verify(self, namespace: Namespace, runs: Sequence[BlockRun]) -> tuple[int, int]:
         """Lets the server compare blocks with their checksums; returns the numbers of (checked, dropped) blocks."""
-        request = pb.VerifyRequest(namespace=namespace.fingerprint, runs=wire.encode_runs(runs))
+        request = pb.VerifyRequest(namespace=namespace.fingerprint, runs=self._rpc.encode_runs(runs))
         reply = self._rpc.call(self._rpc.stub.Verify, request)
         checked = replies.count("num_checked", reply.num_checked, sum(map(len, runs)))
         return checked, replies.count("num_dropped", reply.num_dropped, checked)

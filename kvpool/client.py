@@ -102,13 +102,15 @@ class Client:
         """Declares a namespace, and attaches to the server's arena.
 
         Args:
-            expected_fingerprint: if not empty, the fingerprint that the spec must have.
+            expected_fingerprint: if not empty, the fingerprint that the spec must have; with `name_key_file`, the spec
+                with the key's digest.
 
         Raises:
-            InvalidRequestError: the spec cannot name a namespace.
+            InvalidRequestError: the spec cannot name a namespace, or one whose blocks another key names.
             IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
             TransferError, ConfigError: the configured transport does not work here.
         """
+        spec = self.rpc.named(spec)
         opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
         transport = self.attachment.attach(opened.offer, boot_token)
         arena_bytes = replies.arena_bytes(opened.offer)

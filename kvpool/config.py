@@ -61,6 +61,8 @@ class ClientConfig:
         tls: the client's certificate, its key, and the authority of the server's; None: plaintext, only to this host.
         token_file: a file with a bearer token, for servers that know clients by tokens; only with `tls`.
         insecure_network: allow plaintext to other hosts, on a network where nobody reads or changes what you compute.
+        name_key_file: a file with the key that names blocks on the wire, so that neither the server nor other tenants
+            can test guesses of prompts; clients share blocks only if it is the same. It is read once.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Must exceed the slowest load.
         ticket_ttl_ms: how long a put may take. Must exceed the slowest write of one put.
     """
@@ -76,6 +78,7 @@ class ClientConfig:
     ticket_ttl_ms: int = 10_000
     tls: TlsFiles | None = None
     token_file: str = ""
+    name_key_file: str = ""
     insecure_network: bool = False
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -36,7 +37,9 @@ class InlineChunks:
             InvalidReplyError: the answer is not of these chunks.
             OutOfSpaceError: no room.
         """
-        reply = self._rpc.call(self._rpc.stub.PutChunks, _messages(chunks), self._rpc.config.data_timeout_ms)
+        reply = self._rpc.call(
+            self._rpc.stub.PutChunks, _messages(map(self._named, chunks)), self._rpc.config.data_timeout_ms
+        )
         return replies.put_statuses(reply, len(chunks))
 
     def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
@@ -45,17 +48,18 @@ class InlineChunks:
         Raises ChecksumError for wrong bytes, InvalidReplyError for an answer that is not of these keys.
         """
         found: list[Chunk | None] = []
-        request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in keys])
+        named = [self._named_key(key) for key in keys]
+        request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in named])
         call = self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms)
         try:
             for nth, reply in enumerate(call):
-                chunk = replies.chunk(reply, nth, keys)
+                chunk = replies.chunk(reply, nth, named)
                 if chunk is not None and checksum(chunk.payload) != chunk.checksum:
                     raise ChecksumError(
                         f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard} differs from its checksum; "
                         "treat it as a miss"
                     )
-                found.append(chunk)
+                found.append(chunk and replace(chunk, key=keys[nth]))
         except grpc.RpcError as error:
             raise wire.error_of(error, self._rpc.config.endpoint) from None
         finally:
@@ -64,8 +68,16 @@ class InlineChunks:
             raise InvalidReplyError(f"the server answered {len(found)} of {len(keys)} keys")
         return found
 
+    def _named(self, chunk: Chunk) -> Chunk:
+        """The chunk under its block's name on the wire."""
+        parent = chunk.parent_hash and self._rpc.name_of(chunk.parent_hash)
+        return replace(chunk, key=self._named_key(chunk.key), parent_hash=parent)
 
-def _messages(chunks: Sequence[Chunk]) -> Iterator[pb.PutChunksRequest]:
+    def _named_key(self, key: PoolKey) -> PoolKey:
+        return replace(key, block_hash=self._rpc.name_of(key.block_hash))
+
+
+def _messages(chunks: Iterable[Chunk]) -> Iterator[pb.PutChunksRequest]:
     message, nbytes = pb.PutChunksRequest(), 0
     for chunk in chunks:
         encoded = wire.encode_chunk(chunk)

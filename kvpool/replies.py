@@ -14,7 +14,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -154,6 +154,7 @@ class LookupQuestion:
         fingerprint, groups: of the namespace.
         arena_bytes: see the function of that name.
         lease_ttl_ms: 0: without a lease.
+        encode_runs: makes messages of runs, with the blocks' names on the wire.
         asked_at: monotonic seconds.
     """
 
@@ -164,12 +165,13 @@ class LookupQuestion:
     prefix_only: bool
     lease_ttl_ms: int
     locate: bool
+    encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
     asked_at: float = field(default_factory=time.monotonic)
 
     def __call__(self, wait_ms: int = 0) -> pb.LookupRequest:
         return pb.LookupRequest(
             namespace=self.fingerprint,
-            runs=wire.encode_runs(self.runs),
+            runs=self.encode_runs(self.runs),
             prefix_only=self.prefix_only,
             lease_ttl_ms=self.lease_ttl_ms,
             locate=self.locate and self.lease_ttl_ms > 0,

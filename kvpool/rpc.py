@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from kvpool.errors import (
     UnavailableError,
 )
 from kvpool.lookup_stream import LookupStream
+from kvpool.name_key import NameKey, check_key, named_by
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.replies import LookupQuestion
 from kvpool.transport.base import Transport
@@ -69,6 +71,21 @@ class Namespace:
         return self.spec.groups[group_idx]
 
 
+class KeptRuns(tuple[BlockRun, ...]):
+    """Runs that are looked up several times: the blocks' names on the wire are computed once.
+
+    Attributes:
+        encoded: the runs as messages, by the digest of the key that names the blocks.
+    """
+
+    encoded: dict[str, list[pb.BlockRun]]
+
+    def __new__(cls, runs: Iterable[BlockRun] = ()) -> KeptRuns:
+        kept = super().__new__(cls, runs)
+        kept.encoded = {}
+        return kept
+
+
 class PendingLookup:
     """A lookup that was sent and may have been answered."""
 
@@ -105,10 +122,13 @@ class PoolRpc:
         stub: the Pool service's methods.
         lookups: sends the requests of `LookupQuestion`s, and leases to release; answers come in the order of the calls.
         channel: carries both; closed with this object.
+
+    Raises ConfigError if `config.name_key_file` cannot be used.
     """
 
     def __init__(self, config: ClientConfig, stub: Any, lookups: Any, channel: Any):
         self.config = config
+        self._name_key = NameKey.read(Path(config.name_key_file)) if config.name_key_file else None
         self.stub = stub
         self.channel = channel
         self._lookups = lookups
@@ -138,6 +158,7 @@ class PoolRpc:
         Raises InvalidRequestError, IncompatibleNamespaceError, and TransferError if the server is of a release that
         computes another fingerprint.
         """
+        spec = self.named(spec)
         request = pb.OpenNamespaceRequest(
             spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint, opener=socket.gethostname()
         )
@@ -149,6 +170,30 @@ class PoolRpc:
                 "namespace; install the same release of kvpool on both sides"
             )
         return opened, reply.boot_token
+
+    # Names of blocks: no block hash gets to a server but through these.
+
+    def named(self, spec: NamespaceSpec) -> NamespaceSpec:
+        """The namespace in which this client names the blocks.
+
+        Raises InvalidRequestError if the spec says that another key names them.
+        """
+        check_key(spec, self._name_key)
+        return named_by(spec, self._name_key)
+
+    def name_of(self, block_hash: bytes) -> bytes:
+        """A block's name on the wire."""
+        return self._name_key.name(block_hash) if self._name_key else block_hash
+
+    def encode_runs(self, runs: Sequence[BlockRun]) -> list[pb.BlockRun]:
+        """Runs as messages, with the blocks' names on the wire."""
+        key = self._name_key
+        if key is None:
+            return wire.encode_runs(runs)
+        kept = runs.encoded if isinstance(runs, KeptRuns) else {}
+        if key.digest not in kept:
+            kept[key.digest] = wire.encode_runs(map(key.run, runs))
+        return kept[key.digest]
 
     # Lookup
 
@@ -192,7 +237,9 @@ class PoolRpc:
     ) -> LookupQuestion:
         ttl_ms = self.config.lease_ttl_ms if lease else 0
         groups, arena_bytes = namespace.spec.groups, namespace.arena_bytes
-        return LookupQuestion(namespace.fingerprint, groups, arena_bytes, runs, prefix_only, ttl_ms, locate)
+        return LookupQuestion(
+            namespace.fingerprint, groups, arena_bytes, runs, prefix_only, ttl_ms, locate, self.encode_runs
+        )
 
     def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:
         """The answer to a lookup, checked."""
@@ -205,7 +252,7 @@ class PoolRpc:
         """Asks for regions to write. Raises OutOfSpaceError."""
         request = pb.PutStartRequest(
             namespace=namespace.fingerprint,
-            runs=wire.encode_runs(runs),
+            runs=self.encode_runs(runs),
             shards=wire.encode_shards(shards),
             ticket_ttl_ms=self.config.ticket_ttl_ms,
         )
@@ -255,16 +302,15 @@ class PoolRpc:
             for call in calls:
                 call.cancel()
 
-    @staticmethod
     def _get_request(
-        namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
+        self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
     ) -> pb.GetRequest:
         if not lease_id:
             raise LeaseExpiredError("lease_id is 0: the lookup found no block, so there is nothing to get")
         return pb.GetRequest(
             lease_id=lease_id,
             namespace=namespace.fingerprint,
-            runs=wire.encode_runs(runs),
+            runs=self.encode_runs(runs),
             shards=wire.encode_shards(shards),
         )
 

@@ -15,7 +15,7 @@ from tests.support import metrics_page
 from tests.support.processes import ServerProcess, clean_environment
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 
 
 def _section(name: str, heading: str) -> str:

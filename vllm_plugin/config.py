@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.errors import ConfigError
+from kvpool.name_key import NameKey
 from kvpool.principal import Role
 from kvpool.tls import TlsFiles, read_identity
 
@@ -74,6 +76,8 @@ class ConnectorConfig:
             certificate, and its key. The files are read again when they change.
         token_file: a file with a bearer token, for servers that know engines by tokens; then `tls` needs only "ca", and
             `tenant` has to be given.
+        name_key_file: a file with the key that names blocks on the wire, so that neither the server nor other tenants
+            can test guesses of prompts; engines share blocks only if it is the same. It is read at the engine's start.
         insecure_network: allow plaintext to another host, on a network where all are trusted.
     """
 
@@ -97,6 +101,7 @@ class ConnectorConfig:
     salt: str = ""
     tls: TlsFiles | None = None
     token_file: str = ""
+    name_key_file: str = ""
     insecure_network: bool = False
 
     @classmethod
@@ -126,6 +131,7 @@ class ConnectorConfig:
             if not low <= (value := getattr(config, name)) <= high:
                 raise ConfigError(f"kv_connector_extra_config: {name} = {value} is not in {low} to {high}")
         config.client_config()
+        config.name_key()
         for name, choices in CHOICES.items():
             if (value := getattr(config, name)) not in choices:
                 raise ConfigError(f"kv_connector_extra_config: {name} = {value!r} is not one of {', '.join(choices)}")
@@ -139,6 +145,10 @@ class ConnectorConfig:
                 f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
             )
         return config
+
+    def name_key(self) -> NameKey | None:
+        """The key of `name_key_file`; None without one. Raises ConfigError."""
+        return NameKey.read(Path(self.name_key_file)) if self.name_key_file else None
 
     def client_config(self, local_clients: int = 1) -> ClientConfig:
         """Settings of a client, one of `local_clients` on its host."""
@@ -155,6 +165,7 @@ class ConnectorConfig:
             local_clients=local_clients,
             tls=self.tls,
             token_file=self.token_file,
+            name_key_file=self.name_key_file,
             insecure_network=self.insecure_network,
         )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import socket
-import socketserver
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +34,7 @@ from kvpool_server.access.permissions import CALLS
 from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.recorder import Recorder
 from tests.support.values import block_hash, namespace_spec, payload, run_of
 
 ABOUT_A_NAMESPACE = (
@@ -227,41 +226,11 @@ def test_a_client_does_not_talk_to_who_is_no_server(deployment: Deployment, tmp_
         client.admin.ping()
 
 
-class _Recorder(socketserver.ThreadingTCPServer):
-    """A proxy that keeps every byte that passes."""
-
-    daemon_threads = True
-
-    def __init__(self, target: str):
-        host, _, port = target.rpartition(":")
-        seen = self.seen = bytearray()
-
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                with socket.create_connection((host, int(port)), TIMEOUT_S) as onward:
-                    back = threading.Thread(target=self._pass, args=(onward, self.request))
-                    back.start()
-                    self._pass(self.request, onward)
-                    back.join(TIMEOUT_S)
-
-            def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-                try:
-                    while piece := source.recv(1 << 16):
-                        seen.extend(piece)
-                        sink.sendall(piece)
-                    sink.shutdown(socket.SHUT_WR)
-                except OSError:
-                    pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
 def test_a_recorder_on_the_wire_finds_no_byte_of_a_block(deployment: Deployment) -> None:
     block = payload("secret", 256)
-    with _Recorder(deployment.server.endpoint) as recorder:
+    with Recorder(deployment.server.endpoint) as recorder:
         files = deployment.files(Role.ENGINE_WRITE)
-        config = ClientConfig(f"127.0.0.1:{recorder.server_address[1]}", "grpc", timeout_ms=10_000, tls=files)
+        config = ClientConfig(recorder.endpoint, "grpc", timeout_ms=10_000, tls=files)
         with Client(config) as client:
             namespace = client.open_namespace(namespace_spec(tenant="acme", model="secret/model"))
             client.put_blocks(namespace, run_of("secret"), [block])

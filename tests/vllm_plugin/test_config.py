@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.certificates import Authority
 from kvpool.errors import ConfigError
+from kvpool.name_key import NameKey
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from tests.support.certificates import files_in
 from vllm_plugin.config import ConnectorConfig
@@ -17,14 +18,15 @@ def test_defaults_serve_a_pool_on_this_host() -> None:
     assert config.client_config().endpoint == "127.0.0.1:50051"
 
 
-def test_every_key_reaches_the_configuration() -> None:
+def test_every_key_reaches_the_configuration(tmp_path: Path) -> None:
+    NameKey.create(tmp_path / "name.key")
     given = {
         "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
         "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "on_reset": "keep", "share_adapters": "never",
         "weights_epoch_file": "/run/epoch",
         "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s", "insecure_network": True, "token_file": "f",
-        "stream_connections": 2,
+        "stream_connections": 2, "name_key_file": str(tmp_path / "name.key"),
     }  # fmt: skip
     config = ConnectorConfig.parse(given)
     assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == {**given, "tls": None}
@@ -73,6 +75,11 @@ def test_tls_that_is_no_paths_is_refused(tls: object) -> None:
 def test_tls_files_that_are_not_there_are_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot read /nowhere/ca\.crt"):
         ConnectorConfig.parse({"tls": {"ca": "/nowhere/ca.crt", "cert": "b", "key": "c"}})
+
+
+def test_a_name_key_that_is_not_there_is_named_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read /nowhere/name\.key"):
+        ConnectorConfig.parse({"name_key_file": "/nowhere/name.key"})
 
 
 @pytest.mark.parametrize(

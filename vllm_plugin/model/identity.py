@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 
 from kvpool.errors import ConfigError
 from kvpool.hashing import ALGORITHM, DEFAULT_SEED
+from kvpool.name_key import named_by
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import group_spec, hash_tokens, make_groups, packs_its_own
@@ -53,7 +54,7 @@ def namespace_spec(
             f"processes; start vLLM with --prefix-caching-hash-algo {ALGORITHM}"
         )
     weights = describe_weights(model, vllm_config.load_config)
-    return NamespaceSpec(
+    spec = NamespaceSpec(
         model=weights.model,
         revision=weights.revision,
         weights_digest=weights.digest,
@@ -71,6 +72,7 @@ def namespace_spec(
         tenant=config.tenant,
         salt=config.salt,
     )
+    return named_by(spec, config.name_key())
 
 
 def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -98,14 +98,17 @@ class Lookups:
         if not self._prefix_only:  # Blocks that the hit does not need may be pending longest.
             answer_s = min(answer_s, lookup.retry_s)
         lookup.sent_at = time.monotonic()
-        runs = [*lookup.runs, *lookup.probes]
         for session in self.stages.sessions:
             namespace = session.namespace
             try:
                 if namespace is None:
                     raise UnavailableError("kvpool is away")
                 call = session.client.rpc.lookup_async(
-                    namespace, runs, prefix_only=self._prefix_only, locate=True, wait_ms=math.ceil(1000 * answer_s)
+                    namespace,
+                    lookup.question,
+                    prefix_only=self._prefix_only,
+                    locate=True,
+                    wait_ms=math.ceil(1000 * answer_s),
                 )
                 lookup.calls.append(call)
             except UnavailableError:

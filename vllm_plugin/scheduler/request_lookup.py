@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.rpc import PendingLookup
+from kvpool.rpc import KeptRuns, PendingLookup
 from kvpool.types import BlockRun, LeasedSlots, Lookup, RunHits
 from vllm_plugin.model.hit_rules import Found
 from vllm_plugin.model.kinds import Kind
@@ -135,6 +135,7 @@ class RequestLookup:
         runs: blocks that were asked for, one run a group.
         probes: the last block of each group that the engine had itself.
         firsts: index of each run's first block.
+        question: the runs and the probes, as they are sent each time.
         sent_at: monotonic seconds of the last sending.
         calls: one a stage, while they are under way; empty once answered.
         answers: the newest, one a stage.
@@ -160,6 +161,7 @@ class RequestLookup:
     probes: list[BlockRun]
     firsts: list[int]
     wait: PromotionWait
+    question: KeptRuns = field(init=False)
     sent_at: float = 0.0
     calls: list[PendingLookup] = field(default_factory=list)
     answers: Sequence[Lookup] = ()
@@ -177,6 +179,9 @@ class RequestLookup:
     searched: tuple[int, int] | None = None
     boundary: int = 0
     verdict: Verdict | None = None
+
+    def __post_init__(self) -> None:
+        self.question = KeptRuns((*self.runs, *self.probes))
 
     def leased(self, idx: int, start: int, stop: int) -> tuple[LeasedSlots | None, ...]:
         """Where blocks [start, stop) of a group lie, one a stage, as far as the answers say it."""

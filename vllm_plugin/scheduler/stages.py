@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
+from kvpool.name_key import named_by
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import Handshake
@@ -88,6 +89,7 @@ class Stages:
             stages += of_stage.values()
         # Of several kvpools under a MultiConnector, each is told what the first one's workers say.
         own = self._config
+        stages = [named_by(spec, own.name_key()) for spec in stages]
         self.open(
             [replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self.weights_epoch) for spec in stages]
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvpool.errors import ConfigError
+from kvpool.name_key import NameKey
 from kvpool.namespace import NamespaceSpec, differences
 from testbed.tiny_models import write as write_shape
 from tests.support.toy.fixtures import MakeConfig
@@ -77,6 +78,14 @@ def test_what_changes_kv_values_changes_the_name(
     change: dict[str, Any], expected: set[str], identify: Identify
 ) -> None:
     assert fields_that_differ(identify(), identify(**change)) == expected
+
+
+def test_a_name_key_is_part_of_the_name(identify: Identify, tmp_path: Path) -> None:
+    keys = [NameKey.create(tmp_path / name) for name in ("a", "b")]
+    plain, *keyed = (identify(extra={"name_key_file": file}) for file in ("", str(tmp_path / "a"), str(tmp_path / "b")))
+    assert [dict(spec.extra)["name_key"] for spec in keyed] == [key.digest for key in keys]
+    for ours, theirs in ((plain, keyed[0]), keyed):
+        assert fields_that_differ(ours, theirs) == {"extra['name_key']"}
 
 
 @pytest.mark.parametrize(

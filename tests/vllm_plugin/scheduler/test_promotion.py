@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpool.errors import PoolTimeoutError
+from kvpool.name_key import NameKey
+from kvpool.rpc import KeptRuns, Namespace, PendingLookup
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.clock import FakeClock
@@ -81,6 +84,26 @@ def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None
     assert all(job.lease_ids)
     alone.report(finished_recving={"r"})
     wait_for_leases(alone, 0)
+
+
+def test_the_names_of_a_requests_blocks_are_computed_once(core: MakeCore, clock: FakeClock, tmp_path: Path) -> None:
+    """A lookup that waits for a tier is encoded on the scheduler's thread."""
+    NameKey.create(tmp_path / "name.key")
+    one = core(name_key_file=str(tmp_path / "name.key")).connected()
+    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4)
+    rpc, asked = one.side.stages.sessions[0].client.rpc, []
+    through_tier = rpc.lookup_async
+
+    def look_up(namespace: Namespace, runs: KeptRuns, **options: Any) -> PendingLookup:
+        asked.append(rpc.encode_runs(runs))
+        return through_tier(namespace, runs, **options)
+
+    rpc.lookup_async = look_up  # type: ignore[assignment, method-assign]
+    assert look(one, request) is None
+    tier.brought(4)
+    clock.advance(RETRY_S)
+    assert look(one, request) == blocks(6)
+    assert len(asked) > 1 and all(each is asked[0] for each in asked)
 
 
 def test_between_two_answers_what_was_ready_is_leased(alone: Core, clock: FakeClock) -> None:

@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from kvpool.name_key import NameKey
 from kvpool.types import BlockRun
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
@@ -916,9 +918,17 @@ def test_what_workers_tell_takes_the_place_of_what_was_worked_out(core: MakeCore
     assert before.namespace is None, "the first connection is closed"
 
 
-def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(core: MakeCore) -> None:
+@pytest.mark.parametrize("keys", [("one.key", ""), ("", "two.key"), ("one.key", "two.key")])
+def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(
+    keys: tuple[str, str], core: MakeCore, tmp_path: Path
+) -> None:
     """MultiConnector gives every connector the first one's handshake (`get_handshake_metadata`)."""
-    first, second = core(salt="first", tenant="one", weights_epoch="old"), core(salt="second", tenant="two")
+    one, two = ({"name_key_file": str(tmp_path / each)} if each else {} for each in keys)
+    for given in (one, two):
+        if given:
+            NameKey.create(Path(given["name_key_file"]))
+    first = core(salt="first", tenant="one", weights_epoch="old", **one)
+    second = core(salt="second", tenant="two", **two)
     wanted = second.side.stages.specs
     second.side.stages.handshake({(0, 0): Handshake(first.side.stages.specs[0])})
     assert second.side.stages.specs == wanted != first.side.stages.specs

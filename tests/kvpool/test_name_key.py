@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.hashing import checksum
+from kvpool.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
+from kvpool.name_key_command import app
+from kvpool.namespace import differences
+from kvpool.rpc import KeptRuns, Namespace
+from kvpool.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts, in_two
+from tests.conftest import Connect
+from tests.support.processes import ServerProcess
+from tests.support.values import namespace_spec, payload, run_of
+
+KEY, OTHER = NameKey(bytes(range(32))), NameKey(bytes(32))
+CHUNK_BYTES = 256
+
+hashes = st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
+runs = st.builds(BlockRun, st.integers(0, 3), st.lists(hashes, min_size=1, max_size=12), st.just(b"") | hashes)
+
+
+def blocks(parts: list[BlockRun]) -> list[tuple[int, bytes, bytes]]:
+    """Group, name and parent's name of each block."""
+    return [
+        (run.group_idx, name, parent)
+        for run in parts
+        for name, parent in zip(run.block_hashes, [run.parent_hash, *run.block_hashes], strict=False)
+    ]
+
+
+@given(hashes)
+def test_a_name_is_a_keyed_hash(block_hash: bytes) -> None:
+    assert KEY.name(block_hash) == hashlib.blake2b(block_hash, key=bytes(range(32)), digest_size=32).digest()
+    assert KEY.name(block_hash) != OTHER.name(block_hash)
+
+
+@given(runs)
+def test_names_keep_groups_order_and_parents(run: BlockRun) -> None:
+    named = KEY.run(run)
+    expected = [(idx, KEY.name(name), KEY.name(parent) if parent else b"") for idx, name, parent in blocks([run])]
+    assert blocks([named]) == expected
+
+
+def test_a_long_run_is_named_as_its_parts_are() -> None:
+    whole = run_of(*range(2 * NAMES_PER_TURN + 1), parent="parent")
+    assert blocks([KEY.run(whole)]) == blocks([KEY.run(part) for (part,) in in_parts([whole], 100)])
+
+
+@given(st.lists(runs, min_size=1, max_size=4), st.integers(1, 40))
+def test_a_batch_may_be_split_before_or_after_its_blocks_are_named(batch: list[BlockRun], count: int) -> None:
+    named = list(map(KEY.run, batch))
+    for split in (in_two, in_parts):
+        before = [list(map(KEY.run, part)) for part in split(batch, count)]
+        assert [blocks(part) for part in before] == [blocks(part) for part in split(named, count)]
+
+
+@given(st.permutations([("a", "1"), ("b", "2"), ("name_key", "ff")]), st.booleans())
+def test_a_spec_names_its_key_once(extra: list[tuple[str, str]], has_key: bool) -> None:
+    spec = namespace_spec(extra=tuple(extra))
+    key = KEY if has_key else None
+    named = named_by(spec, key)
+    assert dict(named.extra) == {"a": "1", "b": "2"} | ({"name_key": KEY.digest} if has_key else {})
+    assert named_by(named, key) == named
+    check_key(named, key)
+    with pytest.raises(InvalidRequestError, match="this client has"):
+        check_key(spec, key)
+
+
+def test_a_namespace_says_which_key_differs() -> None:
+    spec = namespace_spec()
+    mine, theirs = named_by(spec, KEY), named_by(spec, OTHER)
+    assert len({each.fingerprint() for each in (spec, mine, theirs)}) == 3
+    (difference,) = differences(mine, theirs)
+    assert str(difference) == f"extra['name_key']: {KEY.digest!r} here, {OTHER.digest!r} there"
+    assert named_by(mine, None).fingerprint() == spec.fingerprint()
+
+
+def test_a_key_does_not_show_itself() -> None:
+    assert bytes(range(32)).hex()[:8] not in repr(KEY)
+
+
+few = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True)
+
+
+def put(client: Client, namespace: Namespace, names: list[int]) -> object:
+    stored = client.put_blocks(namespace, run_of(*names), [payload(name, CHUNK_BYTES) for name in names])
+    return stored.statuses, stored.receipt
+
+
+def look_up(client: Client, namespace: Namespace, names: list[int]) -> object:
+    found = client.lookup(namespace, [run_of(*names)], prefix_only=False)
+    present = [name for nth, name in enumerate(names) if found.hits[0].complete >> nth & 1]
+    if not present:
+        return found.hits, []
+    loaded = client.get_blocks(namespace, found.lease_id, run_of(*present))
+    client.release([found.lease_id])
+    assert [bytes(each) for each in loaded] == [payload(name, CHUNK_BYTES).tobytes() for name in present]
+    return found.hits, present
+
+
+def remove(client: Client, namespace: Namespace, names: list[int]) -> object:
+    return client.admin.remove(namespace, [run_of(*names)])
+
+
+def verify(client: Client, namespace: Namespace, names: list[int]) -> object:
+    return client.admin.verify(namespace, [run_of(*names)])
+
+
+def exchange_inline(client: Client, namespace: Namespace, names: list[int]) -> object:
+    keys = [PoolKey(namespace.fingerprint, 0, name, 0) for name in run_of(*names).block_hashes]
+    bodies = [payload(name, CHUNK_BYTES).tobytes() for name in names]
+    parents = [b"", *(key.block_hash for key in keys)]
+    chunks = [
+        Chunk(key, body, checksum(body), parent) for key, body, parent in zip(keys, bodies, parents, strict=False)
+    ]
+    statuses = client.chunks.put(chunks)
+    got = [each for each in client.chunks.get(keys) if each is not None]
+    assert [(each.key, each.payload) for each in got] == list(zip(keys, bodies, strict=True))
+    return statuses
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=st.lists(st.tuples(st.sampled_from([put, look_up, remove, verify, exchange_inline]), few), max_size=12))
+def test_a_key_changes_no_answer(
+    calls: list[tuple[Callable[..., object], list[int]]], clients: tuple[Client, Client]
+) -> None:
+    """Every call answers a client with a key, of blocks in its namespace, as it answers a client without."""
+    spec = namespace_spec()
+    keyed, plain = ((client, client.open_namespace(spec)) for client in clients)
+    for call, names in calls:
+        assert call(*keyed, names) == call(*plain, names)
+
+
+@pytest.fixture
+def clients(shared_server: ServerProcess, connect: Connect, tmp_path: Path) -> tuple[Client, Client]:
+    """One with a key, one without."""
+    NameKey.create(tmp_path / "name.key")
+    return connect(shared_server, name_key_file=str(tmp_path / "name.key")), connect(shared_server)
+
+
+def test_runs_that_are_kept_are_named_once(clients: tuple[Client, Client]) -> None:
+    keyed, plain = (client.rpc for client in clients)
+    kept = KeptRuns([run_of("a", "b", parent="c"), run_of("d")])
+    assert keyed.encode_runs(kept) is keyed.encode_runs(kept)
+    assert keyed.encode_runs(kept) == keyed.encode_runs(list(kept))
+    assert plain.encode_runs(kept) == plain.encode_runs(list(kept)) != keyed.encode_runs(kept)
+
+
+@pytest.mark.parametrize(
+    "encode", [bytes.hex, lambda key: key.hex().upper(), lambda key: base64.b64encode(key).decode()]
+)
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_file_has_the_key_in_hexadecimal_or_base64(encode: Callable[[bytes], str], end: str, tmp_path: Path) -> None:
+    file = tmp_path / "name.key"
+    file.touch(0o600)
+    file.write_text(encode(bytes(range(32))) + end)
+    assert NameKey.read(file).digest == KEY.digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "00" * 31,
+        "00" * 33,
+        "zz" * 32,
+        base64.b64encode(bytes(16)).decode(),
+        "\xff" * 64,
+        "00" * 16 + "\n" + "00" * 16,
+    ],
+)
+def test_a_file_with_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "name.key"
+    file.touch(0o600)
+    file.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"name\.key holds no key of 32 bytes .* `kvpool name-key create FILE`"
+    ) as raised:
+        Client(ClientConfig("127.0.0.1:1", name_key_file=str(file)))
+    assert not text or text not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o666])
+def test_a_file_that_others_can_read_or_write_is_refused(mode: int, tmp_path: Path) -> None:
+    file = tmp_path / "name.key"
+    NameKey.create(file)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"others can read .*name\.key \(mode {mode:04o}\); give it mode 0600"):
+        Client(ClientConfig("127.0.0.1:1", name_key_file=str(file)))
+
+
+def test_the_command_makes_a_new_key_each_time_and_shows_its_digest_alone(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a.key", "b.key")]
+    made = [CliRunner().invoke(app, ["create", file], catch_exceptions=False).output for file in files]
+    shown = [CliRunner().invoke(app, ["show", file], catch_exceptions=False).output.strip() for file in files]
+    assert len(set(shown)) == 2
+    for file, output, digest in zip(files, made, shown, strict=True):
+        assert digest == NameKey.read(Path(file)).digest and digest in output
+        assert Path(file).read_text().strip() not in output
+        assert Path(file).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_overwrites_no_file(tmp_path: Path) -> None:
+    NameKey.create(tmp_path / "name.key")
+    before = (tmp_path / "name.key").read_text()
+    with pytest.raises(ConfigError, match="File exists; give the path of a new file"):
+        NameKey.create(tmp_path / "name.key")
+    assert (tmp_path / "name.key").read_text() == before
