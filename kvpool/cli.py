@@ -51,8 +51,17 @@ QUIET_S = 5.0
 CLEAR_TIMEOUT_MS = 20_000
 """`kvpool clear` waits for tiers, too."""
 
-_TRUST: ContextVar[dict[str, Any]] = ContextVar("options of all commands")
-"""Fields of `ClientConfig`, from the options that stand before the command."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trust:
+    """The options that stand before the command."""
+
+    tls: Path | None
+    token_file: str
+    insecure_network: bool
+
+
+_TRUST: ContextVar[_Trust] = ContextVar("options of all commands")
 
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT or unix:PATH of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -368,7 +377,9 @@ def _config(endpoint: str, transport: str) -> ClientConfig:
 
 def _trusting(config: ClientConfig) -> ClientConfig:
     """A configuration with the options that stand before the command."""
-    return dataclasses.replace(config, **_TRUST.get())
+    trust = _TRUST.get()
+    files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
+    return dataclasses.replace(config, tls=files, token_file=trust.token_file, insecure_network=trust.insecure_network)
 
 
 @app.callback(invoke_without_command=True)
@@ -378,9 +389,18 @@ def _common(
         typer.Option(
             metavar="DIR",
             envvar="KVPOOL_TLS",
-            help=f"Directory with {CA_NAME}, {CERTIFICATE_NAME} and {KEY_NAME}, as `kvpool certs` makes them.",
+            help=f"Directory with {CA_NAME}, {CERTIFICATE_NAME} and {KEY_NAME}, as `kvpool certs` makes them; for "
+            f"--token-file {CA_NAME} is enough.",
         ),
     ] = None,
+    token_file: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVPOOL_TOKEN_FILE",
+            help="File with a bearer token, as `kvpool token create` makes it; with --tls.",
+        ),
+    ] = "",
     insecure_network: Annotated[
         bool,
         typer.Option(
@@ -394,8 +414,7 @@ def _common(
     if version:
         typer.echo(f"kvpool {__version__}")
         raise typer.Exit
-    files = None if tls is None else TlsFiles(*(str(tls / name) for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME)))
-    _TRUST.set({"tls": files, "insecure_network": insecure_network})
+    _TRUST.set(_Trust(tls, token_file, insecure_network))
 
 
 def main() -> None:

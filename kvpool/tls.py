@@ -16,7 +16,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from kvpool.certificates import read_pem
+from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.principal import Principal
 from kvpool.watched_files import WatchedFiles
@@ -35,6 +35,25 @@ class TlsFiles:
     ca: str
     cert: str = ""
     key: str = ""
+
+    @classmethod
+    def in_directory(cls, directory: Path) -> TlsFiles:
+        """The files of a directory as `kvpool certs` makes it; `ca.crt` may be alone there, for callers with a token.
+
+        Raises ConfigError, which names the missing file.
+        """
+        ca, cert, key = (directory / name for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME))
+        if not ca.is_file():
+            below = sorted(directory.glob(f"operator/{CA_NAME}"))
+            hint = f"give {below[0].parent}" if below else "give a directory that `kvpool certs` has made"
+            raise ConfigError(f"{directory} has no {CA_NAME}; {hint}")
+        if cert.exists() != key.exists():
+            missing, there = (cert, key) if key.exists() else (key, cert)
+            raise ConfigError(
+                f"{directory} has {there.name} and no {missing.name}; give both, or only {CA_NAME} for a caller with a "
+                "token"
+            )
+        return cls(str(ca), str(cert), str(key)) if cert.exists() else cls(str(ca))
 
 
 @dataclass(frozen=True, slots=True)

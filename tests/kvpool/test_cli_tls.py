@@ -1,0 +1,110 @@
+"""`kvpool` at servers with TLS: by a certificate, by a token, and what it says where neither fits."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpool.certificates import Authority
+from kvpool.cli import app
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.tls import TlsFiles
+from kvpool.tokens import append_record, create_token
+from tests.support.certificates import files_in, server_flags
+from tests.support.processes import ServerProcess, run_command
+
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+ENGINE, OPERATOR = Principal("acme", Role.ENGINE_WRITE), Principal(ALL_TENANTS, Role.OPERATOR)
+
+
+class Pool:
+    """A server with TLS, its authority, and a directory with nothing but the authority's certificate."""
+
+    def __init__(self, directory: Path, is_for_tokens: bool):
+        self.pki = directory / "pki"
+        self.authority = Authority.create(self.pki)
+        self.operator = self.authority.issue_principal(OPERATOR)
+        self.trust = directory / "trust"
+        self.trust.mkdir()
+        shutil.copy(self.pki / "ca" / "ca.crt", self.trust)
+        self.token = self._token(directory, "operator-token", OPERATOR)
+        flags = server_flags(self.authority.issue_server([]))
+        if is_for_tokens:
+            flags = [*flags[:4], "--tokens", str(directory / "tokens")]
+            tls, token = TlsFiles(str(self.trust / "ca.crt")), self.token
+        else:
+            tls, token = files_in(self.operator), ""
+        self.server = ServerProcess(directory, "--memory", "64MiB", *flags, tls=tls, token_file=token)
+
+    @staticmethod
+    def _token(directory: Path, name: str, principal: Principal) -> str:
+        token, record = create_token(principal, dt.timedelta(days=1))
+        append_record(directory / "tokens", record)
+        file = directory / name
+        file.touch(0o600)
+        file.write_text(token)
+        return str(file)
+
+    def run(self, *arguments: object) -> Result:
+        """Runs `kvpool ARGUMENTS --endpoint ENDPOINT`."""
+        return run([*arguments, "--endpoint", self.server.endpoint])
+
+
+def run(arguments: list[object]) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def refusal(done: Result) -> str:
+    """The sentence that the command ends with."""
+    assert isinstance(done.exception, KVPoolError), done.output
+    return str(done.exception)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A server that asks for certificates."""
+    pool = Pool(tmp_path_factory.mktemp("certificates"), is_for_tokens=False)
+    yield pool
+    pool.server.stop()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A server that asks for tokens."""
+    pool = Pool(tmp_path_factory.mktemp("tokens"), is_for_tokens=True)
+    yield pool
+    pool.server.stop()
+
+
+def test_a_token_and_the_authority_alone_are_enough(tokens: Pool) -> None:
+    done = tokens.run("--tls", tokens.trust, "--token-file", tokens.token, "whoami")
+    assert done.exit_code == 0 and str(OPERATOR) in done.output, done.output
+    command = (KVPOOL, "stats", "--endpoint", tokens.server.endpoint)
+    ran = run_command(*command, KVPOOL_TLS=str(tokens.trust), KVPOOL_TOKEN_FILE=tokens.token)
+    assert ran.returncode == 0 and "arena_bytes" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
+def test_a_directory_that_lacks_a_file_is_refused_by_its_name(certificates: Pool, tmp_path: Path, missing: str) -> None:
+    shutil.copytree(certificates.operator, tmp_path / "operator")
+    (tmp_path / "operator" / missing).unlink()
+    with pytest.raises(ConfigError, match=f"operator has .*no {missing}"):
+        TlsFiles.in_directory(tmp_path / "operator")
+
+
+def test_the_authoritys_directory_is_no_clients(certificates: Pool) -> None:
+    told = refusal(certificates.run("--tls", certificates.pki, "stats"))
+    assert told == f"{certificates.pki} has no ca.crt; give {certificates.operator}"
+
+
+def test_commands_that_call_no_server_need_no_certificate(certificates: Pool, tmp_path: Path) -> None:
+    """KVPOOL_TLS may name a directory that `kvpool certs` is about to make."""
+    ran = run_command(KVPOOL, "certs", "show", str(certificates.pki), KVPOOL_TLS=str(tmp_path / "not yet"))
+    assert ran.returncode == 0 and "authority" in ran.stdout, ran.stderr
