@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from kvpool.client import Client as Client
     from kvpool.client import PutResult as PutResult
     from kvpool.config import ClientConfig as ClientConfig
+    from kvpool.errors import ConfigError as ConfigError
     from kvpool.errors import KVPoolError as KVPoolError
+    from kvpool.errors import PermissionDeniedError as PermissionDeniedError
+    from kvpool.errors import UnauthenticatedError as UnauthenticatedError
     from kvpool.hashing import block_hashes as block_hashes
     from kvpool.hashing import checksum as checksum
     from kvpool.namespace import GroupSpec as GroupSpec
     from kvpool.namespace import NamespaceSpec as NamespaceSpec
     from kvpool.rpc import Namespace as Namespace
     from kvpool.rpc import PendingLookup as PendingLookup
+    from kvpool.tls import TlsFiles as TlsFiles
     from kvpool.types import BlockRun as BlockRun
     from kvpool.types import Chunk as Chunk
     from kvpool.types import PoolKey as PoolKey
@@ -31,10 +35,11 @@ _HOMES = {
     "block_io": ("InPlace",),
     "client": ("Client", "PutResult"),
     "config": ("ClientConfig",),
-    "errors": ("KVPoolError",),
+    "errors": ("ConfigError", "KVPoolError", "PermissionDeniedError", "UnauthenticatedError"),
     "hashing": ("block_hashes", "checksum"),
     "namespace": ("GroupSpec", "NamespaceSpec"),
     "rpc": ("Namespace", "PendingLookup"),
+    "tls": ("TlsFiles",),
     "types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
     "version": ("__version__",),
 }

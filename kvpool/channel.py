@@ -13,6 +13,7 @@ import grpc
 
 from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import ConfigError
+from kvpool.principal import Principal
 from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.tls import WatchedIdentity
 from kvpool.tokens import read_token
@@ -126,6 +127,11 @@ class RenewedChannel(grpc.Channel):
                 self._retired.append((now + RETIRE_S, self._current))
                 self._current, self._version = self._make(), self._identity.version
             return self._current
+
+    @property
+    def principal(self) -> Principal | None:
+        """Whom the certificate in force names; None: it names no principal, or there is only a token."""
+        return self._identity.value.principal
 
     def metadata(self) -> dict[str, Any]:
         """What every call is made with."""

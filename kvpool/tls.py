@@ -37,11 +37,12 @@ class TlsFiles:
     key: str = ""
 
     @classmethod
-    def in_directory(cls, directory: Path) -> TlsFiles:
+    def in_directory(cls, directory: str | Path) -> TlsFiles:
         """The files of a directory as `kvpool certs` makes it; `ca.crt` may be alone there, for callers with a token.
 
         Raises ConfigError, which names the missing file.
         """
+        directory = Path(directory)
         ca, cert, key = (directory / name for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME))
         if not ca.is_file():
             below = sorted(directory.glob(f"operator/{CA_NAME}"))
