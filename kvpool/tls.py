@@ -5,11 +5,12 @@ An authority, a certificate (with its chain) and the certificate's key, all PEM.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,24 @@ class TlsFiles:
     ca: str
     cert: str = ""
     key: str = ""
+
+    @classmethod
+    def of(cls, value: object) -> TlsFiles:
+        """Files, or a mapping with their paths by these names. Raises ConfigError for anything else."""
+        paths = value if isinstance(value, Mapping) else None
+        if isinstance(value, TlsFiles):
+            paths = dataclasses.asdict(value)
+        if paths is None or not {"ca"} <= set(paths) <= {"ca", "cert", "key"}:
+            raise ConfigError(
+                f"tls = {value!r} does not have the paths ca, cert and key; give TlsFiles(ca, cert, key), or "
+                "TlsFiles.in_directory(DIR)"
+            )
+        for name, path in paths.items():
+            if not isinstance(path, str):
+                raise ConfigError(f"tls: {name} = {path!r} is not a path as text; give str(path)")
+        if not paths["ca"]:
+            raise ConfigError(f"tls = {value!r} has no ca; give the authority of the server's certificate")
+        return cls(**paths)
 
     @classmethod
     def in_directory(cls, directory: str | Path) -> TlsFiles:
