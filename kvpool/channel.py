@@ -61,13 +61,14 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
     if config.token_file:
         raise ConfigError(
             f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
-            "with the authority of the server's certificate (ca)"
+            "with the authority of the server's certificate (ca), on the command line --tls DIR"
         )
     is_here = bool(socket_path(config.endpoint)) or is_loopback(config.endpoint.rpartition(":")[0])
     if not (config.insecure_network or is_here):
         raise ConfigError(
             f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
-            "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network"
+            "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network; on "
+            "the command line --tls DIR or --insecure-network"
         )
     return grpc.insecure_channel(grpc_target(config.endpoint), options=_OPTIONS)
 

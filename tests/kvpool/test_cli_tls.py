@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
 from kvpool.certificates import Authority
 from kvpool.cli import app
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError, KVPoolError, UnavailableError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
 from kvpool.tokens import append_record, create_token
-from tests.support.certificates import files_in, server_flags
+from testbed.ports import free_endpoint
+from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_command
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
@@ -108,3 +114,65 @@ def test_commands_that_call_no_server_need_no_certificate(certificates: Pool, tm
     """KVPOOL_TLS may name a directory that `kvpool certs` is about to make."""
     ran = run_command(KVPOOL, "certs", "show", str(certificates.pki), KVPOOL_TLS=str(tmp_path / "not yet"))
     assert ran.returncode == 0 and "authority" in ran.stdout, ran.stderr
+
+
+DAY = dt.timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("no TLS", "closed the connection at once; it may speak TLS: give tls (--tls DIR)"),
+        ("no certificate", "it may ask for a certificate: give one"),
+        ("ended", "tls.crt ended on 2"),
+        ("not yet", "tls.crt is not valid before 2"),
+        ("a server's", "tls.crt is a server's certificate; give a client's"),
+        ("another authority's", "it may not accept the authority that signed "),
+        ("another authority", "is not signed by an authority in "),
+    ],
+)
+def test_a_refused_handshake_says_what_is_wrong(certificates: Pool, tmp_path: Path, fault: str, told: str) -> None:
+    engine = files_in(certificates.authority.issue_principal(ENGINE))
+    foreign = files_in(Authority.create(tmp_path / "foreign").issue_principal(ENGINE))
+
+    def forged(starts_in: dt.timedelta, ends_in: dt.timedelta) -> TlsFiles:
+        return forge(certificates.pki, tmp_path / "forged", [str(ENGINE)], starts_in=starts_in, ends_in=ends_in)
+
+    files = {
+        "no TLS": lambda: None,
+        "no certificate": lambda: TlsFiles(engine.ca),
+        "ended": lambda: forged(-2 * DAY, -DAY),
+        "not yet": lambda: forged(DAY, 2 * DAY),
+        "a server's": lambda: files_in(certificates.pki / "server"),
+        "another authority's": lambda: TlsFiles(engine.ca, foreign.cert, foreign.key),
+        "another authority": lambda: foreign,
+    }[fault]()
+    config = ClientConfig(certificates.server.endpoint, tls=files, timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnavailableError, match=re.escape(told)):
+        client.admin.ping()
+
+
+def test_a_server_with_a_certificate_for_another_host_says_which(certificates: Pool) -> None:
+    files = files_in(certificates.pki / "server")  # It names 127.0.0.1.
+    pair = Path(files.key).read_bytes(), Path(files.cert).read_bytes()
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.2:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    config = ClientConfig(f"127.0.0.2:{port}", tls=TlsFiles(files.ca), timeout_ms=10_000)
+    try:
+        with Client(config) as client, pytest.raises(UnavailableError, match=r"does not name '127\.0\.0\.2'; .*--host"):
+            client.admin.ping()
+    finally:
+        server.stop(None)
+
+
+def test_a_server_without_tls_says_that_it_speaks_none(shared_server: ServerProcess, certificates: Pool) -> None:
+    config = ClientConfig(shared_server.endpoint, tls=files_in(certificates.operator), timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnavailableError, match="does not speak TLS; give the port of"):
+        client.admin.ping()
+
+
+def test_a_server_that_is_not_there_is_no_refusal(certificates: Pool) -> None:
+    config = ClientConfig(free_endpoint(), tls=files_in(certificates.operator), timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnavailableError, match="check that the server runs"):
+        client.admin.ping()
