@@ -20,6 +20,7 @@ from rich.table import Column, Table
 
 from kvpool.bandwidth import (
     HIT_TOKENS,
+    check_permission,
     hit_cost,
     largest_group,
     measure,
@@ -72,7 +73,10 @@ def ping(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     transport: Annotated[str, typer.Option(help=f"Transport to try: {', '.join(TRANSPORTS)}.")] = "auto",
     bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards.")
+        bool,
+        typer.Option(
+            "--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards; for operators."
+        ),
     ] = False,
     mib: Annotated[
         int, typer.Option(min=1, max=65_536, help="MiB that a round of --bandwidth stores and loads.")
@@ -100,6 +104,8 @@ def ping(
         raise InvalidRequestError("--namespace needs a measurement; give --bandwidth")
     config = _trusting(measurement_config(endpoint, transport)) if bandwidth else _config(endpoint, transport)
     with Client(config) as client:
+        if bandwidth:
+            check_permission(client)
         version, uptime_s = client.admin.ping()
         choice = client.admin.try_transport()
         choice.transport.close()

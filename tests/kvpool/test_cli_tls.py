@@ -176,3 +176,17 @@ def test_a_server_that_is_not_there_is_no_refusal(certificates: Pool) -> None:
     config = ClientConfig(free_endpoint(), tls=files_in(certificates.operator), timeout_ms=10_000)
     with Client(config) as client, pytest.raises(UnavailableError, match="check that the server runs"):
         client.admin.ping()
+
+
+def test_a_measurement_names_the_role_that_it_needs_before_it_begins(certificates: Pool) -> None:
+    engine = certificates.authority.issue_principal(ENGINE)
+    told = refusal(certificates.run("--tls", engine, "ping", "--bandwidth"))
+    assert told.startswith(f"{ENGINE} may not call ListNamespaces, Remove, Stats,") and "for the role operator" in told
+    done = certificates.run("--tls", certificates.operator, "ping", "--bandwidth", "--mib", "1")
+    assert done.exit_code == 0 and "GB/s" in done.output, done.output
+
+
+def test_ping_says_why_a_server_with_tls_shares_no_memory(certificates: Pool) -> None:
+    told = certificates.run("--tls", certificates.operator, "ping").output
+    assert "by tcp over the data port" in told and ": no shm: with TLS, kvpool-server at" in told
+    assert "use transport=tcp" not in told
