@@ -11,6 +11,8 @@ import pytest
 
 from kvpool.config import ClientConfig
 from kvpool.tls import TlsFiles
+from kvpool.transport.helpers import movers_of
+from kvpool.transport.tcp import SPARING_CONNECTIONS
 from kvpool_server.config import ServerConfig
 from kvpool_server.tiers.registry import KINDS
 from tests.conftest import StartServer
@@ -118,6 +120,14 @@ def _run_tour(tour: str, server: ServerProcess) -> None:
     assert ran.returncode == 0, ran.stderr
     assert "6 blocks became readable" in ran.stdout
     assert "6 of 6 blocks hit" in ran.stdout
+
+
+def test_the_table_of_connections_is_what_clients_take():
+    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("operations.md", "The data port"), re.MULTILINE)
+    assert len(rows) == 5
+    for cores, ranks, connections, sparing, sealed in (map(int, row) for row in rows):
+        assert (connections, sealed) == (movers_of(cores, ranks),) * 2
+        assert sparing == min(connections, SPARING_CONNECTIONS)
 
 
 def test_the_tests_that_are_named_exist():
