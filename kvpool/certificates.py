@@ -79,8 +79,8 @@ class Authority:
             .add_extension(usage, critical=True)
             .sign(key, hashes.SHA256())
         )
-        _write(ca / CA_NAME, _pem(certificate))
-        _write(ca / "ca.key", _key_pem(key), secret=True)
+        write_whole(ca / CA_NAME, _pem(certificate))
+        write_whole(ca / "ca.key", _key_pem(key), secret=True)
         return cls(directory, certificate, key)
 
     @classmethod
@@ -140,9 +140,9 @@ class Authority:
             .add_extension(authority_key_id, critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        _write(directory / CA_NAME, _pem(self._certificate))
-        _write(directory / KEY_NAME, _key_pem(key), secret=True)
-        _write(directory / CERTIFICATE_NAME, _pem(certificate))
+        write_whole(directory / CA_NAME, _pem(self._certificate))
+        write_whole(directory / KEY_NAME, _key_pem(key), secret=True)
+        write_whole(directory / CERTIFICATE_NAME, _pem(certificate))
         return directory
 
 
@@ -241,8 +241,12 @@ def _key_pem(key: _PrivateKey) -> bytes:
     )
 
 
-def _write(path: Path, text: bytes, secret: bool = False) -> None:
-    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones."""
+def write_whole(path: Path, text: bytes, secret: bool = False) -> None:
+    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
+
+    Args:
+        secret: only the file's owner may read it.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

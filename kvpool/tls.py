@@ -104,7 +104,7 @@ def read_identity(files: TlsFiles) -> TlsIdentity:
         return TlsIdentity(ca)
     cert = read_pem(Path(files.cert))
     certificate = _load_certificates(cert, files.cert)[0]
-    _require_private(files.key)
+    require_private(files.key)
     key = read_pem(Path(files.key))
     try:
         private = serialization.load_pem_private_key(key, None)
@@ -125,7 +125,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
         )
 
 
-def _require_private(path: str) -> None:
+def require_private(path: str, what: str = "private key") -> None:
     """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
     try:
         found = os.stat(path)
@@ -134,7 +134,7 @@ def _require_private(path: str) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o037 or (mode & 0o040 and found.st_uid):
         raise ConfigError(
-            f"others can read the private key {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
+            f"others can read the {what} {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
             "(Kubernetes: defaultMode: 0440 in the secret's volume)"
         )
 
