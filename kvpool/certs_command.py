@@ -12,6 +12,7 @@ import typer
 from kvpool.certificates import CA_DAYS, LEAF_DAYS, Authority, CertificateFacts, host_names, read_certificates
 from kvpool.errors import InvalidRequestError
 from kvpool.holdings import duration_text, printable
+from kvpool.option_bounds import within
 from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
 
 DEFAULT_TENANT = "default"
@@ -25,7 +26,7 @@ Hosts = Annotated[
 ]
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Make this tenant's certificates. Repeatable.")]
 Domain = Annotated[str, typer.Option(help="Trust domain in the principals' SPIFFE IDs.")]
-Days = Annotated[int, typer.Option(min=1, max=CA_DAYS - 1, help="Days for which the certificates are valid.")]
+Days = Annotated[int, typer.Option(callback=within(1, CA_DAYS - 1), help="Days for which the certificates are valid.")]
 
 
 @app.command()

@@ -35,6 +35,7 @@ from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, NamespaceSpec, differences
+from kvpool.option_bounds import within
 from kvpool.quotas import parse_quota, size_text
 from kvpool.tls import TlsFiles
 from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
@@ -79,7 +80,7 @@ def ping(
         ),
     ] = False,
     mib: Annotated[
-        int, typer.Option(min=1, max=65_536, help="MiB that a round of --bandwidth stores and loads.")
+        int, typer.Option(callback=within(1, 65_536), help="MiB that a round of --bandwidth stores and loads.")
     ] = 256,
     namespace: Annotated[
         str | None,
@@ -89,11 +90,17 @@ def ping(
         ),
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="With --namespace: the engine's ranks, each of which loads a share of a hit.")
+        int,
+        typer.Option(
+            callback=within(1), help="With --namespace: the engine's ranks, each of which loads a share of a hit."
+        ),
     ] = 1,
     prefill: Annotated[
         float | None,
-        typer.Option(min=1, help="With --namespace: tokens that the engine prefills a second; says what a hit saves."),
+        typer.Option(
+            callback=within(1),
+            help="With --namespace: tokens that the engine prefills a second; says what a hit saves.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -257,8 +264,8 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
 
 
 def _values(difference: Difference) -> tuple[str, Any, Any]:
-    """A field and its two values, which are hidden where they are private to a tenant."""
-    if difference.is_private:
+    """A field and its two values. Salts are hidden; tenants are known to those who may list namespaces."""
+    if difference.is_private and difference.field != "tenant":
         return difference.field, "(differs)", "(differs)"
     return difference.field, difference.ours, difference.theirs
 
@@ -278,10 +285,16 @@ def quota(
 ) -> None:
     """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
     wanted = [parse_quota(text) for text in quotas or ()]
+    for text, each in zip(quotas or (), wanted, strict=True):
+        if each.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.
+            raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
     with _client(endpoint) as client:
         found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(quota) for quota in found], indent=2))
+        return
+    if not found:
+        typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
         return
     table = Table("subject", "limit", "used", "share used", title=f"quotas at {endpoint}")
     for each in found:
@@ -290,8 +303,9 @@ def quota(
     Console().print(table)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})  # To name the option that is missing.
 def clear(
+    context: typer.Context,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     namespace: Annotated[
         str | None,
@@ -300,6 +314,9 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="Drop the blocks of every namespace.")] = False,
 ) -> None:
     """Drop every block of one namespace, or of all."""
+    if context.args:
+        name = context.args[0]
+        raise InvalidRequestError(f"{name!r} names nothing to drop; give --namespace {name}, or --all")
     if everything == (namespace is not None):
         raise InvalidRequestError("give either --namespace, or --all to drop the blocks of every model")
     with _client(endpoint) as client:
