@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from kvpool.client import Client as Client
     from kvpool.client import PutResult as PutResult
     from kvpool.config import ClientConfig as ClientConfig
+    from kvpool.errors import ConfigError as ConfigError
     from kvpool.errors import KVPoolError as KVPoolError
+    from kvpool.errors import PermissionDeniedError as PermissionDeniedError
+    from kvpool.errors import UnauthenticatedError as UnauthenticatedError
     from kvpool.hashing import block_hashes as block_hashes
     from kvpool.hashing import checksum as checksum
     from kvpool.name_key import NameKey as NameKey
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from kvpool.namespace import NamespaceSpec as NamespaceSpec
     from kvpool.rpc import Namespace as Namespace
     from kvpool.rpc import PendingLookup as PendingLookup
+    from kvpool.tls import TlsFiles as TlsFiles
     from kvpool.types import BlockRun as BlockRun
     from kvpool.types import Chunk as Chunk
     from kvpool.types import PoolKey as PoolKey
@@ -32,11 +36,12 @@ _HOMES = {
     "block_io": ("InPlace",),
     "client": ("Client", "PutResult"),
     "config": ("ClientConfig",),
-    "errors": ("KVPoolError",),
+    "errors": ("ConfigError", "KVPoolError", "PermissionDeniedError", "UnauthenticatedError"),
     "hashing": ("block_hashes", "checksum"),
     "name_key": ("NameKey",),
     "namespace": ("GroupSpec", "NamespaceSpec"),
     "rpc": ("Namespace", "PendingLookup"),
+    "tls": ("TlsFiles",),
     "types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
     "version": ("__version__",),
 }

@@ -26,9 +26,10 @@ import numpy.typing as npt
 from kvpool.block_io import InPlace
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError
+from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, PermissionDeniedError
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.principal import Role
 from kvpool.types import HASH_BYTES, BlockRun, PoolStats, ShardRange
 
 HIT_TOKENS = 1_000
@@ -52,6 +53,10 @@ ROUNDS_S = 15.0
 DATA_TIMEOUT_MS = 15_000
 REMOVE_TIMEOUT_MS = 20_000
 """Removal waits for tiers, too."""
+_CALLS = frozenset(
+    {"Stats", "ListNamespaces", "OpenNamespace", "PutStart", "PutEnd", "Lookup", "Get", "Release", "Remove"}
+)
+"""What a measurement calls."""
 _EVICTED = "the pool evicted blocks of the measurement before they were read; give a smaller --mib"
 
 
@@ -129,6 +134,17 @@ class HitCost:
     def break_even(self) -> float:
         """Tokens a second: the hit is worth its load where prefill is slower."""
         return self.num_tokens / self.load_s
+
+
+def check_permission(client: Client) -> None:
+    """Raises PermissionDeniedError, before anything is stored, if the caller may not call what a measurement does."""
+    caller = client.admin.whoami()
+    if missing := sorted(_CALLS - {*caller.methods}):
+        raise PermissionDeniedError(
+            f"{caller.principal} may not call {', '.join(missing)}, which a measurement needs to find room and to "
+            f"remove its blocks; --bandwidth is for the role {Role.OPERATOR}: give its certificate, such as "
+            "--tls pki/operator"
+        )
 
 
 def shards_of_rank(group: GroupSpec, tp_size: int) -> ShardRange:

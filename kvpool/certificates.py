@@ -3,7 +3,8 @@
 Files have the names of a Kubernetes Secret of type kubernetes.io/tls, so that each directory can be mounted as it is:
 
     ca/ca.crt, ca/ca.key                     the authority; its key signs every other certificate
-    server/{ca.crt,tls.crt,tls.key}          a server's
+    server/{ca.crt,tls.crt,tls.key}          the first server's
+    servers/HOST                             another server's, likewise
     operator, metrics, tenants/TENANT/ROLE   a principal's, likewise
 
 A server's certificate is good for servers only and a principal's for clients only: neither can pass as the other.
@@ -78,8 +79,8 @@ class Authority:
             .add_extension(usage, critical=True)
             .sign(key, hashes.SHA256())
         )
-        _write(ca / CA_NAME, _pem(certificate))
-        _write(ca / "ca.key", _key_pem(key), secret=True)
+        write_whole(ca / CA_NAME, _pem(certificate))
+        write_whole(ca / "ca.key", _key_pem(key), secret=True)
         return cls(directory, certificate, key)
 
     @classmethod
@@ -95,9 +96,22 @@ class Authority:
         return cls(directory, certificate, key)
 
     def issue_server(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
-        """A certificate of a server that clients reach by `hosts` (DNS names or addresses); returns its directory."""
-        names: list[x509.GeneralName] = [_host_name(host) for host in dict.fromkeys((*hosts, *LOCAL_HOSTS))]
-        return self._issue(self.directory / "server", "kvpool-server", names, _SERVER, days)
+        """A certificate of the first server, which clients reach by `hosts` (DNS names or addresses).
+
+        Returns its directory.
+        """
+        return self._issue_server(self.directory / "server", hosts, days)
+
+    def issue_server_of(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
+        """As `issue_server`, for the server whose first host is that of `hosts`; another one's is in `servers/HOST`."""
+        first = str(host_names(hosts)[0].value)
+        server = self.directory / "server" / CERTIFICATE_NAME
+        if not server.exists() or first in {*read_certificates(server)[0].names} - {*LOCAL_HOSTS}:
+            return self.issue_server(hosts, days)
+        return self._issue_server(self.directory / "servers" / first, hosts, days)
+
+    def _issue_server(self, directory: Path, hosts: Sequence[str], days: int) -> Path:
+        return self._issue(directory, "kvpool-server", host_names((*hosts, *LOCAL_HOSTS)), _SERVER, days)
 
     def issue_principal(self, principal: Principal, days: int = LEAF_DAYS) -> Path:
         """A client's certificate; returns its directory."""
@@ -126,9 +140,9 @@ class Authority:
             .add_extension(authority_key_id, critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        _write(directory / CA_NAME, _pem(self._certificate))
-        _write(directory / KEY_NAME, _key_pem(key), secret=True)
-        _write(directory / CERTIFICATE_NAME, _pem(certificate))
+        write_whole(directory / CA_NAME, _pem(self._certificate))
+        write_whole(directory / KEY_NAME, _key_pem(key), secret=True)
+        write_whole(directory / CERTIFICATE_NAME, _pem(certificate))
         return directory
 
 
@@ -203,12 +217,17 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
+def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Hosts as a certificate names them. Raises InvalidRequestError, which names the host that is none."""
+    return [_host_name(host) for host in dict.fromkeys(hosts)]
+
+
 def _host_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         pass
-    if not host or not host.isascii() or any(char in host for char in " /:@,"):
+    if not host or host.startswith(".") or not host.isascii() or any(char in host for char in " /:@,"):
         raise InvalidRequestError(f"host {host!r} is neither a DNS name nor an address; leave out scheme and port")
     return x509.DNSName(host)
 
@@ -223,8 +242,12 @@ def _key_pem(key: _PrivateKey) -> bytes:
     )
 
 
-def _write(path: Path, text: bytes, secret: bool = False) -> None:
-    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones."""
+def write_whole(path: Path, text: bytes, secret: bool = False) -> None:
+    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
+
+    Args:
+        secret: only the file's owner may read it.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from kvpool.certificates import LEAF_DAYS, Authority, CertificateFacts, read_certificates
+from kvpool.certificates import CA_DAYS, LEAF_DAYS, Authority, CertificateFacts, host_names, read_certificates
 from kvpool.errors import InvalidRequestError
 from kvpool.holdings import duration_text, printable
+from kvpool.option_bounds import within
 from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
 
 DEFAULT_TENANT = "default"
@@ -25,7 +26,7 @@ Hosts = Annotated[
 ]
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Make this tenant's certificates. Repeatable.")]
 Domain = Annotated[str, typer.Option(help="Trust domain in the principals' SPIFFE IDs.")]
-Days = Annotated[int, typer.Option(min=1, max=3_650, help="Days for which the certificates are valid.")]
+Days = Annotated[int, typer.Option(callback=within(1, CA_DAYS - 1), help="Days for which the certificates are valid.")]
 
 
 @app.command()
@@ -39,6 +40,7 @@ def init(
     """Make an authority, a server's certificate, and one certificate for each tenant and role."""
     if not host:
         raise InvalidRequestError("no --host; give the DNS names or addresses by which engines reach the server")
+    host_names(host)  # Before anything is written.
     principals = [*_of_no_tenant(domain), *_of_tenants(tenant or [DEFAULT_TENANT], domain)]
     made = _issue(Authority.create(directory), host, principals, days)
     _print_made(made)
@@ -54,7 +56,10 @@ def issue(
     domain: Domain = DEFAULT_DOMAIN,
     days: Days = LEAF_DAYS,
 ) -> None:
-    """Make further certificates with the directory's authority, or new ones before the old ones end."""
+    """Make further certificates with the directory's authority, or new ones before the old ones end.
+
+    A server whose first --host is not in DIR/server gets DIR/servers/HOST.
+    """
     principals = [*(_of_no_tenant(domain) if operator else []), *_of_tenants(tenant or [], domain)]
     if not host and not principals:
         raise InvalidRequestError("nothing to make; give --host for a server, --tenant or --operator")
@@ -121,7 +126,7 @@ def _of_tenants(tenants: list[str], domain: str) -> list[Principal]:
 
 
 def _issue(authority: Authority, hosts: list[str], principals: list[Principal], days: int) -> list[Path]:
-    made = [authority.issue_server(hosts, days)] if hosts else []
+    made = [authority.issue_server_of(hosts, days)] if hosts else []
     return made + [authority.issue_principal(principal, days) for principal in principals]
 
 

@@ -13,6 +13,7 @@ import grpc
 
 from kvpool.config import ClientConfig, is_loopback
 from kvpool.errors import ConfigError
+from kvpool.principal import Principal
 from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.tls import WatchedIdentity
 from kvpool.tokens import read_token
@@ -60,13 +61,14 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
     if config.token_file:
         raise ConfigError(
             f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
-            "with the authority of the server's certificate (ca)"
+            "with the authority of the server's certificate (ca), on the command line --tls DIR"
         )
     is_here = bool(socket_path(config.endpoint)) or is_loopback(config.endpoint.rpartition(":")[0])
     if not (config.insecure_network or is_here):
         raise ConfigError(
             f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
-            "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network"
+            "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network; on "
+            "the command line --tls DIR or --insecure-network"
         )
     return grpc.insecure_channel(grpc_target(config.endpoint), options=_OPTIONS)
 
@@ -126,6 +128,11 @@ class RenewedChannel(grpc.Channel):
                 self._retired.append((now + RETIRE_S, self._current))
                 self._current, self._version = self._make(), self._identity.version
             return self._current
+
+    @property
+    def principal(self) -> Principal | None:
+        """Whom the certificate in force names; None: it names no principal, or there is only a token."""
+        return self._identity.value.principal
 
     def metadata(self) -> dict[str, Any]:
         """What every call is made with."""

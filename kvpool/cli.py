@@ -20,6 +20,7 @@ from rich.table import Column, Table
 
 from kvpool.bandwidth import (
     HIT_TOKENS,
+    check_permission,
     hit_cost,
     largest_group,
     measure,
@@ -34,6 +35,7 @@ from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, differences
+from kvpool.option_bounds import within
 from kvpool.quotas import parse_quota, size_text
 from kvpool.tls import TlsFiles
 from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
@@ -51,8 +53,17 @@ QUIET_S = 5.0
 CLEAR_TIMEOUT_MS = 20_000
 """`kvpool clear` waits for tiers, too."""
 
-_TRUST: ContextVar[dict[str, Any]] = ContextVar("options of all commands")
-"""Fields of `ClientConfig`, from the options that stand before the command."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trust:
+    """The options that stand before the command."""
+
+    tls: Path | None
+    token_file: str
+    insecure_network: bool
+
+
+_TRUST: ContextVar[_Trust] = ContextVar("options of all commands")
 
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT or unix:PATH of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -63,10 +74,13 @@ def ping(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     transport: Annotated[str, typer.Option(help=f"Transport to try: {', '.join(TRANSPORTS)}.")] = "auto",
     bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards.")
+        bool,
+        typer.Option(
+            "--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards; for operators."
+        ),
     ] = False,
     mib: Annotated[
-        int, typer.Option(min=1, max=65_536, help="MiB that a round of --bandwidth stores and loads.")
+        int, typer.Option(callback=within(1, 65_536), help="MiB that a round of --bandwidth stores and loads.")
     ] = 256,
     namespace: Annotated[
         str | None,
@@ -76,11 +90,17 @@ def ping(
         ),
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="With --namespace: the engine's ranks, each of which loads a share of a hit.")
+        int,
+        typer.Option(
+            callback=within(1), help="With --namespace: the engine's ranks, each of which loads a share of a hit."
+        ),
     ] = 1,
     prefill: Annotated[
         float | None,
-        typer.Option(min=1, help="With --namespace: tokens that the engine prefills a second; says what a hit saves."),
+        typer.Option(
+            callback=within(1),
+            help="With --namespace: tokens that the engine prefills a second; says what a hit saves.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,6 +111,8 @@ def ping(
         raise InvalidRequestError("--namespace needs a measurement; give --bandwidth")
     config = _trusting(measurement_config(endpoint, transport)) if bandwidth else _config(endpoint, transport)
     with Client(config) as client:
+        if bandwidth:
+            check_permission(client)
         version, uptime_s = client.admin.ping()
         choice = client.admin.try_transport()
         choice.transport.close()
@@ -242,9 +264,7 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
 
 
 def _values(difference: Difference) -> tuple[str, Any, Any]:
-    """A field and its two values. Of secrets the server sends digests; a tenant's name is hidden."""
-    if difference.field == "tenant":
-        return difference.field, "(differs)", "(differs)"
+    """A field and its two values. Of secrets the server sends digests."""
     return difference.field, difference.ours, difference.theirs
 
 
@@ -263,10 +283,16 @@ def quota(
 ) -> None:
     """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
     wanted = [parse_quota(text) for text in quotas or ()]
+    for text, each in zip(quotas or (), wanted, strict=True):
+        if each.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.
+            raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
     with _client(endpoint) as client:
         found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(quota) for quota in found], indent=2))
+        return
+    if not found:
+        typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
         return
     table = Table("subject", "limit", "used", "share used", title=f"quotas at {endpoint}")
     for each in found:
@@ -275,8 +301,9 @@ def quota(
     Console().print(table)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})  # To name the option that is missing.
 def clear(
+    context: typer.Context,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     namespace: Annotated[
         str | None,
@@ -285,6 +312,9 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="Drop the blocks of every namespace.")] = False,
 ) -> None:
     """Drop every block of one namespace, or of all."""
+    if context.args:
+        name = context.args[0]
+        raise InvalidRequestError(f"{name!r} names nothing to drop; give --namespace {name}, or --all")
     if everything == (namespace is not None):
         raise InvalidRequestError("give either --namespace, or --all to drop the blocks of every model")
     with _client(endpoint) as client:
@@ -376,7 +406,9 @@ def _config(endpoint: str, transport: str) -> ClientConfig:
 
 def _trusting(config: ClientConfig) -> ClientConfig:
     """A configuration with the options that stand before the command."""
-    return dataclasses.replace(config, **_TRUST.get())
+    trust = _TRUST.get()
+    files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
+    return dataclasses.replace(config, tls=files, token_file=trust.token_file, insecure_network=trust.insecure_network)
 
 
 @app.callback(invoke_without_command=True)
@@ -386,9 +418,18 @@ def _common(
         typer.Option(
             metavar="DIR",
             envvar="KVPOOL_TLS",
-            help=f"Directory with {CA_NAME}, {CERTIFICATE_NAME} and {KEY_NAME}, as `kvpool certs` makes them.",
+            help=f"Directory with {CA_NAME}, {CERTIFICATE_NAME} and {KEY_NAME}, as `kvpool certs` makes them; for "
+            f"--token-file {CA_NAME} is enough.",
         ),
     ] = None,
+    token_file: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVPOOL_TOKEN_FILE",
+            help="File with a bearer token, as `kvpool token create` makes it; with --tls.",
+        ),
+    ] = "",
     insecure_network: Annotated[
         bool,
         typer.Option(
@@ -402,8 +443,7 @@ def _common(
     if version:
         typer.echo(f"kvpool {__version__}")
         raise typer.Exit
-    files = None if tls is None else TlsFiles(*(str(tls / name) for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME)))
-    _TRUST.set({"tls": files, "insecure_network": insecure_network})
+    _TRUST.set(_Trust(tls, token_file, insecure_network))
 
 
 def main() -> None:

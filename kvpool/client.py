@@ -20,7 +20,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvpool import replies
 from kvpool.admin import Admin
 from kvpool.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
+from kvpool.channel import RenewedChannel
 from kvpool.config import ClientConfig
 from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError
 from kvpool.inline_chunks import InlineChunks
@@ -102,6 +103,7 @@ class Client:
         """Declares a namespace, and attaches to the server's arena.
 
         Args:
+            spec: where it names no tenant, the tenant is that of the client's certificate, if it has one.
             expected_fingerprint: if not empty, the fingerprint that the spec must have; with `name_key_file`, the spec
                 with the key's digest.
 
@@ -110,7 +112,7 @@ class Client:
             IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
             TransferError, ConfigError: the configured transport does not work here.
         """
-        spec = self.rpc.named(spec)
+        spec = self.rpc.named(self._of_tenant(spec))
         opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
         transport = self.attachment.attach(opened.offer, boot_token)
         arena_bytes = replies.arena_bytes(opened.offer)
@@ -287,6 +289,12 @@ class Client:
         if checksums != list(whole.checksums):
             self._raise_corrupt(namespace, runs, whole, checksums)
         return whole
+
+    def _of_tenant(self, spec: NamespaceSpec) -> NamespaceSpec:
+        principal = self.rpc.channel.principal if isinstance(self.rpc.channel, RenewedChannel) else None
+        if spec.tenant or principal is None or not principal.role.has_tenant:
+            return spec
+        return replace(spec, tenant=principal.tenant)
 
     def _read_leased(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
@@ -58,7 +59,8 @@ class ClientConfig:
             fewer for transfers that spare cores.
         local_clients: clients that share this host's cores, such as the ranks of one engine.
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
-        tls: the client's certificate, its key, and the authority of the server's; None: plaintext, only to this host.
+        tls: the client's certificate, its key, and the authority of the server's, or a mapping with their paths by the
+            names of `TlsFiles`; None: plaintext, only to this host.
         token_file: a file with a bearer token, for servers that know clients by tokens; only with `tls`.
         insecure_network: allow plaintext to other hosts, on a network where nobody reads or changes what you compute.
         name_key_file: a file with the key that names blocks on the wire, so that neither the server nor other tenants
@@ -82,6 +84,13 @@ class ClientConfig:
     insecure_network: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("endpoint", "token_file"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ConfigError(f"{name} is {value!r}; give text")
+        if not isinstance(self.insecure_network, bool):
+            raise ConfigError(f"insecure_network is {self.insecure_network!r}; give True or False")
+        if self.tls is not None:
+            object.__setattr__(self, "tls", TlsFiles.of(self.tls))
         check_endpoint(self.endpoint)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
@@ -90,11 +99,16 @@ class ClientConfig:
                 f"transport={self.transport} needs an endpoint HOST:PORT; over the Unix socket {self.endpoint!r} bytes "
                 "travel by shm or grpc"
             )
-        if not isinstance(self.stream_connections, int) or not 0 <= self.stream_connections <= MAX_CONNECTIONS:
+        if not _is_whole(self.stream_connections, 0, MAX_CONNECTIONS):
             raise ConfigError(f"stream_connections is {self.stream_connections!r}; give 0 to {MAX_CONNECTIONS}")
-        if not isinstance(self.local_clients, int) or self.local_clients < 1:
+        if not _is_whole(self.local_clients, 1):
             raise ConfigError(f"local_clients is {self.local_clients!r}; give 1 or more")
         for name in ("timeout_ms", "data_timeout_ms", "stall_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 600_000:
+            if not _is_whole(value, 1, 600_000):
                 raise ConfigError(f"{name} is {value!r}; give whole milliseconds from 1 to 600000")
+
+
+def _is_whole(value: object, least: int, most: float = math.inf) -> bool:
+    """Whether it is an integer within bounds; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from kvpool import replies, wire
+from kvpool import refused_connection, replies, wire
 from kvpool.channel import RenewedChannel, open_channel
 from kvpool.config import ClientConfig
 from kvpool.errors import (
@@ -384,6 +384,9 @@ class PoolRpc:
     def error_of(self, error: Exception) -> KVPoolError:
         """The kvpool error for one of `CALL_ERRORS`."""
         if isinstance(error, grpc.RpcError):
+            is_away = error.code() is grpc.StatusCode.UNAVAILABLE
+            if is_away and (why := refused_connection.explain(error.details() or "", self.config)):
+                return UnavailableError(why)
             return wire.error_of(error, self.config.endpoint)
         if isinstance(error, grpc.FutureTimeoutError):
             return PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time")

@@ -5,18 +5,19 @@ An authority, a certificate (with its chain) and the certificate's key, all PEM.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from kvpool.certificates import read_pem
+from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.principal import Principal
 from kvpool.watched_files import WatchedFiles
@@ -35,6 +36,44 @@ class TlsFiles:
     ca: str
     cert: str = ""
     key: str = ""
+
+    @classmethod
+    def of(cls, value: object) -> TlsFiles:
+        """Files, or a mapping with their paths by these names. Raises ConfigError for anything else."""
+        paths = value if isinstance(value, Mapping) else None
+        if isinstance(value, TlsFiles):
+            paths = dataclasses.asdict(value)
+        if paths is None or not {"ca"} <= set(paths) <= {"ca", "cert", "key"}:
+            raise ConfigError(
+                f"tls = {value!r} does not have the paths ca, cert and key; give TlsFiles(ca, cert, key), or "
+                "TlsFiles.in_directory(DIR)"
+            )
+        for name, path in paths.items():
+            if not isinstance(path, str):
+                raise ConfigError(f"tls: {name} = {path!r} is not a path as text; give str(path)")
+        if not paths["ca"]:
+            raise ConfigError(f"tls = {value!r} has no ca; give the authority of the server's certificate")
+        return cls(**paths)
+
+    @classmethod
+    def in_directory(cls, directory: str | Path) -> TlsFiles:
+        """The files of a directory as `kvpool certs` makes it; `ca.crt` may be alone there, for callers with a token.
+
+        Raises ConfigError, which names the missing file.
+        """
+        directory = Path(directory)
+        ca, cert, key = (directory / name for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME))
+        if not ca.is_file():
+            below = sorted(directory.glob(f"operator/{CA_NAME}"))
+            hint = f"give {below[0].parent}" if below else "give a directory that `kvpool certs` has made"
+            raise ConfigError(f"{directory} has no {CA_NAME}; {hint}")
+        if cert.exists() != key.exists():
+            missing, there = (cert, key) if key.exists() else (key, cert)
+            raise ConfigError(
+                f"{directory} has {there.name} and no {missing.name}; give both, or only {CA_NAME} for a caller with a "
+                "token"
+            )
+        return cls(str(ca), str(cert), str(key)) if cert.exists() else cls(str(ca))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +132,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
         super().__init__(paths, lambda: read_identity(files), clock, when_read)
 
 
-def require_private(path: str) -> None:
+def require_private(path: str, what: str = "private key") -> None:
     """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
     try:
         found = os.stat(path)
@@ -102,7 +141,7 @@ def require_private(path: str) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o037 or (mode & 0o040 and found.st_uid):
         raise ConfigError(
-            f"others can read the private key {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
+            f"others can read the {what} {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
             "(Kubernetes: defaultMode: 0440 in the secret's volume)"
         )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvpool.certificates import write_whole
 from kvpool.errors import InvalidRequestError
 from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
 from kvpool.tokens import append_record, create_token, parse_lifetime
@@ -28,13 +29,21 @@ def create(
     tenant: Annotated[str, typer.Option(help="Whose it is; for the roles of a tenant.")] = "",
     expires: Annotated[str, typer.Option(help="Lifetime: hours, days or weeks, such as 12h, 90d or 4w.")] = "90d",
     domain: Annotated[str, typer.Option(help="Trust domain.")] = DEFAULT_DOMAIN,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the token to this file, which only its owner can read; or print it.")
+    ] = None,
 ) -> None:
-    """Print a new token, once, and let the server know it."""
+    """Make a new token, show it once, and let the server know it."""
     if role.has_tenant and not tenant:
         raise InvalidRequestError(f"role {role} belongs to a tenant; give --tenant")
+    if tenant and not role.has_tenant:
+        raise InvalidRequestError(f"role {role} belongs to no tenant; leave out --tenant")
     token, record = create_token(Principal(tenant or ALL_TENANTS, role, domain), parse_lifetime(expires))
     append_record(file, record)
-    typer.echo(token)
+    if out is None:
+        typer.echo(token)
+    else:
+        write_whole(out, f"{token}\n".encode(), secret=True)
     typer.echo(
         f"kvpool: {record.principal} until {record.ends_at:%Y-%m-%d %H:%M} UTC; nobody can print it again", err=True
     )

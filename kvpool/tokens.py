@@ -21,6 +21,7 @@ from pathlib import Path
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.principal import Principal
+from kvpool.tls import require_private
 
 PREFIX = "kvpool_"
 """What every token begins with, so that a scanner for leaked secrets can find it."""
@@ -111,7 +112,8 @@ def read_records(path: Path) -> dict[str, TokenRecord]:
 
 
 def read_token(path: Path) -> str:
-    """A client's token. Raises ConfigError unless the file holds one token and nothing else."""
+    """A client's token. Raises ConfigError unless the file holds one token alone, and others cannot read it."""
+    require_private(str(path), "token")
     text = read_pem(path).decode(errors="replace").strip()
     if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from kvpool.config import ClientConfig
+from kvpool.tls import TlsFiles
+from kvpool.transport.helpers import movers_of
+from kvpool.transport.tcp import SPARING_CONNECTIONS
 from kvpool_server.config import ServerConfig
 from kvpool_server.tiers.registry import KINDS
+from tests.conftest import StartServer
 from tests.support import metrics_page
-from tests.support.processes import ServerProcess, clean_environment
+from tests.support.processes import ServerProcess, run_command
 
 ROOT = Path(__file__).parent.parent
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 
 
@@ -83,19 +89,45 @@ def test_the_table_of_the_engines_metrics_is_current():
 
 
 def test_the_tour_runs(shared_server: ServerProcess):
-    tour = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
-    assert tour is not None
-    ran = subprocess.run(
-        [sys.executable, "-c", tour[1]],
-        env=clean_environment(KVPOOL_ENDPOINT=shared_server.endpoint),
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    (tour,) = _examples(_section("quickstart.md", "Without vLLM: a tour in Python").split("\n### ", 1)[0], "python")
+    _run_tour(tour, shared_server)
+
+
+def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    plain, with_tls = _section("quickstart.md", "Without vLLM: a tour in Python").split("\n### With TLS\n")
+    (tour,), (config,) = _examples(plain, "python"), _examples(with_tls, "python")
+    (shell,) = _examples(with_tls, "bash")
+    make_certificates, serve = map(shlex.split, shell.splitlines())
+    ran = run_command(KVPOOL, *make_certificates[1:])
+    assert ran.returncode == 0, ran.stderr
+    mine = TlsFiles.in_directory("pki/tenants/acme/engine-write")
+    server = pool_server(*serve[1:], "--memory", "64MiB", tls=mine)
+    tour, changed = re.subn("^config = .*\n", config, tour, count=1, flags=re.MULTILINE)
+    assert changed
+    _run_tour(tour, server)
+    ran = run_command(KVPOOL, "--tls", "pki/operator", "namespaces", "--endpoint", server.endpoint)
+    assert "tenant acme" in ran.stdout, ran.stderr
+
+
+def _examples(section: str, language: str) -> list[str]:
+    """The code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def _run_tour(tour: str, server: ServerProcess) -> None:
+    ran = run_command(sys.executable, "-c", tour, timeout_s=30, KVPOOL_ENDPOINT=server.endpoint)
     assert ran.returncode == 0, ran.stderr
     assert "6 blocks became readable" in ran.stdout
     assert "6 of 6 blocks hit" in ran.stdout
+
+
+def test_the_table_of_connections_is_what_clients_take():
+    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("operations.md", "The data port"), re.MULTILINE)
+    assert len(rows) == 5
+    for cores, ranks, connections, sparing, sealed in (map(int, row) for row in rows):
+        assert (connections, sealed) == (movers_of(cores, ranks),) * 2
+        assert sparing == min(connections, SPARING_CONNECTIONS)
 
 
 def test_the_tests_that_are_named_exist():

@@ -113,7 +113,8 @@ class ConnectorConfig:
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         given = dict(extra)
-        tls = _tls(given.pop("tls")) if "tls" in given else None
+        tls = None if given.get("tls") is None else _tls(given["tls"])
+        given.pop("tls", None)
         for key, value in given.items():
             if key not in fields:
                 close = difflib.get_close_matches(key, fields, n=1)
@@ -203,12 +204,7 @@ def _tenant(tls: TlsFiles, tenant: str, token_file: str) -> str:
 
 
 def _tls(value: object) -> TlsFiles:
-    names = [field.name for field in dataclasses.fields(TlsFiles)]
-    if (
-        not isinstance(value, Mapping)
-        or "ca" not in value
-        or not set(value) <= set(names)
-        or not all(isinstance(path, str) for path in value.values())
-    ):
-        raise ConfigError(f"kv_connector_extra_config: tls = {value!r} does not have the paths ca, cert and key")
-    return TlsFiles(**value)
+    try:
+        return TlsFiles.of(value)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None

@@ -81,7 +81,12 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.segment is None:
-        raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; use transport=tcp")
+        if config.tls is not None and not socket_path(config.endpoint):
+            raise TransferError(
+                f"with TLS, kvpool-server at {config.endpoint} shares memory only through its Unix socket "
+                "(--unix-listen)"
+            )
+        raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; its log says why")
     token = offer.segment.token
     timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)
     fd = receive_memory(memory_address(config.endpoint, token), token, timeout_s)

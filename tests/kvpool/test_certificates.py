@@ -105,6 +105,18 @@ def test_new_certificates_replace_the_old_ones(authority: Authority) -> None:
     assert sorted(each.name for each in files.iterdir()) == ["ca.crt", "tls.crt", "tls.key"]
 
 
+@pytest.mark.parametrize("host", ["b.example", "10.1.2.3", "[fd00::1]", "localhost"])
+def test_another_server_gets_a_directory_of_its_own(authority: Authority, host: str) -> None:
+    first = authority.issue_server_of(["a.example"])
+    assert first == authority.directory / "server" == authority.issue_server_of(["a.example", "more.example"])
+    before = (first / "tls.crt").read_bytes()
+    other = authority.issue_server_of([host])
+    assert other == authority.directory / "servers" / host.strip("[]")
+    assert authority.issue_server_of([host, "more.example"]) == other
+    assert (first / "tls.crt").read_bytes() == before
+    assert read_certificates(other / "tls.crt")[0].names[1] == "more.example"
+
+
 def test_only_the_owner_reads_keys(authority: Authority) -> None:
     authority.issue_server(["pool.example"])
     authority.issue_principal(ENGINE)
@@ -138,7 +150,7 @@ def test_a_certificate_does_not_outlive_its_authority(authority: Authority) -> N
         authority.issue_server(["pool.example"], days=4_000)
 
 
-@pytest.mark.parametrize("host", ["", "http://pool", "pool:50051", "two hosts", "naïve.example"])
+@pytest.mark.parametrize("host", ["", "..", "http://pool", "pool:50051", "two hosts", "naïve.example"])
 def test_a_host_that_is_none(authority: Authority, host: str) -> None:
     with pytest.raises(InvalidRequestError, match="neither a DNS name nor an address"):
         authority.issue_server([host])
@@ -183,6 +195,14 @@ def test_init_makes_what_a_deployment_needs_and_show_tells_it(tmp_path: Path) ->
     assert "in 30 d" in text
 
 
+def test_issue_leaves_the_first_servers_certificate(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    _run("init", pki, "--host", "a.example")
+    before = (pki / "server/tls.crt").read_bytes()
+    assert _run("issue", pki, "--host", "b.example").startswith(f"made {pki}/servers/b.example/")
+    assert (pki / "server/tls.crt").read_bytes() == before
+
+
 def test_issue_adds_a_tenant(tmp_path: Path) -> None:
     pki = tmp_path / "pki"
     _run("init", pki, "--host", "pool.example")
@@ -195,6 +215,8 @@ def test_issue_adds_a_tenant(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         (("init", "{}/new"), "no --host"),
+        (("init", "{}/new", "--host", "http://x"), "host 'http://x'"),
+        (("init", "{}/new", "--host", "x", "--host", ".."), "host '..'"),
         (("init", "{}/new", "--host", "x", "--tenant", "a/b"), "tenant 'a/b'"),
         (("init", "{}/new", "--host", "x", "--domain", "UPPER"), "trust domain 'UPPER'"),
         (("issue", "{}"), "nothing to make"),
@@ -208,4 +230,4 @@ def test_what_the_commands_refuse(authority: Authority, arguments: tuple[str, ..
     done = CliRunner().invoke(app, given_)
     assert isinstance(done.exception, KVPoolError)
     assert told in str(done.exception)
-    assert not (authority.directory / "new" / "ca").exists()
+    assert not (authority.directory / "new").exists()

@@ -154,6 +154,18 @@ def test_ping_refuses_in_one_sentence(
     assert says in err and err.startswith("kvpool: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (["--mib", "0"], "'--mib': 0 is out of bounds; give 1 to 65,536"),
+        (["--tensor-parallel", "0"], "'--tensor-parallel': 0 is out of bounds; give 1 or more"),
+        (["--prefill", "0.5"], "'--prefill': 0.5 is out of bounds; give 1 or more"),
+    ],
+)
+def test_a_number_out_of_bounds_is_named_with_them(cli: Cli, option: list[str], says: str) -> None:
+    assert says in cli.fails("ping", *option, status=2)[1]
+
+
 def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, connect: Callable[..., Client]) -> None:
     server = pool_server("--memory", "1GiB")
     client = connect(server)
@@ -214,10 +226,11 @@ def test_two_namespaces_are_compared_field_by_field(
     rows = json.loads(cli("namespaces", "--json", "--diff", b, a))
     assert {"field": "groups[0].block_tokens", "a": 32, "b": 64} in rows
     assert {row["field"] for row in rows} == {"groups[0].block_tokens", "page_format", "salt", "tenant"}
+    assert {"field": "tenant", "a": "you", "b": "me"} in rows
     # Salts are their tenants' business: digests tell them apart.
     digests = [hashlib.sha256(spec.salt.encode()).hexdigest()[:12] for spec in specs]
     for text in (table, json.dumps(rows)):
-        assert "my salt" not in text and "your salt" not in text and "(differs)" in text
+        assert "my salt" not in text and "your salt" not in text
         assert all(digest in text for digest in digests)
     listing = cli("namespaces", "--json")
     assert "my salt" not in listing and digests[0] in listing
@@ -271,6 +284,7 @@ def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
         {"subject": "tenant:acme", "limit_bytes": 10 << 30, "used_bytes": 0}
     ]
     assert json.loads(cli("quota", "tenant:acme=0", "--json")) == []
+    assert cli("quota").startswith(f"no quotas at {cli.server.endpoint}: ")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +292,7 @@ def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
     [
         ("tenant:acme", "quota 'tenant:acme' has no size; give SUBJECT=SIZE"),
         ("acme=1GiB", "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
+        ("tenant:acme=100", "quota 'tenant:acme=100' has no unit; give tenant:acme=100GiB, or tenant:acme=100B if you"),
         ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is not a size"),
         ("namespace:abc=1GiB", "give the first 8 characters of a fingerprint, or more"),
         ("tenant:nobody=0", "there is no quota tenant:nobody to delete"),
@@ -302,6 +317,12 @@ def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
     name = first.fingerprint.hex()[:12]
     assert cli("clear", "--namespace", name.upper()).startswith(f"dropped 2 blocks of namespace {name} at ")
     assert _left(cli) == {first.spec.model: 0, second.spec.model: 2}
+
+
+def test_clear_of_a_name_without_its_option_says_so(cli: Cli, stored: object) -> None:
+    sentence = "kvpool: '08fa' names nothing to drop; give --namespace 08fa, or --all\n"
+    assert cli.fails("clear", "08fa") == ("", sentence)
+    assert set(_left(cli).values()) == {2}
 
 
 def test_clear_of_an_empty_name_drops_nothing(cli: Cli, stored: object) -> None:

@@ -1,11 +1,13 @@
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool.config import TRANSPORTS, ClientConfig, check_endpoint
 from kvpool.errors import ConfigError
+from kvpool.tls import TlsFiles
 from kvpool.transport.choice import CANDIDATES
 
 TIMES = [field.name for field in dataclasses.fields(ClientConfig) if field.name.endswith("_ms")]
@@ -69,6 +71,33 @@ def test_times_are_whole_milliseconds_within_bounds(name: str, value: Any) -> No
 @pytest.mark.parametrize("value", [1, 600_000])
 def test_the_bounds_themselves_are_good(name: str, value: int) -> None:
     assert getattr(ClientConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("insecure_network", "false", "insecure_network is 'false'; give True or False"),
+        ("endpoint", 5, "endpoint is 5; give text"),
+        ("token_file", 5, "token_file is 5; give text"),
+        ("stream_connections", True, "stream_connections is True; give 0 to 16"),
+        ("local_clients", True, "local_clients is True; give 1 or more"),
+        ("timeout_ms", True, "timeout_ms is True; give whole milliseconds"),
+        ("tls", "pki", "tls = 'pki' does not have the paths ca, cert and key; give TlsFiles(ca, cert, key)"),
+        ("tls", {"cert": "a", "key": "b"}, "does not have the paths ca, cert and key"),
+        ("tls", {"ca": Path("a")}, "tls: ca = PosixPath('a') is not a path as text; give str(path)"),
+        ("tls", TlsFiles("", "", ""), "has no ca; give the authority of the server's certificate"),
+        ("tls", TlsFiles("a", "b", 5), "tls: key = 5 is not a path"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        ClientConfig(**{name: value})
+
+
+def test_tls_may_be_a_mapping_as_in_the_connector() -> None:
+    config = ClientConfig(tls={"ca": "a", "cert": "b", "key": "c"})  # type: ignore[arg-type]
+    assert config.tls == TlsFiles("a", "b", "c")
+    assert dataclasses.replace(config, timeout_ms=5).tls == config.tls
 
 
 def test_a_config_is_a_value() -> None:

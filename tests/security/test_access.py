@@ -124,7 +124,7 @@ def test_a_tenant_opens_its_own_namespaces_only(deployment: Deployment) -> None:
     with deployment.client(Role.ENGINE_WRITE, "acme") as client:
         for tenant in ("umbra", ""):
             with pytest.raises(PermissionDeniedError, match="give tenant 'acme'"):
-                client.open_namespace(namespace_spec(tenant=tenant))
+                client.rpc.open_namespace(namespace_spec(tenant=tenant))  # `open_namespace` fills an empty tenant.
         spec = namespace_spec(tenant="acme")
         with pytest.raises(UnknownNamespaceError):
             client.open_namespace(spec, deployment.fingerprints["umbra"])
@@ -152,6 +152,12 @@ def test_a_tenant_lists_its_own_namespaces_and_quotas_only(deployment: Deploymen
             client.admin.clear()
         with pytest.raises(PermissionDeniedError, match="needs operator or metrics; ListNamespaces"):
             client.admin.stats()  # It counts the blocks of all tenants.
+
+
+@pytest.mark.parametrize(("role", "tenant"), [(Role.ENGINE_WRITE, "umbra"), (Role.OPERATOR, "")])
+def test_a_spec_without_a_tenant_is_of_the_certificates(deployment: Deployment, role: Role, tenant: str) -> None:
+    with deployment.client(role, "umbra") as client:
+        assert client.open_namespace(namespace_spec()).spec.tenant == tenant
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
     append_record(known, operator_record)
     ended, ended_record = create_token(ENGINE, -DAY)
     append_record(known, ended_record)
-    (tmp_path / "operator").write_text(operator)
+    for path, text in ((mine, ""), (tmp_path / "operator", operator)):
+        path.touch(0o600)
+        path.write_text(text)
     tls = TlsFiles(files.ca)
 
     def config(file: Path, **fields: object) -> ClientConfig:
@@ -121,6 +123,7 @@ def test_a_token_is_not_sent_in_clear(tmp_path: Path) -> None:
 
 def test_a_new_token_is_used_without_a_new_client(tmp_path: Path) -> None:
     file, now = tmp_path / "token", [0.0]
+    file.touch(0o600)
     first, second = (create_token(ENGINE, DAY)[0] for _ in range(2))
     file.write_text(first)
     watched = WatchedFiles([str(file)], lambda: read_token(file), lambda: now[0])
@@ -148,10 +151,24 @@ def test_the_command_prints_a_token_once_and_stores_its_digest(tmp_path: Path) -
     assert dt.timedelta(days=89) < record.ends_at - dt.datetime.now(dt.UTC) <= dt.timedelta(days=90)
 
 
+def test_a_token_in_a_file_is_its_owners_alone(tmp_path: Path) -> None:
+    file, out = tmp_path / "tokens", tmp_path / "token"
+    options = ["create", "--role", "operator", "--file", str(file), "--out", str(out)]
+    out.write_text("an older one")
+    done = CliRunner().invoke(app, options, catch_exceptions=False)
+    assert done.stdout == "" and out.stat().st_mode & 0o777 == 0o600
+    assert read_records(file).keys() == {tokens.digest_of(read_token(out))}
+    for mode in (0o644, 0o620, 0o602):
+        out.chmod(mode)
+        with pytest.raises(ConfigError, match=f"others can read the token .*{mode:04o}"):
+            read_token(out)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--role", "engine-read"], "give --tenant"),
+        (["--role", "operator", "--tenant", "acme"], "role operator belongs to no tenant; leave out --tenant"),
         (["--role", "engine-read", "--tenant", "a b"], "tenant 'a b'"),
         (["--role", "operator", "--expires", "soon"], "'soon' is not a lifetime"),
         (["--role", "operator", "--expires", "0d"], "'0d' is not a lifetime"),

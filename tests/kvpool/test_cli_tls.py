@@ -1,0 +1,192 @@
+"""`kvpool` at servers with TLS: by a certificate, by a token, and what it says where neither fits."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpool.certificates import Authority
+from kvpool.cli import app
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError, KVPoolError, UnavailableError
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.tls import TlsFiles
+from kvpool.tokens import append_record, create_token
+from testbed.ports import free_endpoint
+from tests.support.certificates import files_in, forge, server_flags
+from tests.support.processes import ServerProcess, run_command
+
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+ENGINE, OPERATOR = Principal("acme", Role.ENGINE_WRITE), Principal(ALL_TENANTS, Role.OPERATOR)
+
+
+class Pool:
+    """A server with TLS, its authority, and a directory with nothing but the authority's certificate."""
+
+    def __init__(self, directory: Path, is_for_tokens: bool):
+        self.pki = directory / "pki"
+        self.authority = Authority.create(self.pki)
+        self.operator = self.authority.issue_principal(OPERATOR)
+        self.trust = directory / "trust"
+        self.trust.mkdir()
+        shutil.copy(self.pki / "ca" / "ca.crt", self.trust)
+        self.token = self._token(directory, "operator-token", OPERATOR)
+        flags = server_flags(self.authority.issue_server([]))
+        if is_for_tokens:
+            flags = [*flags[:4], "--tokens", str(directory / "tokens")]
+            tls, token = TlsFiles(str(self.trust / "ca.crt")), self.token
+        else:
+            tls, token = files_in(self.operator), ""
+        self.server = ServerProcess(directory, "--memory", "64MiB", *flags, tls=tls, token_file=token)
+
+    @staticmethod
+    def _token(directory: Path, name: str, principal: Principal) -> str:
+        token, record = create_token(principal, dt.timedelta(days=1))
+        append_record(directory / "tokens", record)
+        file = directory / name
+        file.touch(0o600)
+        file.write_text(token)
+        return str(file)
+
+    def run(self, *arguments: object) -> Result:
+        """Runs `kvpool ARGUMENTS --endpoint ENDPOINT`."""
+        return run([*arguments, "--endpoint", self.server.endpoint])
+
+
+def run(arguments: list[object]) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def refusal(done: Result) -> str:
+    """The sentence that the command ends with."""
+    assert isinstance(done.exception, KVPoolError), done.output
+    return str(done.exception)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A server that asks for certificates."""
+    pool = Pool(tmp_path_factory.mktemp("certificates"), is_for_tokens=False)
+    yield pool
+    pool.server.stop()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A server that asks for tokens."""
+    pool = Pool(tmp_path_factory.mktemp("tokens"), is_for_tokens=True)
+    yield pool
+    pool.server.stop()
+
+
+def test_a_token_and_the_authority_alone_are_enough(tokens: Pool) -> None:
+    done = tokens.run("--tls", tokens.trust, "--token-file", tokens.token, "whoami")
+    assert done.exit_code == 0 and str(OPERATOR) in done.output, done.output
+    command = (KVPOOL, "stats", "--endpoint", tokens.server.endpoint)
+    ran = run_command(*command, KVPOOL_TLS=str(tokens.trust), KVPOOL_TOKEN_FILE=tokens.token)
+    assert ran.returncode == 0 and "arena_bytes" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
+def test_a_directory_that_lacks_a_file_is_refused_by_its_name(certificates: Pool, tmp_path: Path, missing: str) -> None:
+    shutil.copytree(certificates.operator, tmp_path / "operator")
+    (tmp_path / "operator" / missing).unlink()
+    with pytest.raises(ConfigError, match=f"operator has .*no {missing}"):
+        TlsFiles.in_directory(tmp_path / "operator")
+
+
+def test_the_authoritys_directory_is_no_clients(certificates: Pool) -> None:
+    told = refusal(certificates.run("--tls", certificates.pki, "stats"))
+    assert told == f"{certificates.pki} has no ca.crt; give {certificates.operator}"
+
+
+def test_commands_that_call_no_server_need_no_certificate(certificates: Pool, tmp_path: Path) -> None:
+    """KVPOOL_TLS may name a directory that `kvpool certs` is about to make."""
+    ran = run_command(KVPOOL, "certs", "show", str(certificates.pki), KVPOOL_TLS=str(tmp_path / "not yet"))
+    assert ran.returncode == 0 and "authority" in ran.stdout, ran.stderr
+
+
+DAY = dt.timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("no TLS", "closed the connection at once; it may speak TLS: give tls (--tls DIR)"),
+        ("no certificate", "it may ask for a certificate: give one"),
+        ("ended", "tls.crt ended on 2"),
+        ("not yet", "tls.crt is not valid before 2"),
+        ("a server's", "tls.crt is a server's certificate; give a client's"),
+        ("another authority's", "it may not accept the authority that signed "),
+        ("another authority", "is not signed by an authority in "),
+    ],
+)
+def test_a_refused_handshake_says_what_is_wrong(certificates: Pool, tmp_path: Path, fault: str, told: str) -> None:
+    engine = files_in(certificates.authority.issue_principal(ENGINE))
+    foreign = files_in(Authority.create(tmp_path / "foreign").issue_principal(ENGINE))
+
+    def forged(starts_in: dt.timedelta, ends_in: dt.timedelta) -> TlsFiles:
+        return forge(certificates.pki, tmp_path / "forged", [str(ENGINE)], starts_in=starts_in, ends_in=ends_in)
+
+    files = {
+        "no TLS": lambda: None,
+        "no certificate": lambda: TlsFiles(engine.ca),
+        "ended": lambda: forged(-2 * DAY, -DAY),
+        "not yet": lambda: forged(DAY, 2 * DAY),
+        "a server's": lambda: files_in(certificates.pki / "server"),
+        "another authority's": lambda: TlsFiles(engine.ca, foreign.cert, foreign.key),
+        "another authority": lambda: foreign,
+    }[fault]()
+    config = ClientConfig(certificates.server.endpoint, tls=files, timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnavailableError, match=re.escape(told)):
+        client.admin.ping()
+
+
+def test_a_server_with_a_certificate_for_another_host_says_which(certificates: Pool) -> None:
+    files = files_in(certificates.pki / "server")  # It names 127.0.0.1.
+    pair = Path(files.key).read_bytes(), Path(files.cert).read_bytes()
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.2:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    config = ClientConfig(f"127.0.0.2:{port}", tls=TlsFiles(files.ca), timeout_ms=10_000)
+    try:
+        with Client(config) as client, pytest.raises(UnavailableError, match=r"does not name '127\.0\.0\.2'; .*--host"):
+            client.admin.ping()
+    finally:
+        server.stop(None)
+
+
+def test_a_server_without_tls_says_that_it_speaks_none(shared_server: ServerProcess, certificates: Pool) -> None:
+    config = ClientConfig(shared_server.endpoint, tls=files_in(certificates.operator), timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnavailableError, match="does not speak TLS; give the port of"):
+        client.admin.ping()
+
+
+def test_a_server_that_is_not_there_is_no_refusal(certificates: Pool) -> None:
+    config = ClientConfig(free_endpoint(), tls=files_in(certificates.operator), timeout_ms=10_000)
+    with Client(config) as client, pytest.raises(UnavailableError, match="check that the server runs"):
+        client.admin.ping()
+
+
+def test_a_measurement_names_the_role_that_it_needs_before_it_begins(certificates: Pool) -> None:
+    engine = certificates.authority.issue_principal(ENGINE)
+    told = refusal(certificates.run("--tls", engine, "ping", "--bandwidth"))
+    assert told.startswith(f"{ENGINE} may not call ListNamespaces, Remove, Stats,") and "for the role operator" in told
+    done = certificates.run("--tls", certificates.operator, "ping", "--bandwidth", "--mib", "1")
+    assert done.exit_code == 0 and "GB/s" in done.output, done.output
+
+
+def test_ping_says_why_a_server_with_tls_shares_no_memory(certificates: Pool) -> None:
+    told = certificates.run("--tls", certificates.operator, "ping").output
+    assert "by tcp over the data port" in told and ": no shm: with TLS, kvpool-server at" in told
+    assert "use transport=tcp" not in told
