@@ -58,10 +58,10 @@ NAMES = range(4)
 SHARDS = ((0, 2), (0, 2), (0, 1), (1, 1))
 ALONE_IDS = 1 << 40
 """Where the ids of a tenant's own pool begin: none is one of the shared pool."""
-HIDDEN = frozenset({"lease_id", "ticket_id", "offset", "offsets", "permit"})
+HIDDEN = frozenset({"lease_id", "ticket_id", "offsets", "permit"})
 """Fields whose values differ in a pool of one's own, but not whether they are there."""
-POOL_WIDE = frozenset({"boot_token", "uptime_seconds", "namespaces_opened"})
-"""Fields about the server as a whole, as the reply of Stats is: what all tenants have counts there."""
+LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds", "namespaces_opened"})
+"""Fields that may differ in every way. `namespaces_opened` counts those of all tenants, as the reply of Stats does."""
 
 
 class House:
@@ -129,7 +129,7 @@ def seen(answer: Answer) -> tuple[Any, ...]:
     """What a caller sees, without ids and places."""
     return (
         answer.code,
-        re.sub(r"[0-9a-fx]*[0-9][0-9a-f]*", "#", answer.message),
+        re.sub(r"0x[0-9a-f]+|[0-9a-f]*[0-9][0-9a-f]*", "#", answer.message),
         [_shown(reply) for reply in answer.replies],
     )
 
@@ -137,7 +137,7 @@ def seen(answer: Answer) -> tuple[Any, ...]:
 def _shown(message: Message) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for descriptor, value in message.ListFields():
-        if descriptor.name in POOL_WIDE:
+        if descriptor.name in LEFT_OUT:
             continue
         if descriptor.name in HIDDEN:
             shown[descriptor.name] = len(value) if hasattr(value, "__len__") else "set"
