@@ -8,7 +8,6 @@ All pools have room for everything, and their clocks go alike: room and time are
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,25 +22,17 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from prometheus_client import CollectorRegistry
 
 from kvpool import wire
 from kvpool.namespace import NamespaceSpec
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.types import Offer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server import service as served
 from kvpool_server.access.permissions import may_call
-from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
-from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import PoolService
-from kvpool_server.tiering.tiered_pool import TieredPool
-from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec
-from tests.support.wire_service import METHODS, WHO, Answer, WireService
+from tests.support.wire_service import METHODS, Answer, WireHouse
 
 STEALS_HOLDS = False
 """Whether tenants try each other's leases and tickets."""
@@ -64,20 +55,8 @@ LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds", "namespaces_open
 """Fields that may differ in every way. `namespaces_opened` counts those of all tenants, as the reply of Stats does."""
 
 
-class House:
-    """A pool with its service, whose leases and tickets get ids from `first_id` on."""
-
-    def __init__(self, first_id: int):
-        ids = itertools.count(first_id)
-        self.clock = FakeClock()
-        memory = np.zeros(ARENA_BYTES, np.uint8)
-        self.pool = Pool(Arena(ARENA_BYTES, EXTENT_BYTES), self.clock, lambda: next(ids), LIMITS)
-        tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
-        self.service = WireService(PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=WHO))
-
-    def advance(self, seconds: float) -> None:
-        self.clock.advance(seconds)
-        self.pool.expire()
+def house(first_id: int) -> WireHouse:
+    return WireHouse(ARENA_BYTES, EXTENT_BYTES, LIMITS, first_id)
 
 
 @dataclass(frozen=True)
@@ -106,7 +85,7 @@ class Tenant:
     """One tenant, and what it holds."""
 
     name: str
-    alone: House = field(default_factory=lambda: House(ALONE_IDS))
+    alone: WireHouse = field(default_factory=lambda: house(ALONE_IDS))
     tickets: list[Held] = field(default_factory=list)
     leases: list[Held] = field(default_factory=list)
 
@@ -172,7 +151,7 @@ class IntruderMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = House(1)
+        self.shared = house(1)
         self.tenants = [Tenant(name) for name in TENANTS]
 
     def ask(
@@ -295,8 +274,8 @@ class IntruderMachine(RuleBasedStateMachine):
         writer, space = Principal(who.name, Role.ENGINE_WRITE), self.space(who, epoch, False)
         if not SKIPS_WRITES or (held := self._put_start(who, space, [name], (0, NUM_SHARDS), 1_000)) is None:
             return
-        for house, hold_id in zip((self.shared, who.alone), held.ids, strict=True):
-            house.service.call(writer, "PutEnd", pb.PutEndRequest(ticket_id=hold_id, checksums=[0] * NUM_SHARDS))
+        for pool, hold_id in zip((self.shared, who.alone), held.ids, strict=True):
+            pool.service.call(writer, "PutEnd", pb.PutEndRequest(ticket_id=hold_id, checksums=[0] * NUM_SHARDS))
         lease = self._look_up(who, Role.ENGINE_WRITE, held.space, [name], 1_000, False)
         assert lease is not None
         request = pb.ReadRequest(lease_id=lease.ids[0], offsets=lease.offsets[0], region_bytes=SLOT_BYTES)
@@ -459,8 +438,8 @@ class IntruderMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.06, 1.0]))
     def advance(self, seconds: float) -> None:
-        for house in (self.shared, *(tenant.alone for tenant in self.tenants)):
-            house.advance(seconds)
+        for pool in (self.shared, *(tenant.alone for tenant in self.tenants)):
+            pool.advance(seconds)
 
     @invariant()
     def holds(self) -> None:

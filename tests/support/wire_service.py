@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from prometheus_client import CollectorRegistry
 
 from kvpool.errors import UnauthenticatedError
 from kvpool.principal import Principal
+from kvpool.types import Offer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.pool import Pool
 from kvpool_server.grpc_server import RpcInterceptor
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.tiering.tiered_pool import TieredPool
+from tests.support.clock import FakeClock
 from tests.support.service_loop import CallContext, ServiceLoop
 
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
@@ -76,16 +84,15 @@ class _Who:
         return SimpleNamespace(timestamp=lambda: 0)
 
 
-WHO: Any = _Who()
-"""For `PoolService`, which is to know callers."""
+_WHO: Any = _Who()
 
 
 class WireService:
     """A service behind the real interceptor and the real handlers."""
 
-    def __init__(self, service: PoolService):
+    def __init__(self, service: PoolService, metrics: RpcMetrics):
         self._loop = ServiceLoop()
-        self._interceptor = RpcInterceptor(SERVICE_NAME, RpcMetrics(CollectorRegistry()), WHO, None)
+        self._interceptor = RpcInterceptor(SERVICE_NAME, metrics, _WHO, None)
         add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -124,3 +131,24 @@ class WireService:
             pass
         answer = context.answer
         return Answer(answer.code, answer.message, tuple(reply_type.FromString(reply) for reply in replies))
+
+
+class WireHouse:
+    """A pool with its service, whose leases and tickets get ids from `first_id` on.
+
+    Attributes:
+        clock: leases and tickets end only when the test advances it.
+    """
+
+    def __init__(self, arena_bytes: int, extent_bytes: int, limits: Limits, first_id: int = 1):
+        ids = itertools.count(first_id)
+        self.clock = FakeClock()
+        memory = np.zeros(arena_bytes, np.uint8)
+        self.pool = Pool(Arena(arena_bytes, extent_bytes), self.clock, lambda: next(ids), limits)
+        tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
+        service = PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=_WHO)
+        self.service = WireService(service, metrics)
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.pool.expire()
