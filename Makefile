@@ -19,7 +19,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast soak soak-sim test-gpu check bench bench-gpu proto lock sbom audit clean help
+.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto lock sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test-fast: $(STAMP)  ## The tests without a vLLM engine.
 
 test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much; with coverage.
 	TEST_EFFORT=4 $(PYTEST) -m "not gpu" $(COVERAGE)
+
+fuzz: $(STAMP)  ## A million random inputs of one TARGET (docs/testing.md).
+	TEST_EFFORT=$(or $(TEST_EFFORT),100) $(BIN)/pytest -s -n 0 -o timeout=0 tests/security -k "$(or $(TARGET),configuration)"
 
 soak-sim: $(STAMP)  ## Many random schedules against the connector (500 times TEST_EFFORT=200).
 	TEST_EFFORT=$(or $(TEST_EFFORT),200) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
