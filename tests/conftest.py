@@ -43,6 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many cases of the intruder suite ran."""
+    reports = [report for those in terminalreporter.stats.values() for report in those]
+    called = [report.nodeid for report in reports if getattr(report, "when", "") == "call"]
+    if num_cases := sum(nodeid.startswith("tests/security/") for nodeid in called):
+        terminalreporter.write_line(f"security: {num_cases} cases")
+
+
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
     """A directory for Unix sockets, whose paths must be short. Other users may enter it, too."""

@@ -219,7 +219,7 @@ def altered(message: Message, dice: random.Random) -> bytes:
     if roll < 0.1:
         return _random_message(message, dice).SerializeToString()
     if roll < 0.25:
-        return _flipped(message.SerializeToString(), dice)
+        return flipped(message.SerializeToString(), dice)
     copy = type(message)()
     copy.CopyFrom(message)
     for _ in range(dice.choice((1, 1, 2, 4))):
@@ -227,7 +227,8 @@ def altered(message: Message, dice: random.Random) -> bytes:
     return copy.SerializeToString()
 
 
-def _flipped(packed: bytes, dice: random.Random) -> bytes:
+def flipped(packed: bytes, dice: random.Random) -> bytes:
+    """Bytes that differ from these in a few places, by flips, cuts and insertions."""
     mutable = bytearray(packed)
     for _ in range(dice.randrange(1, 4)):
         at = dice.randrange(len(mutable) + 1)
@@ -305,7 +306,7 @@ def _scalar(field: FieldDescriptor, value: Any, dice: random.Random) -> Any:
             return dice.choice(_FLOATS)
         case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
             old = value or b""
-            return dice.choice((b"", old[:-1], old + b"\0", old + old, _flipped(old, dice), dice.randbytes(_MAX_SIZE)))
+            return dice.choice((b"", old[:-1], old + b"\0", old + old, flipped(old, dice), dice.randbytes(_MAX_SIZE)))
         case FieldDescriptor.CPPTYPE_STRING:
             return dice.choice((*_TEXTS, (value or "") + dice.choice(_TEXTS)))
         case FieldDescriptor.CPPTYPE_BOOL:

@@ -1,0 +1,154 @@
+"""Calls the RPCs of a service as a network would, without one: bytes in, the interceptor, the handlers, bytes out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from prometheus_client import CollectorRegistry
+
+from kvpool.errors import UnauthenticatedError
+from kvpool.principal import Principal
+from kvpool.types import Offer
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access.caller import CALLER
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.pool import Pool
+from kvpool_server.grpc_server import RpcInterceptor
+from kvpool_server.metrics import RpcMetrics
+from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.tiering.tiered_pool import TieredPool
+from tests.support.clock import FakeClock
+from tests.support.service_loop import CallContext, ServiceLoop
+
+METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a caller gets. `code`: of the status; `message`: of an error; `replies`: any number with a stream."""
+
+    code: grpc.StatusCode
+    message: str = ""
+    replies: tuple[Message, ...] = ()
+
+
+class _AbortedError(Exception):
+    """Ends a call as gRPC's `abort` does."""
+
+
+class _WireContext(CallContext):
+    """What handlers ask of gRPC, for one call whose messages have all come."""
+
+    def __init__(self, principal: Principal | None, messages: Sequence[bytes]):
+        super().__init__()
+        self.principal = principal
+        self.written: list[Message] = []
+        self.answer = Answer(grpc.StatusCode.OK)
+        self._messages = list(messages)
+
+    async def read(self) -> Any:
+        return self._messages.pop(0) if self._messages else grpc.aio.EOF  # type: ignore[attr-defined]
+
+    async def write(self, message: Message) -> None:
+        self.written.append(message)
+
+    async def abort(self, code: grpc.StatusCode, message: str = "") -> None:
+        self.answer = Answer(code, message)
+        raise _AbortedError
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Only tells gRPC how a call counts that its client has left."""
+
+    def cancelled(self) -> bool:
+        return False
+
+
+class _Who:
+    """Callers prove what the test says; `None` proves nothing."""
+
+    def __call__(self, context: Any) -> Principal:
+        if context.principal is None:
+            raise UnauthenticatedError("the call has no certificate")
+        return context.principal
+
+    def ends_at(self, context: Any) -> Any:
+        return SimpleNamespace(timestamp=lambda: 0)
+
+
+_WHO: Any = _Who()
+
+
+class WireService:
+    """A service behind the real interceptor and the real handlers."""
+
+    def __init__(self, service: PoolService, metrics: RpcMetrics):
+        self._loop = ServiceLoop()
+        self._interceptor = RpcInterceptor(SERVICE_NAME, metrics, _WHO, None)
+        add_service(service, self)  # type: ignore[arg-type]
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """What `add_service` calls of a gRPC server."""
+        (self._handlers,) = handlers
+
+    def call(self, principal: Principal | None, method: str, *requests: Message) -> Answer:
+        """Makes one call, to its end."""
+        return self.send(principal, method, *(request.SerializeToString() for request in requests))
+
+    def send(self, principal: Principal | None, method: str, *messages: bytes) -> Answer:
+        """Makes one call with messages that may be anything."""
+        return self._loop.run(self._send(principal, method, messages))
+
+    async def _send(self, principal: Principal | None, method: str, messages: Sequence[bytes]) -> Answer:
+        details: Any = SimpleNamespace(method=f"/{SERVICE_NAME}/{method}", invocation_metadata=())
+
+        async def handler_of(details: Any) -> Any:
+            return self._handlers.service(details)
+
+        handler: Any = await self._interceptor.intercept_service(handler_of, details)
+        context = _WireContext(principal, messages)
+        reply_type = GetMessageClass(METHODS[method].output_type)
+        replies: list[bytes] = []
+        CALLER.set(None)
+        try:
+            if handler.stream_unary is not None:
+                replies = [handler.response_serializer(await handler.stream_unary(None, context))]
+            elif METHODS[method].client_streaming:  # Reads and writes by itself.
+                await handler.stream_stream(None, context)
+                replies = [handler.response_serializer(reply) for reply in context.written]
+            else:
+                async for reply in handler.stream_stream(None, context):
+                    replies.append(handler.response_serializer(reply))
+        except _AbortedError:
+            pass
+        answer = context.answer
+        return Answer(answer.code, answer.message, tuple(reply_type.FromString(reply) for reply in replies))
+
+
+class WireHouse:
+    """A pool with its service, whose leases and tickets get ids from `first_id` on.
+
+    Attributes:
+        clock: leases and tickets end only when the test advances it.
+    """
+
+    def __init__(self, arena_bytes: int, extent_bytes: int, limits: Limits, first_id: int = 1):
+        ids = itertools.count(first_id)
+        self.clock = FakeClock()
+        memory = np.zeros(arena_bytes, np.uint8)
+        self.pool = Pool(Arena(arena_bytes, extent_bytes), self.clock, lambda: next(ids), limits)
+        tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
+        service = PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=_WHO)
+        self.service = WireService(service, metrics)
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.pool.expire()
