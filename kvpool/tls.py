@@ -138,6 +138,8 @@ def require_private(path: str, what: str = "private key") -> None:
         found = os.stat(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:  # A zero byte.
+        raise ConfigError(f"cannot read {path!r}: no file has such a name") from None
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o037 or (mode & 0o040 and found.st_uid):
         raise ConfigError(

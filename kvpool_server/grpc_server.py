@@ -96,8 +96,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     def _admitted(self, name: str, context: Context) -> contextlib.AbstractContextManager[None]:
         """Sets the caller of a method; surrounds its handler. Raises UnauthenticatedError and PermissionDeniedError."""
-        if self._who is None or self._running is None:
+        if self._who is None:
             return contextlib.nullcontext()
+        assert self._running is not None, "callers who prove who they are have calls that can be ended"
         credential = self._who(context)
         CALLER.set(credential.principal)
         check_call(credential.principal, name)

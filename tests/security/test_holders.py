@@ -35,13 +35,14 @@ WHOLE = ShardRange(0, 1)
 ABOUT_NOTHING = {"Ping", "WhoAmI", "Stats", "ListNamespaces", "ListQuotas", "SetQuotas"}
 BY_ID = ("Get", "Read", "Release", "PutEnd", "PutRevoke", "Write")
 UNKNOWN_ID = 0x1234_5678_9ABC
+UMBRAS = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="umbra")
 
 
 @pytest.fixture
 def held(deployment: Deployment) -> Iterator[Target]:
     """A lease and a ticket of tenant umbra, which must be as they were when the test ends."""
     with deployment.client(Role.ENGINE_WRITE, "umbra", transport="grpc", lease_ttl_ms=60_000) as client:
-        namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="umbra"))
+        namespace = client.open_namespace(UMBRAS)
         client.put_blocks(namespace, run_of("block"), [payload("umbra", BLOCK_BYTES)])
         found = client.lookup(namespace, [run_of("block")])
         located = client.rpc.stub.Get(
@@ -64,6 +65,8 @@ def held(deployment: Deployment) -> Iterator[Target]:
         found = client.lookup(namespace, [run_of("written")])
         (block,) = client.get_blocks(namespace, found.lease_id, run_of("written"))
         assert block is not None and bytes(block) == written.tobytes(), "a stranger has written into the ticket's slot"
+    with deployment.client(Role.TENANT_OPERATOR, "umbra") as operator:
+        operator.admin.clear(namespace.fingerprint)
 
 
 def test_every_rpc_is_about_a_namespace_or_an_id_or_nothing() -> None:

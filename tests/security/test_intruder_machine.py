@@ -34,11 +34,6 @@ from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.wire_service import METHODS, Answer, WireHouse
 
-STEALS_HOLDS = False
-"""Whether tenants try each other's leases and tickets."""
-SKIPS_WRITES = False
-"""Whether tenants end tickets without having written, and then read what lies there."""
-
 CHUNK_BYTES, NUM_SHARDS, EXTENT_BYTES, ARENA_BYTES = 16, 2, 256, 1 << 16
 SLOT_BYTES = CHUNK_BYTES * NUM_SHARDS
 LIMITS = Limits(max_ttl_ms=1_000, grace_ms=50)
@@ -180,7 +175,6 @@ class IntruderMachine(RuleBasedStateMachine):
 
     def held(self, data: st.DataObject, tenant: Tenant, kind: str, steals: bool) -> Held | None:
         """A lease or ticket: the tenant's, or one stolen from the other, unknown to the tenant's own pool."""
-        steals &= STEALS_HOLDS
         those: list[Held] = getattr(self.other(tenant) if steals else tenant, kind)[-5:]
         if not those:
             return None
@@ -272,7 +266,7 @@ class IntruderMachine(RuleBasedStateMachine):
     def read_what_was_not_written(self, tenant: int, epoch: str, name: int) -> None:
         who = self.tenants[tenant]
         writer, space = Principal(who.name, Role.ENGINE_WRITE), self.space(who, epoch, False)
-        if not SKIPS_WRITES or (held := self._put_start(who, space, [name], (0, NUM_SHARDS), 1_000)) is None:
+        if (held := self._put_start(who, space, [name], (0, NUM_SHARDS), 1_000)) is None:
             return
         for pool, hold_id in zip((self.shared, who.alone), held.ids, strict=True):
             pool.service.call(writer, "PutEnd", pb.PutEndRequest(ticket_id=hold_id, checksums=[0] * NUM_SHARDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from kvpool.principal import Principal
 from kvpool.types import Offer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
+from kvpool_server.access.credential import Credential
+from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
@@ -75,16 +78,14 @@ class _WireContext(CallContext):
 class _Who:
     """Callers prove what the test says; `None` proves nothing."""
 
-    def __call__(self, context: Any) -> Principal:
+    def __call__(self, context: Any) -> Credential:
         if context.principal is None:
             raise UnauthenticatedError("the call has no certificate")
-        return context.principal
-
-    def ends_at(self, context: Any) -> Any:
-        return SimpleNamespace(timestamp=lambda: 0)
+        return Credential(context.principal, str(context.principal), _NEVER)
 
 
 _WHO: Any = _Who()
+_NEVER = dt.datetime.max.replace(tzinfo=dt.UTC)
 
 
 class WireService:
@@ -92,7 +93,9 @@ class WireService:
 
     def __init__(self, service: PoolService, metrics: RpcMetrics):
         self._loop = ServiceLoop()
-        self._interceptor = RpcInterceptor(SERVICE_NAME, metrics, _WHO, None)
+        self._interceptor = RpcInterceptor(
+            SERVICE_NAME, metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None
+        )
         add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -144,7 +147,8 @@ class WireHouse:
         ids = itertools.count(first_id)
         self.clock = FakeClock()
         memory = np.zeros(arena_bytes, np.uint8)
-        self.pool = Pool(Arena(arena_bytes, extent_bytes), self.clock, lambda: next(ids), limits)
+        arena = Arena(arena_bytes, extent_bytes, zero=lambda start, nbytes: memory[start : start + nbytes].fill(0))
+        self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
         service = PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=_WHO)
         self.service = WireService(service, metrics)
