@@ -124,12 +124,9 @@ class WireService:
         try:
             if handler.stream_unary is not None:
                 replies = [handler.response_serializer(await handler.stream_unary(None, context))]
-            elif METHODS[method].client_streaming:  # Reads and writes by itself.
+            else:
                 await handler.stream_stream(None, context)
                 replies = [handler.response_serializer(reply) for reply in context.written]
-            else:
-                async for reply in handler.stream_stream(None, context):
-                    replies.append(handler.response_serializer(reply))
         except _AbortedError:
             pass
         answer = context.answer
