@@ -105,7 +105,7 @@ class ServerConfig(BaseModel):
     oidc_issuer: str = Field(
         "",
         description="Instead of --tokens: URL of an OpenID Connect issuer, whose JWTs callers need as bearer tokens. "
-        "Needs pip install 'kvpool[oidc]'.",
+        "Needs pip install 'pyjwt[crypto]'.",
     )
     oidc_audience: str = Field("", description="What the audience (aud) of these JWTs has to be.")
     oidc_jwks: str = Field(

@@ -137,4 +137,4 @@ def check_installed() -> None:
     try:
         import jwt  # noqa: F401
     except ImportError:
-        raise ConfigError("--oidc-issuer needs PyJWT, which is not installed: pip install 'kvpool[oidc]'") from None
+        raise ConfigError("--oidc-issuer needs PyJWT, which is not installed: pip install 'pyjwt[crypto]'") from None
