@@ -59,6 +59,7 @@ def test_the_printed_connector_settings_work(pool_server: StartServer, tmp_path:
         token, record = create_token(ENGINE, DAY)
         append_record(tmp_path / "known", record)
         (directory / "token").write_text(token)
+        (directory / "token").chmod(0o600)
         flags = [*flags[:4], "--tokens", str(tmp_path / "known")]
         files["token_file"] = str(directory / "token")
     server = pool_server(*flags, **files)

@@ -155,6 +155,7 @@ def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None
         tokens[role], record = create_token(_principal(role), DAY)
         append_record(known, record)
     operator.write_text(tokens[Role.OPERATOR])
+    operator.chmod(0o600)
     flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
     server = pool_server(*flags, tls=TlsFiles(files.ca), token_file=str(operator))
 

@@ -341,6 +341,7 @@ def test_an_issuer_with_another_certificate_is_not_believed(issuer: Issuer, monk
 def test_engines_come_with_tokens_of_an_issuer(pool_server: StartServer, issuer: Issuer, tmp_path: Path) -> None:
     files, file = issuer.files, tmp_path / "token"
     file.write_text(_token(issuer.url))
+    file.chmod(0o600)
     flags = ("--tls-cert", files.cert, "--tls-key", files.key)
     oidc = ("--oidc-issuer", issuer.url, "--oidc-audience", AUDIENCE)
     server = pool_server(
@@ -360,6 +361,7 @@ def test_engines_come_with_tokens_of_an_issuer(pool_server: StartServer, issuer:
             client.open_namespace(namespace_spec(tenant="umbra"))
         assert client.lookup(client.open_namespace(namespace_spec(tenant="acme")), [run_of("x")])
     file.write_text(_token(issuer.url, aud="somebody"))
+    file.chmod(0o600)
     with Client(config()) as client, pytest.raises(UnauthenticatedError, match="not good"):
         client.admin.ping()
 

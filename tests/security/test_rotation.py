@@ -221,6 +221,7 @@ def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: St
         token, records[tenant] = create_token(Principal(tenant, Role.ENGINE_WRITE), lasts)
         append_record(known, records[tenant])
         (tmp_path / tenant).write_text(token)
+        (tmp_path / tenant).chmod(0o600)
 
     def client_of(tenant: str) -> Client:
         trust: dict[str, Any] = {"tls": TlsFiles(files.ca), "token_file": str(tmp_path / tenant)}

@@ -29,6 +29,7 @@ from tests.support.values import namespace_spec, payload, run_of
 
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
 OPERATOR = Principal(ALL_TENANTS, Role.OPERATOR)
+SPECS = {tenant: namespace_spec(tenant=tenant) for tenant in ("acme", "umbra")}
 OTHERS = (
     Principal("umbra", Role.ENGINE_WRITE),
     Principal("acme", Role.ENGINE_READ),
@@ -48,7 +49,9 @@ class Deployment:
         for principal in (ENGINE, *OTHERS):
             token, record = create_token(principal, DAY)
             append_record(known, record)
-            (directory / f"{principal.tenant}-{principal.role}").write_text(token)
+            file = directory / f"{principal.tenant}-{principal.role}"
+            file.write_text(token)
+            file.chmod(0o600)
         credentials = server_flags(self.authority.issue_server([]))
         if proof == "tokens":
             credentials = [*credentials[:4], "--tokens", str(known)]
@@ -80,7 +83,7 @@ def _offers(client: Client, principal: Principal) -> list[Offer]:
     offers = [decode_offer(client.rpc.ping())]
     if principal.role not in (Role.TENANT_OPERATOR, Role.METRICS):
         tenant = "acme" if principal == OPERATOR else principal.tenant
-        opened, _ = client.rpc.open_namespace(namespace_spec(tenant=tenant))
+        opened, _ = client.rpc.open_namespace(SPECS[tenant])
         offers.append(opened.offer)
     return offers
 
@@ -89,7 +92,7 @@ def _offers(client: Client, principal: Principal) -> list[Offer]:
 def test_the_named_tenants_engines_alone_share_memory(deploy: Deploy, proof: str) -> None:
     deployment = deploy(proof, "--memory-tenant", "acme")
     with deployment.client(ENGINE) as client:
-        namespace = client.open_namespace(namespace_spec(tenant="acme"))
+        namespace = client.open_namespace(SPECS["acme"])
         assert namespace.transport.name == "shm"
         client.put_blocks(namespace, run_of("block"), [payload("block", 256)])
         found = client.lookup(namespace, [run_of("block")])
@@ -99,7 +102,7 @@ def test_the_named_tenants_engines_alone_share_memory(deploy: Deploy, proof: str
         with deployment.client(principal) as client:
             assert not any(offer.segment for offer in _offers(client, principal))
     with deployment.client(OTHERS[0]) as client:  # Other tenants use the socket, without its memory.
-        namespace = client.open_namespace(namespace_spec(tenant="umbra"))
+        namespace = client.open_namespace(SPECS["umbra"])
         assert namespace.transport.name == "grpc"
         client.put_blocks(namespace, run_of("block"), [payload("other", 256)])
         assert client.lookup(namespace, [run_of("block")]).hits[0].num_leading == 1

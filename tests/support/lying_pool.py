@@ -27,6 +27,7 @@ from kvpool.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.service import PIECE_BYTES, PoolService
@@ -106,7 +107,9 @@ class LyingPool:
         def replies() -> Iterator[bytes]:
             for request in requests:
                 with self._serving:
-                    reply = self._loop.run(self._service._answer(request.SerializeToString(), CallContext().peer()))
+                    reply = self._loop.run(
+                        self._service._answer(request.SerializeToString(), Owner(CallContext().peer()))
+                    )
                 if reply is not None:
                     whole = reply.SerializeToString()
                     yield whole if self.alter is None else self._altered("LookupStream", reply)

@@ -218,11 +218,14 @@ def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path
     assert stats.tiers == () and stats.free_bytes == SLOTS * SLOT
 
 
+COUNT = 80
+
+
 class _ManyNamespaces(MemoryTier):
     """Of a tenant more than it may open, and one of another."""
 
     def specs(self) -> list[NamespaceSpec]:
-        own = [namespace_spec(group_spec(chunk_bytes=SLOT), tenant="umbra", salt=f"{nth}") for nth in range(20)]
+        own = [namespace_spec(group_spec(chunk_bytes=SLOT), tenant="umbra", salt=f"{nth}") for nth in range(COUNT)]
         return [namespace_spec(group_spec(chunk_bytes=SLOT), tenant="acme", salt="0"), *own]
 
 
@@ -233,5 +236,7 @@ async def test_a_start_opens_a_tenants_newest_namespaces_and_leaves_it_room_for_
     most = rig.pool.limits.max_tenant_namespaces
     opened = [(each.spec.tenant, each.spec.salt) for each in rig.pool.open_namespaces()]
     assert ("acme", "0") in opened
-    assert [salt for tenant, salt in opened if tenant == "umbra"] == [f"{nth}" for nth in range(21 - most, 20)]
+    assert [salt for tenant, salt in opened if tenant == "umbra"] == [
+        f"{nth}" for nth in range(COUNT + 1 - most, COUNT)
+    ]
     rig.pool.open_namespace(namespace_spec(tenant="umbra"))
