@@ -172,7 +172,7 @@ def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, 
     command = [KVPOOL, "ping", "--bandwidth", "--transport", "tcp", "--endpoint", server.endpoint]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
-        wait_for(lambda: client.admin.stats().counters["get_present_blocks"], "the first blocks")
+        wait_for(lambda: client.admin.stats().counters["put_granted_blocks"], "the first blocks")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert process.returncode != 0 and "Traceback" not in err

@@ -376,7 +376,7 @@ def _is_heard(client: Client) -> bool:
 
 def test_without_pyjwt_the_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jwt", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[oidc\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'pyjwt\[crypto\]'"):
         check_installed()
 
 
