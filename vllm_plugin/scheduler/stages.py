@@ -89,7 +89,8 @@ class Stages:
             stages += of_stage.values()
         # Of several kvpools under a MultiConnector, each is told what the first one's workers say.
         own = self._config
-        stages = [named_by(spec, own.name_key()) for spec in stages]
+        key = own.name_key()
+        stages = [named_by(spec, key) for spec in stages]
         self.open(
             [replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self.weights_epoch) for spec in stages]
         )
