@@ -3,6 +3,9 @@
 The file has no path: a process inherits the descriptor, or receives it from the memory socket. The file is sealed:
 nobody can shrink or grow it, so no process can end another by SIGBUS. Its last page holds a nonce: a client that reads
 the nonce there that came over gRPC shares the memory of that server, and of that boot.
+
+Where tenants share a server, each of them has a file of the arena's size, and an extent of the arena has its pages in
+its tenant's file, at the same place. Such a file is sparse: it has pages where its tenant has extents.
 """
 
 from __future__ import annotations
@@ -39,7 +42,13 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 8
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_PUNCH_HOLE = 2 | 1  # With FALLOC_FL_KEEP_SIZE.
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,13 +61,16 @@ class Segment:
     Args:
         fd: of the file; closed with the segment.
         nbytes: of the arena.
+        is_sparse: whether pages of the file may be missing, or leave it: this process touches those alone that it knows
+            to be there.
 
     Attributes:
         token: clients present it at the memory socket; in the process that made the segment alone, else empty.
     """
 
-    def __init__(self, fd: int, nbytes: int):
+    def __init__(self, fd: int, nbytes: int, *, is_sparse: bool = False):
         self.nbytes = nbytes
+        self.is_sparse = is_sparse
         self.token = b""
         self._fd = fd
         self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -74,23 +86,14 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """Makes a segment of `nbytes`, not yet backed by memory (see `populate`). Raises ConfigError if that fails."""
+        fd = create_file(nbytes)
         try:
-            fd = _anonymous_file(f"{NAME}{os.getpid()}")
-        except OSError as error:
-            raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
-        try:
-            os.ftruncate(fd, nbytes + TRAILER_BYTES)
-            os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
             segment = cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            raise ConfigError(
-                f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory"
-            ) from error
+            raise _too_large(nbytes, error) from error
         segment.token = secrets.token_bytes(TOKEN_BYTES)
         segment._advise(0, nbytes, _MADV_HUGEPAGE)
-        with contextlib.suppress(OSError):  # See `is_sealed`.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         return segment
 
     @classmethod
@@ -101,7 +104,7 @@ class Segment:
         """
         try:
             _check(fd, info)
-            return cls(fd, info.nbytes)
+            return cls(fd, info.nbytes, is_sparse=info.sparse)
         except OSError as error:
             os.close(fd)
             raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
@@ -122,8 +125,25 @@ class Segment:
     def info(self) -> SegmentInfo:
         return SegmentInfo(self.nbytes, self.nonce, self.nbytes, self.token)
 
-    def populate(self, start: int, nbytes: int) -> None:
+    def lay(self, fd: int, start: int, nbytes: int, *, huge: bool = False) -> None:
+        """Maps the same part of another file of this size over a part that no thread uses.
+
+        Args:
+            huge: whether the part is worth huge pages, as an owner's memory is.
+
+        Raises OSError; no thread may use the part then, until a later call succeeds.
+        """
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(self._address + start, nbytes, access, flags, fd, start) == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), "cannot map an extent")
+        if huge:
+            self._advise(start, nbytes, _MADV_HUGEPAGE)
+
+    def populate(self, start: int, nbytes: int, fd: int | None = None) -> None:
         """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
+
+        Args:
+            fd: of the file that was laid over the part.
 
         Raises MemoryError if the system has no free memory.
         """
@@ -131,7 +151,7 @@ class Segment:
         if error == 0:
             return
         try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.
-            os.posix_fallocate(self._fd, start, nbytes)
+            os.posix_fallocate(self._fd if fd is None else fd, start, nbytes)
         except OSError as fallocate_error:
             raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
 
@@ -139,7 +159,10 @@ class Segment:
         """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.
 
         Never touches a page before its owner: the container that touches a page first is charged for its memory.
+        Does nothing if the segment is sparse.
         """
+        if self.is_sparse:
+            return
         threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
 
     def _map_ahead(self, view: Bytes) -> None:
@@ -178,6 +201,37 @@ class Segment:
             pass  # A view still exists; the mapping ends with it.
         os.close(self._fd)
         self._fd = -1
+
+
+def create_file(nbytes: int, suffix: str = "") -> int:
+    """Makes the file of an arena of `nbytes`, without memory but for its last page. Raises ConfigError if that fails.
+
+    Args:
+        suffix: of the file's name.
+    """
+    try:
+        fd = _anonymous_file(f"{NAME}{os.getpid()}{suffix}")
+    except OSError as error:
+        raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
+    try:
+        os.ftruncate(fd, nbytes + TRAILER_BYTES)
+        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise _too_large(nbytes, error) from error
+    with contextlib.suppress(OSError):  # See `is_sealed`.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def punch(fd: int, start: int, nbytes: int) -> None:
+    """Frees a part of a file: whoever has mapped it finds zeros there. Raises OSError."""
+    if _libc.fallocate(fd, _PUNCH_HOLE, start, nbytes):
+        raise OSError(ctypes.get_errno(), "cannot free an extent")
+
+
+def _too_large(nbytes: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory")
 
 
 def _anonymous_file(name: str) -> int:

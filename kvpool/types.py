@@ -317,18 +317,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """The arena's shared memory.
+    """The arena's shared memory, or what a tenant may map of it.
 
     Args:
         nbytes: of the arena.
         nonce: also in the memory, at `nonce_offset`.
         token: what the memory socket demands before it hands the memory out.
+        sparse: whether it has pages only where the caller's tenant has extents: touch regions that were granted, alone.
     """
 
     nbytes: int
     nonce: bytes
     nonce_offset: int
     token: bytes
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

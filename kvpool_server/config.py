@@ -60,17 +60,13 @@ class ServerConfig(BaseModel):
     unix_listen: str = Field(
         "",
         description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
-        "Engines in other containers that mount its directory share memory (endpoint unix:PATH). Empty: none.",
+        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS engines "
+        "of role engine-write share what is their tenant's. Empty: none.",
     )
     unix_mode: str = Field(
         "0600",
         description="Permissions of both Unix sockets, in octal: who may connect may read and write the pool. 0660 for "
         "a common group, 0666 for everybody who sees the path.",
-    )
-    memory_tenant: str = Field(
-        "",
-        description="With TLS: the tenant whose engines (role engine-write) may map the arena's memory, which holds "
-        "the blocks of all tenants, through --unix-listen. Empty: nobody; bytes are then sent.",
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
@@ -234,16 +230,6 @@ class ServerConfig(BaseModel):
     def _check_unix_listen(cls, value: str) -> str:
         return check_path(value) if value else value
 
-    @field_validator("memory_tenant")
-    @classmethod
-    def _check_memory_tenant(cls, value: str) -> str:
-        if value:
-            try:
-                Principal(value, Role.ENGINE_WRITE)
-            except InvalidRequestError as error:
-                raise ValueError(str(error)) from None
-        return value
-
     @field_validator("trust_domain")
     @classmethod
     def _check_trust_domain(cls, value: str) -> str:
@@ -330,6 +316,14 @@ class ServerConfig(BaseModel):
     @property
     def unix_mode_bits(self) -> int:
         return int(self.unix_mode, 8)
+
+    @property
+    def tenants_share_memory(self) -> bool:
+        """Whether callers prove whose engines they are, and map their tenant's memory through the Unix socket.
+
+        Mooncake's Transfer Engine registers the memory that the arena has at the start: none of it may be replaced.
+        """
+        return bool(self.tls_cert and self.unix_listen) and self.mooncake == "off"
 
     @property
     def event_streams(self) -> list[StreamEndpoints]:

@@ -17,11 +17,6 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     if not (config.tls_cert or config.tls_key or proofs):
         if config.deny:
             raise ConfigError(f"--deny {config.deny} denies nobody where callers prove nothing; give --tls-cert, too")
-        if config.memory_tenant:
-            raise ConfigError(
-                f"--memory-tenant {config.memory_tenant}: without TLS callers have no tenant, and whoever may connect "
-                "gets the memory; leave it out, or give --tls-cert, too"
-            )
         return None
     if not (config.tls_cert and config.tls_key):
         raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither without")
@@ -35,10 +30,6 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     if config.oidc_issuer and not (config.oidc_jwks or config.oidc_issuer.startswith("https://")):
         raise ConfigError(
             f"--oidc-issuer {config.oidc_issuer} is not https://; give --oidc-jwks with a file of its keys"
-        )
-    if config.memory_tenant and not config.unix_listen:
-        raise ConfigError(
-            f"--memory-tenant {config.memory_tenant} gets no memory without a Unix socket; give --unix-listen, too"
         )
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 

@@ -27,7 +27,7 @@ from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
 from kvpool.principal import Role
-from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, Slots
+from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolKey, PoolStats, PutStatus, SegmentInfo, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
@@ -37,8 +37,8 @@ from kvpool_server.access.caller import (
     check_all_tenants,
     check_tenant,
     is_visible,
+    mapping_tenant,
     may_create_namespaces,
-    may_map_memory,
     may_open_namespaces,
     may_see_quota,
 )
@@ -90,7 +90,7 @@ class PoolService(PoolServicer):
         permits: for the data port; None if the server has no data port.
         who: how callers prove who they are; None: they prove nothing.
         turns: runs the work in steps.
-        memory_tenant: whose engines may map the arena's memory, where callers prove who they are; empty: nobody's.
+        memory_of: what a tenant's engines may map, where callers prove who they are; None: nothing.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class PoolService(PoolServicer):
         permits: PermitTable | None = None,
         who: Who | None = None,
         turns: Turns | None = None,
-        memory_tenant: str = "",
+        memory_of: Callable[[str], SegmentInfo | None] | None = None,
     ):
         self._tiered = pool
-        self._memory_tenant = memory_tenant
+        self._memory_of = memory_of
         self._who = who
         self._pool = pool.pool
         self._memory = memory
@@ -145,7 +145,8 @@ class PoolService(PoolServicer):
                 fingerprint=namespace.fingerprint.hex()[:12],
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
-        opened = OpenedNamespace(namespace.fingerprint, self._offered(), created, self._pool.limits.max_batch_blocks)
+        offered, most = self._offered(context), self._pool.limits.max_batch_blocks
+        opened = OpenedNamespace(namespace.fingerprint, offered, created, most)
         return wire.encode_opened(opened, self._boot_token)
 
     def _namespace(self, name: bytes) -> bytes:
@@ -412,13 +413,13 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
-        return wire.encode_pong(__version__, uptime, self._offered(), self._boot_token, self._pool.num_opened)
+        return wire.encode_pong(__version__, uptime, self._offered(context), self._boot_token, self._pool.num_opened)
 
-    def _offered(self) -> Offer:
+    def _offered(self, context: Context) -> Offer:
         """What the caller is told: where memory lies, and the token that hands it out, are for those who may use it."""
         offer = self._offer
-        if not may_map_memory(self._memory_tenant):
-            offer = dataclasses.replace(offer, segment=None)
+        if self._memory_of is not None and (tenant := mapping_tenant(context)):
+            offer = dataclasses.replace(offer, segment=self._memory_of(tenant))
         if not may_open_namespaces():
             offer = dataclasses.replace(offer, mooncake=None)
         return offer

@@ -67,8 +67,9 @@ class ShmTransport:
         return f"ShmTransport({self.segment})"
 
     @property
-    def memory(self) -> Bytes:
-        return self.segment.bytes
+    def memory(self) -> Bytes | None:
+        # Pinning would back all of a sparse segment, and keep pages that leave it.
+        return None if self.segment.is_sparse else self.segment.bytes
 
     def write(self, transfer: Transfer, source: Source) -> None:
         if source.rows is None:

@@ -23,6 +23,7 @@ CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 
 _VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
+_UNIX_PEER = "unix:"
 
 
 class Who(Protocol):
@@ -192,11 +193,11 @@ def may_open_namespaces() -> bool:
     return caller is None or may_call(caller.role, "OpenNamespace")
 
 
-def may_map_memory(memory_tenant: str) -> bool:
-    """Whether the caller may map the arena's memory, where it can read and change every block of every tenant.
+def mapping_tenant(context: Context) -> str:
+    """The tenant whose memory the caller may map, where it can read and change every block; empty: nobody's.
 
-    Args:
-        memory_tenant: the one whose engines may; empty: nobody's.
+    Only engines that may write get memory, and only through the Unix socket.
     """
     caller = CALLER.get()
-    return caller is None or (may_call(caller.role, "PutStart") and caller.tenant == memory_tenant != "")
+    maps = caller is not None and caller.role is Role.ENGINE_WRITE and context.peer().startswith(_UNIX_PEER)
+    return caller.tenant if caller is not None and maps else ""

@@ -50,7 +50,6 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
-        ("memory_tenant", "acme", "acme"),
         ("unix_mode", "0660", "0660"),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),

@@ -16,9 +16,12 @@ from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.rpc import Namespace
+from kvpool.segment import Segment
 from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
+from kvpool_server.prefault import free_bytes
+from kvpool_server.tenant_memory import TenantMemory
 from tests.support.certificates import files_in, server_flags
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
@@ -122,11 +125,19 @@ def test_a_tenant_without_another_finds_its_own_bytes_where_it_left_them(tenants
     assert any(tenants.unwritten("acme", 8, MIB // 2))
 
 
-def test_zeroing_does_not_hold_the_loop() -> None:
+@pytest.mark.parametrize("has_files", [False, True], ids=["zeroed", "handed over"])
+def test_an_extent_that_changes_hands_does_not_hold_the_loop(has_files: bool) -> None:
     extent_bytes = 256 * MIB
-    server = InProcessServer(extent_bytes, extent_bytes, has_tenants=True)
-    try:
-        server.memory[:] = 0xEE
+    with contextlib.ExitStack() as stack:
+        memory, hand_over = None, None
+        if has_files:
+            segment = Segment.create(extent_bytes)
+            stack.callback(segment.close)
+            files = TenantMemory(segment, extent_bytes, lambda nbytes: free_bytes() >= nbytes)
+            stack.callback(files.close)
+            memory, hand_over = segment.bytes, files.hand_over
+        server = InProcessServer(extent_bytes, extent_bytes, has_tenants=True, memory=memory, hand_over=hand_over)
+        stack.callback(server.close)
         names = [
             server.on_loop(
                 lambda tenant=tenant: (
@@ -147,13 +158,12 @@ def test_zeroing_does_not_hold_the_loop() -> None:
             server.stub.Clear(pb.ClearRequest(namespace=name), timeout=60)
 
         put_start(names[0])
+        server.memory[:] = 0xEE
         server.on_loop(server.probe.reset)
         put_start(names[1])
         seconds = server.on_loop(lambda: server.probe.longest_s)
         assert not np.count_nonzero(server.memory), "the extent has changed hands"
         assert seconds < 0.030, f"{seconds * 1000:.1f} ms: {server.probe.culprit}"
-    finally:
-        server.close()
 
 
 # Quotas

@@ -144,7 +144,12 @@ class WireHouse:
         ids = itertools.count(first_id)
         self.clock = FakeClock()
         memory = np.zeros(arena_bytes, np.uint8)
-        arena = Arena(arena_bytes, extent_bytes, zero=lambda start, nbytes: memory[start : start + nbytes].fill(0))
+
+        def hand_over(start: int, nbytes: int, _: str) -> bool:
+            memory[start : start + nbytes] = 0
+            return True
+
+        arena = Arena(arena_bytes, extent_bytes, hand_over=hand_over)
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
         service = PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=_WHO)
