@@ -68,7 +68,7 @@ class Engines:
         self._fillings = itertools.count()
 
     def open(self, tenant: str, way: str) -> Namespace:
-        spec = namespace_spec(group_spec(chunk_bytes=MIB), tenant=tenant)
+        spec = namespace_spec(group_spec(chunk_bytes=MIB), tenant=tenant, salt="mappings")
         namespace = self.clients[tenant, way].open_namespace(spec)
         assert namespace.transport.name == way
         return namespace
