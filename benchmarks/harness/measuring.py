@@ -243,10 +243,17 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 @contextlib.contextmanager
-def process(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the block; its stdout is a pipe, and its stderr is dropped."""
+def process(
+    command: Sequence[str], environ: Mapping[str, str] | None = None, stdin: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block; its stdout is a pipe, its stdin as given, and its stderr is dropped."""
     running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **(environ or {})}
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(environ or {})},
     )
     try:
         yield running

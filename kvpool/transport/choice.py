@@ -96,7 +96,7 @@ def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)
     fd = receive_memory(memory_address(config.endpoint, token), token, timeout_s)
     segment = Segment.attach(fd, offer.segment)
-    movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients)
+    movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients, cores_a_mover=1)
     return Choice(ShmTransport(segment, movers), "shm", "client and server share memory")
 
 

@@ -114,13 +114,15 @@ class Helpers:
 
 MAX_MOVERS = 8
 CORES_A_MOVER = 2
+"""Over a network: the server has as many threads that move the same bytes, perhaps on the same host."""
 
 
-def movers_of(num_cores: int, sharers: int = 1) -> int:
+def movers_of(num_cores: int, sharers: int = 1, cores_a_mover: int = CORES_A_MOVER) -> int:
     """How many threads move the bytes of one transfer, the caller's among them, and over how many connections.
 
     Args:
         num_cores: that this process may use.
         sharers: clients that share these cores, such as the ranks of one engine.
+        cores_a_mover: 1 through shared memory, where no other process moves bytes.
     """
-    return max(1, min(MAX_MOVERS, num_cores // CORES_A_MOVER // sharers))
+    return max(1, min(MAX_MOVERS, num_cores // cores_a_mover // sharers))

@@ -59,6 +59,7 @@ class MooncakeTransport:
     name = "mooncake"
     memory = None
     one_sided = True
+    extents = None
 
     def __init__(
         self,

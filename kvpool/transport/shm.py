@@ -54,6 +54,7 @@ class ShmTransport:
 
     name = "shm"
     one_sided = False
+    extents = None
 
     def __init__(self, segment: Segment, num_movers: int = 1, clock: Clock = time.monotonic):
         self.segment = segment

@@ -127,10 +127,10 @@ def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
         copier.adopt(arena)
         deadline = time.monotonic() + 10
         buffers = [arena[at * nbytes : (at + 1) * nbytes] for at in range(len(ids))]
-        while not copier._pinned.borrow(buffers):
+        while (loan := copier._pinned.borrow(buffers)) is None:
             assert time.monotonic() < deadline, "the memory was never pinned"
             time.sleep(0.01)
-        copier._pinned.give_back()
+        loan.give_back()
         _gather(copier, layout, 0, [ids], buffers)
         assert all(np.array_equal(a, b) for a, b in zip(buffers, expected, strict=True))
         targets = [block + 10 for block in ids]

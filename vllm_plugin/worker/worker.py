@@ -93,7 +93,7 @@ class KVPoolWorker:
             layouts.append(layout)
         copier = make_copier(layouts)
         # Pinning tens of gigabytes of the pool's memory takes a second, which the first request should not wait for.
-        self.session.when_open(lambda namespace: copier.adopt(namespace.transport.memory))
+        self.session.when_open(lambda opened: copier.adopt(opened.transport.memory, opened.transport.extents))
         threads = (self.session, copier, self._mine, self._stage, self._recorder)
         self.sender = SendThread(f"kvpool-send-{self._name}", *threads)
         self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)

@@ -154,3 +154,8 @@ def test_after_their_end_there_are_no_threads_and_the_caller_does_all() -> None:
 )
 def test_few_cores_have_no_threads_to_spare(num_cores: int, sharers: int, count: int) -> None:
     assert movers_of(num_cores, sharers) == count
+
+
+@pytest.mark.parametrize(("num_cores", "sharers", "count"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (16, 4, 4)])
+def test_through_shared_memory_every_core_moves_bytes(num_cores: int, sharers: int, count: int) -> None:
+    assert movers_of(num_cores, sharers, cores_a_mover=1) == count

@@ -19,10 +19,10 @@ from vllm.logger import init_logger
 
 from kvpool.block_io import InPlace
 from kvpool.sums import Checksums
-from kvpool.transport.base import Buffers
+from kvpool.transport.base import Buffers, Extents
 from vllm_plugin.worker.copy import BlockIds, driver, xxh3
 from vllm_plugin.worker.copy.paged import PagedBlocks
-from vllm_plugin.worker.copy.pinned import PinnedMemory, StridedRun
+from vllm_plugin.worker.copy.pinned import CudaHost, Loan, PinnedMemory, StridedRun
 from vllm_plugin.worker.layout import Layout
 
 logger = init_logger("vllm.kvpool.copy")
@@ -62,13 +62,13 @@ class CudaCopier:
         self._pinned: PinnedMemory | None = None
         self._adopting = threading.Lock()
 
-    def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
+    def adopt(self, memory: npt.NDArray[np.uint8] | None, extents: Extents | None = None) -> None:
         with self._adopting:
             if self._pinned is not None and self._pinned.memory is memory:
                 return
             if self._pinned is not None:
                 self._pinned.close()
-            self._pinned = PinnedMemory(memory, self._device) if memory is not None else None
+            self._pinned = PinnedMemory(memory, CudaHost(self._device), extents) if memory is not None else None
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -148,11 +148,8 @@ class CudaCopier:
     def _borrow(self, copy: _Copy, buffers: Buffers) -> list[StridedRun]:
         """Where the buffers lie in pinned memory, which the copy gives back; nothing if they do not."""
         pinned = self._pinned
-        runs = pinned.borrow(buffers) if pinned is not None else None
-        if runs is None:
-            return []
-        copy.pinned = pinned
-        return runs
+        copy.loan = pinned.borrow(buffers) if pinned is not None else None
+        return copy.loan.runs if copy.loan is not None else []
 
 
 class _GroupShape:
@@ -301,7 +298,7 @@ class _Copy:
 
     Attributes:
         done: event when the blocks have arrived.
-        pinned: memory that was borrowed for the copy.
+        loan: of the memory that was borrowed for the copy.
     """
 
     def __init__(self, direction: _Direction, staged: _StagedBlocks, block_ids: BlockIds):
@@ -312,7 +309,7 @@ class _Copy:
         self._host_words.numpy()[: staged.num_ids] = np.asarray(block_ids, np.int64).reshape(-1)
         self._found: list[int] | None = None
         self.done = driver.Event()
-        self.pinned: PinnedMemory | None = None
+        self.loan: Loan | None = None
 
     def send_ids(self) -> None:
         """Starts sending the block ids to the device."""
@@ -328,9 +325,9 @@ class _Copy:
         """Returns when the blocks have arrived. Idempotent, and for any thread."""
         self._direction.enter()
         self.done.synchronize()
-        pinned, self.pinned = self.pinned, None
-        if pinned is not None:
-            pinned.give_back()
+        loan, self.loan = self.loan, None
+        if loan is not None:
+            loan.give_back()
 
     def checksums(self) -> Checksums | None:
         """The checksums; None, once the blocks have arrived, if the caller must compute them."""
