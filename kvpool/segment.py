@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import stat
+import struct
 import threading
 import time
 
@@ -32,6 +33,9 @@ NAME = "kvpool-"
 
 TRAILER_BYTES = mmap.PAGESIZE
 NONCE_BYTES = 16
+_STATE = struct.Struct("<Q")
+MAX_EXTENTS = (TRAILER_BYTES - NONCE_BYTES) // _STATE.size
+"""Of whose states the last page has room."""
 MAP_STEP_BYTES = 4 << 20
 """Small, because the low-priority thread that maps ahead holds the mapping's lock during a step."""
 IDLE_NICE = 19
@@ -61,16 +65,16 @@ class Segment:
     Args:
         fd: of the file; closed with the segment.
         nbytes: of the arena.
-        is_sparse: whether pages of the file may be missing, or leave it: this process touches those alone that it knows
-            to be there.
+        extent_bytes: of the parts whose pages may be missing, or leave: this process touches those alone that it knows
+            to be there. 0: all pages come, and stay.
 
     Attributes:
         token: clients present it at the memory socket; in the process that made the segment alone, else empty.
+        extents: which of a tenant's extents have pages; None: all pages come, and stay.
     """
 
-    def __init__(self, fd: int, nbytes: int, *, is_sparse: bool = False):
+    def __init__(self, fd: int, nbytes: int, extent_bytes: int = 0):
         self.nbytes = nbytes
-        self.is_sparse = is_sparse
         self.token = b""
         self._fd = fd
         self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -79,6 +83,7 @@ class Segment:
         self.bytes: Bytes = whole[:nbytes]
         self._address = whole.ctypes.data
         self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
+        self.extents = ExtentStates(whole[nbytes + NONCE_BYTES :], nbytes, extent_bytes) if extent_bytes else None
 
     def __repr__(self) -> str:
         return f"Segment({self.nbytes} bytes, descriptor {self._fd})"
@@ -104,7 +109,7 @@ class Segment:
         """
         try:
             _check(fd, info)
-            return cls(fd, info.nbytes, is_sparse=info.sparse)
+            return cls(fd, info.nbytes, info.extent_bytes)
         except OSError as error:
             os.close(fd)
             raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
@@ -159,9 +164,9 @@ class Segment:
         """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.
 
         Never touches a page before its owner: the container that touches a page first is charged for its memory.
-        Does nothing if the segment is sparse.
+        Does nothing for a tenant's memory.
         """
-        if self.is_sparse:
+        if self.extents is not None:
             return
         threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
 
@@ -201,6 +206,30 @@ class Segment:
             pass  # A view still exists; the mapping ends with it.
         os.close(self._fd)
         self._fd = -1
+
+
+class ExtentStates:
+    """Which extents of a tenant's memory have their pages: numbers in its last page, after the nonce.
+
+    The server alone has to believe nothing that stands there: the tenant's engines can write it, too.
+
+    Args:
+        words: the bytes after the nonce.
+        nbytes: of the arena.
+    """
+
+    def __init__(self, words: Bytes, nbytes: int, extent_bytes: int):
+        self.extent_bytes = extent_bytes
+        self._states = words[: -(-nbytes // extent_bytes) * _STATE.size].view("<u8")
+
+    def state(self, idx: int) -> int:
+        """0 unless all pages of an extent are there; another number whenever pages have left since."""
+        return int(self._states[idx])
+
+
+def write_state(fd: int, nbytes: int, idx: int, state: int) -> None:
+    """In the server: says in a tenant's file, of an arena of `nbytes`, what the state of an extent is."""
+    os.pwrite(fd, _STATE.pack(state), nbytes + NONCE_BYTES + idx * _STATE.size)
 
 
 def create_file(nbytes: int, suffix: str = "") -> int:

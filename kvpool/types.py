@@ -323,14 +323,14 @@ class SegmentInfo:
         nbytes: of the arena.
         nonce: also in the memory, at `nonce_offset`.
         token: what the memory socket demands before it hands the memory out.
-        sparse: whether it has pages only where the caller's tenant has extents: touch regions that were granted, alone.
+        extent_bytes: of the parts that have pages only while they are the caller's tenant's; 0: all pages are there.
     """
 
     nbytes: int
     nonce: bytes
     nonce_offset: int
     token: bytes
-    sparse: bool = False
+    extent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

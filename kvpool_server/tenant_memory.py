@@ -14,6 +14,7 @@ often engines have mapped them, and an engine can map its file many thousand tim
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import structlog
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.memory_socket import TOKEN_BYTES
-from kvpool.segment import NONCE_BYTES, Segment, create_file, punch
+from kvpool.segment import NONCE_BYTES, Segment, create_file, punch, write_state
 from kvpool.types import SegmentInfo
 from kvpool_server.data_plane.extent_files import ExtentFiles
 
@@ -61,13 +62,14 @@ class TenantMemory:
         fds = [create_file(segment.nbytes, "-tenant") for _ in range(MAX_TENANTS)]
         self.files = ExtentFiles.create([segment.fd, *fds], num_extents, extent_bytes)
         self._infos = [
-            SegmentInfo(segment.nbytes, nonce, segment.nbytes, secrets.token_bytes(TOKEN_BYTES), sparse=True)
+            SegmentInfo(segment.nbytes, nonce, segment.nbytes, secrets.token_bytes(TOKEN_BYTES), extent_bytes)
             for nonce in (os.pread(fd, NONCE_BYTES, segment.nbytes) for fd in fds)
         ]
         self._number_of: dict[str, int] = {}
         self._is_full = False
         # By extent: the files in which it may have pages. There are several of them until all of it was handed over.
         self._holders = [{_SERVERS_OWN} for _ in range(num_extents)]
+        self._states = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, "kvpool-hand-over")
         # By extent: the part that is being handed over, and its new file. A put that was given up leaves it here.
         self._jobs: dict[int, tuple[tuple[int, int], Future[None] | None]] = {}
@@ -90,6 +92,9 @@ class TenantMemory:
         idx, number = start // self._extent_bytes, self._number(tenant)
         part, job = self._jobs.get(idx, _NO_JOB)
         if job is None or part != (start, number):
+            if start % self._extent_bytes == 0:
+                for holder in self._holders[idx]:
+                    self._write_state(holder, idx, 0)  # First: engines must not pin pages that leave.
             # The thread works in the order of the calls: what a put has left unfinished comes first.
             self._holders[idx].add(number)
             job = self._thread.submit(self._move, start, nbytes, number, set(self._holders[idx]))
@@ -105,7 +110,13 @@ class TenantMemory:
         if (start + nbytes) % self._extent_bytes == 0:
             self._holders[idx] = {number}
             self.files.publish(idx, number)
+            self._write_state(number, idx, next(self._states))
         return True
+
+    def _write_state(self, number: int, idx: int, state: int) -> None:
+        """Tells a tenant's engines of an extent; nobody maps the server's own file."""
+        if number != _SERVERS_OWN:
+            write_state(self.files.fds[number], self._segment.nbytes, idx, state)
 
     def _move(self, start: int, nbytes: int, number: int, holders: set[int]) -> None:
         """In the thread: moves a part of an extent from whatever file holds it to another."""

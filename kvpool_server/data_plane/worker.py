@@ -161,7 +161,7 @@ def main() -> None:
     """Serves until the server ends."""
     settings = WorkerSettings.from_json(receive_settings())
     exit_with_server()
-    segment, follow = Segment(settings.segment_fd, settings.nbytes, is_sparse=bool(settings.extent_fds)), None
+    segment, follow = Segment(settings.segment_fd, settings.nbytes, settings.extent_bytes), None
     if settings.extent_fds:
         extent_files = ExtentFiles(settings.extent_fds, settings.table_fd, settings.extent_bytes)
         follow = functools.partial(extent_files.follow, segment)

@@ -48,7 +48,7 @@ class Rig:
         self.segment.populate(0, self.segment.nbytes)
         self.memory = TenantMemory(self.segment, EXTENT_BYTES, lambda _: True)
         files = self.memory.files
-        self.worker = Segment(os.dup(self.segment.fd), self.segment.nbytes, is_sparse=True)
+        self.worker = Segment(os.dup(self.segment.fd), self.segment.nbytes, EXTENT_BYTES)
         self.followed = ExtentFiles(files.fds, files.table_fd, files.extent_bytes)
         self.engines = {tenant: self.engine(tenant) for tenant in TENANTS}
 
@@ -66,6 +66,12 @@ class Rig:
     def hand_over_part(self, idx: int, part: int, tenant: str) -> None:
         while not self.memory.hand_over(idx * EXTENT_BYTES + part * PAGE, PAGE, tenant):
             pass
+
+    def state(self, tenant: str, idx: int) -> int:
+        """What the tenant's engines see of an extent."""
+        extents = self.engines[tenant].extents
+        assert extents is not None
+        return extents.state(idx)
 
     def backed_bytes(self) -> int:
         """Of all files, without the pages that hold their nonces."""
@@ -96,13 +102,15 @@ class TenantMemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig()
         self.owners = [""] * NUM_EXTENTS
-        self.parts = [0] * NUM_EXTENTS
+        self.told: dict[int, tuple[str, int]] = {}  # By extent: the owner, and the state that its engines saw.
+        self.given: set[int] = set()
 
     @rule(idx=st.integers(0, NUM_EXTENTS - 1), tenant=st.sampled_from(TENANTS), num_parts=st.integers(1, 3),
           is_short=st.booleans())  # fmt: skip
     def hand_over(self, idx: int, tenant: str, num_parts: int, is_short: bool) -> None:
         """All of an extent, or a part, because the put is given up or has no memory."""
         self.owners[idx] = ""
+        self.told.pop(idx, None)
         for nth in range(num_parts):
             self.rig.segment.is_short = is_short and nth == num_parts - 1
             try:
@@ -113,6 +121,9 @@ class TenantMemoryMachine(RuleBasedStateMachine):
         if num_parts == EXTENT_BYTES // PAGE:
             self.owners[idx] = tenant
             assert not self.rig.segment.bytes[_extent(idx)].any()
+            self.told[idx] = tenant, (state := self.rig.state(tenant, idx))
+            assert state not in self.given, "an engine would take new pages for those that it has pinned"
+            self.given.add(state)
 
     @rule(idx=st.integers(0, NUM_EXTENTS - 1), by=st.sampled_from(["server", "worker", "engine"]))
     def write(self, idx: int, by: str) -> None:
@@ -139,6 +150,12 @@ class TenantMemoryMachine(RuleBasedStateMachine):
             if tenant:
                 seen = self.rig.segment.bytes[_extent(idx)]
                 assert set(seen.tolist()) <= {0, TENANTS.index(tenant) + 1}
+
+    @invariant()
+    def engines_are_told_of_their_own_extents_alone(self) -> None:
+        for idx in range(NUM_EXTENTS):
+            told = {tenant: state for tenant in TENANTS if (state := self.rig.state(tenant, idx))}
+            assert told == (dict([self.told[idx]]) if idx in self.told else {})
 
     def teardown(self) -> None:
         self.rig.segment.is_short = False
