@@ -100,7 +100,12 @@ class InProcessServer:
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.probe = LoopProbe()
-        arena = Arena(arena_bytes, extent_bytes, hand_over=(hand_over or self._hand_over) if has_tenants else None)
+        arena = Arena(
+            arena_bytes,
+            extent_bytes,
+            hand_over=(hand_over or self._hand_over) if has_tenants else None,
+            unused_is_anybodys=hand_over is None,
+        )
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8) if memory is None else memory
         self._credentials, self._who = credentials, who
