@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
+from kvpool_server.toml_file import read_toml
 
 ENV_PREFIX = "KVPOOL_"
 _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS"}
@@ -401,12 +401,7 @@ def _parse_stream(text: str) -> StreamEndpoints:
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
-    try:
-        values = tomllib.loads(config_file.read_text())
-    except OSError as error:
-        raise ConfigError(f"config file {config_file}: {error.strerror}; give --config a TOML file") from None
-    except ValueError as error:  # Not UTF-8, or not TOML.
-        raise ConfigError(f"config file {config_file} is not TOML: {error}") from None
+    values = read_toml(config_file, f"config file {config_file}", "give --config a TOML file")
     _refuse_unknown(values, f"config file {config_file}")
     return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpool.errors import ConfigError
+from kvpool.principal import DEFAULT_DOMAIN
 from kvpool.tls import TlsFiles
 from kvpool_server.addresses import is_local
 from kvpool_server.config import ServerConfig
@@ -17,10 +18,20 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     if not (config.tls_cert or config.tls_key or proofs):
         if config.deny:
             raise ConfigError(f"--deny {config.deny} denies nobody where callers prove nothing; give --tls-cert, too")
+        if config.identity_limits:
+            raise ConfigError(
+                f"--identity-limits {config.identity_limits} bounds nobody where callers prove nothing; give "
+                "--tls-cert, too"
+            )
         if config.memory_tenant:
             raise ConfigError(
                 f"--memory-tenant {config.memory_tenant}: without TLS callers have no tenant, and whoever may connect "
                 "gets the memory; leave it out, or give --tls-cert, too"
+            )
+        if config.trust_domain != DEFAULT_DOMAIN:
+            raise ConfigError(
+                f"--trust-domain {config.trust_domain} restricts nobody where callers prove nothing; give --tls-cert, "
+                "too"
             )
         return None
     if not (config.tls_cert and config.tls_key):
@@ -29,6 +40,11 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
         raise ConfigError(
             "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens, or "
             "--oidc-issuer"
+        )
+    if config.trust_domain != DEFAULT_DOMAIN and not config.tls_client_ca:
+        raise ConfigError(
+            f"--trust-domain {config.trust_domain} restricts certificates alone, and callers of this server have "
+            "tokens; leave it out"
         )
     if config.oidc_issuer and not config.oidc_audience:
         raise ConfigError("--oidc-issuer without --oidc-audience would take the issuer's tokens for others; give both")

@@ -22,6 +22,7 @@ import structlog
 
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError
+from kvpool.file_permissions import require_owner_writes
 
 if TYPE_CHECKING:
     import jwt
@@ -67,7 +68,8 @@ def parse_keys(text: bytes, source: str) -> Keys:
 
 
 def read_keys(path: str) -> Keys:
-    """The keys of a file. Raises ConfigError."""
+    """The keys of a file. Raises ConfigError, also for a file that its group or others can write."""
+    require_owner_writes(path, "add a key that signs tokens")
     return parse_keys(read_pem(Path(path)), path)
 
 
