@@ -41,6 +41,7 @@ from kvpool_server.access.caller import (
     may_map_memory,
     may_open_namespaces,
     may_see_quota,
+    own_tenant,
 )
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.entry import Entry
@@ -412,7 +413,9 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime = time.monotonic() - self._started
-        return wire.encode_pong(__version__, uptime, self._offered(), self._boot_token, self._pool.num_opened)
+        return wire.encode_pong(
+            __version__, uptime, self._offered(), self._boot_token, self._pool.num_opened(own_tenant())
+        )
 
     def _offered(self) -> Offer:
         """What the caller is told: where memory lies, and the token that hands it out, are for those who may use it."""

@@ -168,6 +168,12 @@ def check_all_tenants(what: str) -> None:
         raise PermissionDeniedError(f"{caller} may not ask for {what}: it is for role {Role.OPERATOR}")
 
 
+def own_tenant() -> str | None:
+    """The caller's tenant; None for a caller that may know of all tenants."""
+    caller = CALLER.get()
+    return caller.tenant if caller is not None and caller.role.has_tenant else None
+
+
 def is_visible(tenant: str | None) -> bool:
     """Whether the caller may know of a tenant's namespace; None: of one that is not open."""
     caller = CALLER.get()
