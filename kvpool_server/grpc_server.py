@@ -24,8 +24,9 @@ from kvpool_server.access.caller import CALLER, Context, Who, check_call
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
+from kvpool_server.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import MAX_STREAM_S, SERVICE_NAME, PoolService, add_service
+from kvpool_server.service import MAX_STREAM_S, PoolService
 from kvpool_server.socket_path import bind_path, cannot_bind
 
 INBOUND_BYTES = 4 << 20
@@ -209,7 +210,7 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        add_service(service, self._server)
+        add_service(service, service.max_spec_bytes, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if who is None:  # Reflection is for those who look around, on a server that hides nothing.

@@ -27,6 +27,7 @@ from kvpool import wire
 from kvpool.namespace import NamespaceSpec
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server import request_reader
 from kvpool_server import service as served
 from kvpool_server.access.permissions import may_call
 from kvpool_server.cache.limits import Limits
@@ -448,7 +449,8 @@ TestIntruderMachine.settings = settings(
 
 
 def _all_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "is_visible", lambda tenant: True)
+    for module in (request_reader, served):
+        monkeypatch.setattr(module, "is_visible", lambda tenant: True)
 
 
 def _anybody_opens_for_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
