@@ -95,7 +95,8 @@ class ServerConfig(BaseModel):
     )
     trust_domain: str = Field(
         DEFAULT_DOMAIN,
-        description="Trust domain of clients' certificates (spiffe://DOMAIN/kvpool/...); others are refused.",
+        description="With --tls-client-ca: trust domain of callers' certificates (spiffe://DOMAIN/kvpool/...); others "
+        "are refused. Tokens are not restricted to a domain.",
     )
     tokens: str = Field(
         "",

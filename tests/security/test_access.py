@@ -106,6 +106,21 @@ def test_each_role_may_call_what_the_table_says(deployment: Deployment, role: Ro
     deployment.fingerprints["acme"] = deployment._store("acme")  # The operators have cleared it.
 
 
+def test_a_ping_counts_the_namespaces_of_the_callers_tenant(deployment: Deployment) -> None:
+    with (
+        deployment.client(Role.ENGINE_WRITE, "acme") as acme,
+        deployment.client(Role.ENGINE_WRITE, "umbra") as umbra,
+        deployment.client(Role.OPERATOR) as operator,
+    ):
+
+        def counts() -> list[int]:
+            return [client.rpc.ping().namespaces_opened for client in (acme, umbra, operator)]
+
+        before = counts()
+        umbra.open_namespace(namespace_spec(tenant="umbra", salt="counted"))
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == [0, 1, 1]
+
+
 @pytest.mark.parametrize("method", ABOUT_A_NAMESPACE)
 def test_another_tenants_namespace_is_as_one_that_is_not(deployment: Deployment, method: str) -> None:
     roles = [role for role in Role if role.has_tenant and method in CALLS[role]]
