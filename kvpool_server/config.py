@@ -127,12 +127,12 @@ class ServerConfig(BaseModel):
     identity_limits: str = Field(
         "",
         description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "
-        "connections), where callers prove who they are; read again when it changes. See docs/security.md.",
+        "connections), where callers are authenticated; read again when it changes. See docs/security.md.",
     )
     insecure_network: bool = Field(
         False,
-        description="Serve other hosts although they prove nothing and anyone between can read and change the pool: "
-        "for a network where all are trusted.",
+        description="Serve other hosts without authentication or encryption, so that they can read and change the "
+        "pool: for a network where all are trusted.",
     )
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. Give it what the host can spare."
@@ -165,8 +165,8 @@ class ServerConfig(BaseModel):
     )
     mooncake_trusted_network: bool = Field(
         False,
-        description="Use Mooncake (--mooncake, or a tier of it) although its ports ask nobody who he is: where only "
-        "trusted hosts reach them.",
+        description="Use Mooncake (--mooncake, or a tier of it) although its ports do not authenticate callers: where "
+        "only trusted hosts reach them.",
     )
     max_ttl_ms: int = Field(
         120_000, ge=100, le=3_600_000, description="Longest lease or ticket that a client may hold, in milliseconds."

@@ -45,14 +45,14 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
     """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
 
-    Where callers prove who they are, a call that the caller's role may not make ends before its handler begins.
+    Where callers are authenticated, a call that the caller's role may not make ends before its handler begins.
 
     A bidirectional stream is left to its handler from then on: it lasts as long as its client, so the handler answers,
     times and fails each of its requests by itself. Other services on the port are left alone.
 
     Args:
-        who: says who calls, by what callers prove; None: they prove nothing.
-        running: gets the calls of callers who prove who they are.
+        who: authenticates callers; None: callers are not authenticated.
+        running: gets the calls of authenticated callers.
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
@@ -99,7 +99,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         """Sets the caller of a method; surrounds its handler. Raises UnauthenticatedError and PermissionDeniedError."""
         if self._who is None:
             return contextlib.nullcontext()
-        assert self._running is not None, "callers who prove who they are have calls that can be ended"
+        assert self._running is not None, "calls of authenticated callers can be ended"
         credential = self._who(context)
         CALLER.set(credential.principal)
         check_call(credential.principal, name)

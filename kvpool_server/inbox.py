@@ -38,7 +38,7 @@ PIECE_S = 30.0
 MAX_DATA_STREAMS = 64
 """Streams of data that are read at once."""
 MAX_OWN_DATA_STREAMS = 16
-"""Of them, one identity's, where callers prove who they are: more of one caller's are no faster together."""
+"""Of them, one identity's, where callers are authenticated: more of one caller's are no faster together."""
 
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
@@ -113,7 +113,7 @@ class Inbox:
 
 
 def _caller() -> str:
-    """Whose call the running handler serves; empty where callers prove nothing."""
+    """Whose call the running handler serves; empty where callers are not authenticated."""
     return str(CALLER.get() or "")
 
 

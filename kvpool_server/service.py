@@ -76,7 +76,7 @@ class PoolService(PoolServicer):
         offer: the ways that bytes can travel to and from the arena.
         stats: takes a snapshot of the pool and its tiers.
         permits: for the data port; None if the server has no data port.
-        who: how callers prove who they are; None: they prove nothing.
+        who: authenticates callers; None: callers are not authenticated.
         turns: runs the work in steps.
         memory_tenant: whose engines may map the arena's memory, where callers prove who they are; empty: nobody's.
     """
@@ -412,7 +412,7 @@ def _check_deadline(context: Context) -> None:
 
 
 def _owner(context: Context) -> Owner:
-    """Whose leases and tickets a call's are: the caller's, or where callers prove nothing, the connection's."""
+    """Whose leases and tickets a call's are: the caller's, or where callers are not authenticated, the connection's."""
     caller = CALLER.get()
     return Owner(context.peer()) if caller is None else Owner(str(caller), caller.tenant)
 

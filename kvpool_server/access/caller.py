@@ -1,4 +1,4 @@
-"""The principal behind a call: from the certificate of its connection, or from its token."""
+"""The principal behind a call, authenticated by the certificate of its connection or by its token, and its rights."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
-"""Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
+"""Whose call the running handler serves; None where callers are not authenticated, and may do everything."""
 
 _VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
 
 
 class Who(Protocol):
-    """How callers prove who they are. Each method raises UnauthenticatedError."""
+    """Authenticates callers. Each method raises UnauthenticatedError."""
 
     def __call__(self, context: Context) -> Credential:
-        """What the caller of an RPC proves who it is with."""
+        """The credential of the caller of an RPC."""
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        """The same of an HTTP request over TLS.
+        """The credential of the client of an HTTP request over TLS.
 
         Args:
             certificate: the client's, verified, DER; None: it has none.
@@ -44,11 +44,11 @@ class Who(Protocol):
 
 
 class Certificates:
-    """Callers that prove who they are by their connection's certificate.
+    """Callers that are authenticated by their connection's certificate.
 
     Args:
-        denied: who is refused nevertheless; None: nobody.
-        trust_domain: whose certificates are taken; an authority may sign for several.
+        denied: principals and credentials that are refused although they are valid; None: none.
+        trust_domain: certificates of other domains are refused; an authority may sign for several.
     """
 
     def __init__(self, denied: DenyList | None = None, trust_domain: str = DEFAULT_DOMAIN):
@@ -80,11 +80,11 @@ class Certificates:
 
 
 class Tokens:
-    """Callers that prove who they are by a bearer token in the call's metadata.
+    """Callers that are authenticated by a bearer token in the call's metadata.
 
     Args:
         records: by digest, in the server's file of tokens.
-        denied: who is refused nevertheless; None: nobody.
+        denied: principals and credentials that are refused although they are valid; None: none.
     """
 
     def __init__(self, records: WatchedFiles[dict[str, TokenRecord]], denied: DenyList | None = None):

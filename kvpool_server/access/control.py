@@ -42,7 +42,7 @@ class AccessControl:
 
     Attributes:
         credentials: the server's own.
-        who: how callers prove who they are.
+        who: authenticates callers.
         running: the calls under way.
         limits_of: what an identity may have at once.
     """

@@ -1,4 +1,4 @@
-"""The deny list: who is refused although a certificate or token is good.
+"""The deny list: principals and credentials that are refused although they are valid.
 
 A file with an entry a line: a SPIFFE ID, or the SHA-256 of a certificate (as `openssl x509 -fingerprint -sha256` prints
 it) or of a token (as the file of tokens has it). `#` begins a comment.

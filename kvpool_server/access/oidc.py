@@ -1,4 +1,4 @@
-"""Callers that prove who they are by a JWT of an OpenID Connect issuer, sent as a bearer token.
+"""Callers that are authenticated by a JWT of an OpenID Connect issuer, sent as a bearer token.
 
 Source: JSON Web Token, RFC 7519, and its best current practices, RFC 8725.
 """
@@ -27,10 +27,10 @@ MAX_REMEMBERED = 4_096
 
 @dataclass(frozen=True, slots=True)
 class OidcRules:
-    """What a token has to say.
+    """What a token must contain.
 
     Args:
-        issuer, audience: exactly these.
+        issuer, audience: the exact values of the claims iss and aud.
         tenant_claim, role_claim: the claims with a principal's tenant and role.
     """
 
@@ -53,7 +53,7 @@ class IssuedTokens:
     Args:
         keys: of the issuer.
         refetch: called for a token that names a key which is not known.
-        denied: who is refused nevertheless; None: nobody.
+        denied: principals and credentials that are refused although they are valid; None: none.
 
     Raises ConfigError if PyJWT is not installed.
     """
@@ -106,7 +106,7 @@ class IssuedTokens:
             key_id = str(jwt.get_unverified_header(token).get("kid", ""))
             if key_id not in keys:
                 self._refetch()
-                raise UnauthenticatedError("the call's token names a key that its issuer does not have (yet)")
+                raise UnauthenticatedError("the call's token names a key that its issuer does not have, or not yet")
             claims = jwt.decode(
                 token,
                 keys[key_id],
@@ -119,7 +119,7 @@ class IssuedTokens:
             ends_at = dt.datetime.fromtimestamp(float(claims["exp"]) + SKEW_S, dt.UTC)
             return Credential(self._principal(claims), digest, ends_at), key_id
         except (jwt.PyJWTError, InvalidRequestError, ValueError, OverflowError, RecursionError) as error:
-            raise UnauthenticatedError(f"the call's token is not good: {error}") from None
+            raise UnauthenticatedError(f"the call's token is not valid: {error}") from None
 
     def _principal(self, claims: dict[str, object]) -> Principal:
         rules = self._rules

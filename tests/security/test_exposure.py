@@ -53,7 +53,7 @@ def test_which_ports_other_hosts_reach_in_plaintext(settings: dict[str, Any], pl
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({}, "--trust-domain corp.example restricts nobody where callers prove nothing"),
+        ({}, "--trust-domain corp.example has no effect without TLS"),
         ({"tls_cert": "x", "tls_key": "x", "tokens": "x"}, "--trust-domain corp.example restricts certificates alone"),
         (
             {"tls_cert": "x", "tls_key": "x", "oidc_issuer": "https://x", "oidc_audience": "x"},
