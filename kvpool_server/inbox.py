@@ -31,8 +31,8 @@ CROWDED = 64
 CROWDED_S = 1.0
 """How long, if `CROWDED` others are on their way."""
 MAX_AWAITED = 512
-"""Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers prove
-who they are, of the caller from whom most are awaited."""
+"""Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers
+are authenticated, of the caller from whom most are awaited."""
 PIECE_S = 30.0
 """How long the next message of a stream of data may be on its way."""
 MAX_DATA_STREAMS = 64
