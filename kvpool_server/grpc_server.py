@@ -20,7 +20,8 @@ from kvpool.errors import KVPoolError, PermissionDeniedError, UnauthenticatedErr
 from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
-from kvpool_server.access.caller import CALLER, Context, Who, check_call
+from kvpool_server.access.authentication import Context, Who
+from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST

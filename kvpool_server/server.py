@@ -22,7 +22,7 @@ from kvpool.types import MooncakeInfo, Offer, PoolStats
 from kvpool.unix_socket import memory_path
 from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.caller import Who
+from kvpool_server.access.authentication import Who
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.reminders import HOUR_S, ends_of, repeat, warn_of_plaintext
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address

@@ -26,9 +26,9 @@ from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, Put
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.version import __version__
+from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import (
     CALLER,
-    Who,
     check_all_tenants,
     check_tenant,
     is_visible,

@@ -15,7 +15,8 @@ from kvpool.tokens import TokenRecord, read_records
 from kvpool.watched_files import WatchedFiles
 from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.caller import Certificates, Tokens, Who, check_scrape
+from kvpool_server.access.authentication import Certificates, Tokens, Who
+from kvpool_server.access.caller import check_scrape
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.identity_limits import IdentityLimitsFile

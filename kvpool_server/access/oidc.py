@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool_server.access.caller import Context, bearer_token, not_denied
+from kvpool_server.access.authentication import Context, authorization_of, bearer_token, not_denied
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import ALGORITHMS, Keys
@@ -73,8 +73,7 @@ class IssuedTokens:
         self._verified: dict[str, tuple[Credential, str]] = {}  # By digest -> and the id of its key.
 
     def __call__(self, context: Context) -> Credential:
-        metadata = context.invocation_metadata() or ()
-        return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
+        return self.of_request(None, authorization_of(context))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         token = bearer_token(authorization)

@@ -35,7 +35,7 @@ from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool_server import grpc_server
 from kvpool_server.access import reminders
 from kvpool_server.access.audit import READ, AuditLog
-from kvpool_server.access.caller import Certificates, Context
+from kvpool_server.access.authentication import Certificates, Context
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.credentials import ServerCredentials
