@@ -363,7 +363,7 @@ def test_engines_come_with_tokens_of_an_issuer(pool_server: StartServer, issuer:
         assert client.lookup(client.open_namespace(namespace_spec(tenant="acme")), [run_of("x")])
     file.write_text(_token(issuer.url, aud="somebody"))
     file.chmod(0o600)
-    with Client(config()) as client, pytest.raises(UnauthenticatedError, match="not good"):
+    with Client(config()) as client, pytest.raises(UnauthenticatedError, match="not valid"):
         client.admin.ping()
 
 
