@@ -36,6 +36,11 @@ class TlsFiles:
     cert: str = ""
     key: str = ""
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths that are given."""
+        return [path for path in (self.ca, self.cert, self.key) if path]
+
     @classmethod
     def of(cls, value: object) -> TlsFiles:
         """Files, or a mapping with their paths by these names. Raises ConfigError for anything else."""
@@ -127,8 +132,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
         when_read: Callable[[ConfigError | None], None] = lambda _: None,
     ):
         self.files = files
-        paths = [path for path in (files.ca, files.cert, files.key) if path]
-        super().__init__(paths, lambda: read_identity(files), clock, when_read)
+        super().__init__(files.paths, lambda: read_identity(files), clock, when_read)
 
 
 def _load_certificates(text: bytes, path: str) -> list[x509.Certificate]:

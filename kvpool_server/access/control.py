@@ -59,8 +59,7 @@ class AccessControl:
         self._audit = audit
         self._issuer_keys: IssuerKeys | None = None
         self._watched: list[WatchedFiles[Any]] = []
-        paths = [path for path in (files.ca, files.cert, files.key) if path]
-        self.credentials = ServerCredentials(files, self._when_read("certificates", *paths))
+        self.credentials = ServerCredentials(files, self._when_read("certificates", *files.paths))
         self._watched.append(self.credentials)
         self.limits_of: Callable[[str], IdentityLimits] = default_limits
         if path := config.identity_limits:

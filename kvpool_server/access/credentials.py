@@ -47,8 +47,7 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
 
     def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):
         self._asks_certificate = bool(files.ca)
-        paths = [path for path in (files.ca, files.cert, files.key) if path]
-        super().__init__(paths, lambda: _read_server(files), when_read=when_read)
+        super().__init__(files.paths, lambda: _read_server(files), when_read=when_read)
 
     def for_grpc(self) -> grpc.ServerCredentials:
         """Credentials that require a client's certificate where the files name authorities of clients.
