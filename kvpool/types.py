@@ -399,7 +399,7 @@ class WhoAmI:
     """Who a server takes a caller for.
 
     Args:
-        principal: a SPIFFE ID; empty: callers prove nothing, and all of them may everything.
+        principal: a SPIFFE ID; empty: callers are not authenticated, and may do everything.
         methods: of the Pool service, that the caller may call.
         ends_at: Unix time at which the proof ends, seconds; 0: never.
     """

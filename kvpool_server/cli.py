@@ -128,8 +128,8 @@ async def _run(settings: ServerConfig) -> None:
         host = socket.gethostname()
     if settings.uses_mooncake:
         log.warning(
-            "Mooncake listens on all addresses and asks nobody who he is: any host that can reach its ports can read "
-            "and write blocks of all tenants; close them to all hosts but your engines and servers",
+            "Mooncake listens on all addresses and does not authenticate callers: any host that reaches its ports can "
+            "read and write blocks of all tenants; close them to all hosts but your engines and servers",
             used_by=settings.uses_mooncake,
         )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):

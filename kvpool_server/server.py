@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, TransferError
+from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
-from kvpool.tls import TlsFiles
-from kvpool.tokens import TokenRecord, read_records
 from kvpool.types import PoolStats
 from kvpool.version import __version__
-from kvpool.watched_files import WatchedFiles
-from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.caller import Certificates, Tokens, Who, check_scrape
-from kvpool_server.access.credentials import ServerCredentials
-from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.identity_limits import IdentityLimitsFile
-from kvpool_server.access.jwks import IssuerKeys, read_keys
-from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
-from kvpool_server.access.reminders import DAY_S, HOUR_S, ends_of, repeat, warn_of_ends, warn_of_plaintext
-from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.access.watch import AccessWatch
+from kvpool_server.access.authentication import Who
+from kvpool_server.access.control import AccessControl
+from kvpool_server.access.reminders import HOUR_S, ends_of, repeat, warn_of_plaintext
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.arena_memory import ArenaMemory
 from kvpool_server.cache.eviction import POLICIES
@@ -85,10 +73,8 @@ class Server:
         self.boot_token = secrets.randbits(63) | 1
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
-        self._credentials: ServerCredentials | None = None
+        self._access: AccessControl | None = None
         self._who: Who | None = None
-        self._running: RunningCalls | None = None
-        self._watch: AccessWatch | None = None
         self._audit: AuditLog | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
@@ -122,11 +108,13 @@ class Server:
             self._audit = AuditLog(config.audit_log)
             self._open.push_async_callback(asyncio.to_thread, self._audit.close)
         if (files := tls_files(config)) is not None:
-            self._ask_who_calls(files)
+            self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
+            self._who = access.who
+            self._open.push_async_callback(asyncio.to_thread, access.close)
+            self._in_background(access.run())
+            self._in_background(access.warn())
         if plaintext := plaintext_ports(config):
             self._in_background(repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
-        if config.identity_limits and self._who is None:
-            raise ConfigError("identity_limits bounds nobody where callers prove nothing; give --tls-cert, too")
         self._permits = self._make_permits() if config.data_listen else None
         self._memory = ArenaMemory(config, has_tenants=self._who is not None)
         self.pool = self._make_pool()
@@ -157,53 +145,13 @@ class Server:
         if self.data is not None:
             self._in_background(self.data.watch())
 
-    def _ask_who_calls(self, files: TlsFiles) -> None:
-        """Reads the credentials of the server and of its callers, and watches them from now on."""
-        config = self.config
-        credentials = ServerCredentials(files, self._when_read("certificates", _named(files)))
-        denied = DenyList(config.deny, self._when_read("deny list", [config.deny])) if config.deny else None
-        watched: list[WatchedFiles[Any]] = [credentials.identity, *([] if denied is None else [denied])]
-        who: Who
-        if path := config.tokens:
-            read = self._when_read("tokens", [path])
-            tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=read)
-            who = Tokens(tokens, denied)
-            watched.append(tokens)
-        elif config.oidc_issuer:
-            who = self._of_issuer(denied, watched)
-        else:
-            who = Certificates(denied, config.trust_domain)
-        log.info("the server's certificate", names=credentials.names, ends_at=str(credentials.identity.value.ends_at))
-        self._credentials, self._who = credentials, who
-        self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)
-        self._watch = AccessWatch(watched, self._running, self._expire_owned)
-        self._in_background(self._watch.run())
-        self._in_background(repeat(lambda: warn_of_ends(credentials.identity.value, dt.datetime.now(dt.UTC)), DAY_S))
-
-    def _of_issuer(self, denied: DenyList | None, watched: list[WatchedFiles[Any]]) -> Who:
-        """Callers with tokens of an OpenID Connect issuer; adds its file of keys to those that are watched."""
-        config = self.config
-        check_installed()
-        rules = OidcRules(config.oidc_issuer, config.oidc_audience, config.oidc_tenant_claim, config.oidc_role_claim)
-        if path := config.oidc_jwks:
-            file = WatchedFiles([path], lambda: read_keys(path), when_read=self._when_read("issuer's keys", [path]))
-            watched.append(file)
-            return IssuedTokens(rules, file, denied=denied)
-        keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", [config.oidc_issuer]))
-        self._open.push_async_callback(asyncio.to_thread, keys.close)
-        return IssuedTokens(rules, keys, keys.refetch, denied)
-
-    def _when_read(self, what: str, paths: Sequence[str]) -> Callable[[ConfigError | None], None]:
-        audit = self._audit
-        return lambda error: audit.read(what, paths, error) if audit is not None else None
-
     async def _expire_owned(self, principals: Set[str]) -> None:
         await self._turns.run(self.pool.expire_owned(principals))
 
     def look_at_credentials(self) -> None:
         """Reads files of credentials that have changed, at once; for signal handlers."""
-        if self._watch is not None:
-            self._watch.look_at_once()
+        if self._access is not None:
+            self._access.look_at_once()
 
     @property
     def _limits(self) -> Limits:
@@ -211,7 +159,7 @@ class Server:
 
     def _make_permits(self) -> PermitTable:
         limits, num_workers = self._limits, self.config.data_workers or default_count()
-        most, sealed = limits.max_leases + limits.max_tickets, self._credentials is not None
+        most, sealed = limits.max_leases + limits.max_tickets, self._access is not None
         permits = PermitTable(secrets.token_bytes(32), most, num_workers, MAX_SEATS, sealed=sealed)
         self._open.callback(permits.close)
         return permits
@@ -219,7 +167,7 @@ class Server:
     def _make_pool(self) -> Pool:
         config = self.config
         new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
-        limits_of = IdentityLimitsFile(config.identity_limits) if config.identity_limits else default_limits
+        limits_of = default_limits if self._access is None else self._access.limits_of
         arena, permits = self._memory.arena, self._permits or NoTransfers()
         pool = Pool(arena, time.monotonic, new_id, self._limits, policy, permits, limits_of)
         try:
@@ -235,14 +183,14 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(OwnMemory())
-        if (credentials := self._credentials) is not None:
-            registry.register(CertificateExpiry(lambda: ends_of(credentials.identity.value)))
+        if (access := self._access) is not None:
+            registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
         self._in_background(LoopLag(registry).run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
-            tls = None if self._credentials is None else self._credentials.for_http
-            gate = None if self._who is None else self._may_scrape
+            tls = None if access is None else access.credentials.for_http
+            gate = None if access is None else access.check_scrape
             try:
                 http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate)
             except OSError as error:
@@ -250,19 +198,6 @@ class Server:
             self._open.push_async_callback(asyncio.to_thread, http.close)
             self.http_port = http.port
         return metrics
-
-    def _may_scrape(self, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
-        """Raises UnauthenticatedError and PermissionDeniedError. Called by HTTP's threads."""
-        assert self._who is not None
-        caller = None
-        try:
-            caller = self._who.of_request(certificate, authorization).principal
-            check_scrape(caller)
-        except KVPoolError as error:
-            if self._audit is not None:
-                status = status_of(error).name
-                self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
-            raise
 
     def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
@@ -323,12 +258,11 @@ class Server:
             self._turns,
             self._memory.of_tenant,
         )
-        config = self.config
-        credentials = None if self._credentials is None else self._credentials.for_grpc
+        config, access = self.config, self._access
+        credentials = None if access is None else access.credentials.for_grpc
+        running = None if access is None else access.running
         unix = config.unix_listen, config.unix_mode_bits
-        self._grpc = GrpcServer(
-            config.listen, service, metrics, *unix, credentials, self._who, self._running, self._audit
-        )
+        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, self._who, running, self._audit)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()
@@ -387,14 +321,3 @@ class Server:
         await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")
-
-
-def _read_tokens(path: str) -> dict[str, TokenRecord]:
-    records = read_records(Path(path))
-    if not records:
-        log.warning("the file of tokens has no token, so nobody can call; make one: kvpool token create", path=path)
-    return records
-
-
-def _named(files: TlsFiles) -> list[str]:
-    return [path for path in (files.ca, files.cert, files.key) if path]

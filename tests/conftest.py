@@ -21,6 +21,8 @@ from tests.support.processes import ServerProcess
 settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvpool")
 
+os.umask(0o022)  # Servers refuse files that a group can write, as some users' default has it.
+
 LONG_FILES = (
     "tests/e2e/",
     "tests/simulation/test_connector_machine.py",

@@ -1,4 +1,4 @@
-"""HTTP over TLS: /metrics is for those who prove that they may read it, /healthz for everybody."""
+"""HTTP over TLS: /metrics is for authenticated clients that may read it, /healthz for every client."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ NUM_BLOCKS = 16
 
 
 class Tenants:
-    """A server whose callers prove who they are, and a client of each."""
+    """A server whose callers are authenticated, and a client of each."""
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack):
         authority = Authority.create(directory / "pki")

@@ -17,7 +17,7 @@ from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.placement import DRAIN_S
+from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits

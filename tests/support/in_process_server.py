@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.types import Offer
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.access.caller import Context
+from kvpool_server.access.authentication import Context
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena, HandOver
