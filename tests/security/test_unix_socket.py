@@ -24,7 +24,7 @@ from kvpool.wire import decode_offer
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, server_flags
-from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
@@ -152,5 +152,5 @@ def test_new_certificates_reach_each_of_the_servers_ports(deploy: Deploy) -> Non
     ],
 )
 def test_what_memory_tenant_needs(flags: list[str], told: str) -> None:
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB", *flags))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB", *flags)
     assert done.returncode == 2 and told in done.stderr
