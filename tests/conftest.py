@@ -28,6 +28,13 @@ LONG_FILES = (
     "tests/simulation/test_connector_machine.py",
     "tests/vllm_plugin/test_storms.py",
     "tests/conformance/test_connectors.py",
+    "tests/security/test_loop.py",
+    "tests/security/test_hooks.py",
+    "tests/security/test_replies.py",
+    "tests/security/test_intruder_machine.py",
+    "tests/kvpool_server/tiering/test_servers.py",
+    "tests/kvpool_server/tiers/mooncake/",
+    "tests/security/",
     "tests/kvpool_server/",
 )
 """Files, or folders of files, that take long, the longest first."""

@@ -33,7 +33,7 @@ from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server.access.permissions import CALLS
 from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import USELESS, files_in, forge, server_flags
-from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.recorder import Recorder
 from tests.support.values import block_hash, namespace_spec, payload, run_of
 
@@ -318,7 +318,7 @@ def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> 
 )
 def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:
     common = [flag for flag in ("--listen", "--http-listen") if flag not in flags for flag in (flag, "127.0.0.1:0")]
-    done = run_command(*server_command(*common, "--memory", "1MiB", *flags))
+    done = run_server(*common, "--memory", "1MiB", *flags)
     assert done.returncode == 2
     assert told in done.stderr
 
@@ -329,9 +329,7 @@ def test_a_server_does_not_start_with_a_useless_certificate(
 ) -> None:
     Authority.create(tmp_path / "pki")
     forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
-    done = run_command(
-        *server_command("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(tmp_path / "forged"))
-    )
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(tmp_path / "forged"))
     assert done.returncode == 2
     assert told in done.stderr
 
@@ -339,7 +337,7 @@ def test_a_server_does_not_start_with_a_useless_certificate(
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     files = Authority.create(tmp_path / "pki").issue_server([])
     (files / "tls.key").chmod(0o644)
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(files)))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(files))
     assert done.returncode == 2
     assert "others can read the private key" in done.stderr
 

@@ -34,7 +34,7 @@ from kvpool_server.access.oidc import MAX_TOKEN_BYTES, SKEW_S, IssuedTokens, Oid
 from tests.conftest import StartServer
 from tests.support.calls import is_heard
 from tests.support.certificates import files_in
-from tests.support.processes import run_command, server_command, wait_for
+from tests.support.processes import run_server, wait_for
 from tests.support.values import namespace_spec, run_of
 
 AUDIENCE = "kvpool"
@@ -385,6 +385,6 @@ def test_without_pyjwt_the_server_says_what_to_install(monkeypatch: pytest.Monke
 def test_what_a_server_refuses(tmp_path: Path, flags: list[str], told: str) -> None:
     files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
     common = ("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB")
-    done = run_command(*server_command(*common, "--tls-cert", files.cert, "--tls-key", files.key, *flags))
+    done = run_server(*common, "--tls-cert", files.cert, "--tls-key", files.key, *flags)
     assert done.returncode == 2
     assert told in done.stderr
