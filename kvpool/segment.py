@@ -164,10 +164,8 @@ class Segment:
         """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.
 
         Never touches a page before its owner: the container that touches a page first is charged for its memory.
-        Does nothing for a tenant's memory.
+        Of a tenant's memory, maps extents whenever they get pages, until the segment is closed.
         """
-        if self.extents is not None:
-            return
         threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
 
     def _map_ahead(self, view: Bytes) -> None:
@@ -175,6 +173,9 @@ class Segment:
         with contextlib.suppress(OSError):
             # At normal priority, 64 engines that start together would occupy the cores for seconds.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICE)
+        if self.extents is not None:
+            self._map_extents(len(view), self.extents)
+            return
         deadline = time.monotonic() + MAP_AHEAD_S
         for start in range(0, len(view), MAP_STEP_BYTES):
             nbytes = min(MAP_STEP_BYTES, len(view) - start)
@@ -184,6 +185,22 @@ class Segment:
                 time.sleep(MAP_POLL_S)
             if self._fd < 0 or self._advise(start, nbytes, _MADV_POPULATE_WRITE):
                 return
+
+    def _map_extents(self, nbytes: int, extents: ExtentStates) -> None:
+        mapped: dict[int, int] = {}
+        while self._fd >= 0:
+            for idx, first in enumerate(range(0, nbytes, extents.extent_bytes)):
+                stop, state = min(first + extents.extent_bytes, nbytes), extents.state(idx)
+                if not state or mapped.get(idx) == state:
+                    continue
+                for start in range(first, stop, MAP_STEP_BYTES):
+                    # Pages that have left since would come back as this process's own.
+                    if self._fd < 0 or extents.state(idx) != state:
+                        break
+                    self._advise(start, min(MAP_STEP_BYTES, stop - start), _MADV_POPULATE_WRITE)
+                else:
+                    mapped[idx] = state
+            time.sleep(MAP_POLL_S)
 
     def _is_backed(self, page_start: int) -> bool:
         state = ctypes.c_ubyte(0)

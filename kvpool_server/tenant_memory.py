@@ -19,6 +19,7 @@ import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import structlog
 
@@ -39,7 +40,12 @@ WAIT_S = 0.001
 _SERVERS_OWN = 0
 """The number of the server's own file. Those of tenants follow."""
 
-_NO_JOB: tuple[tuple[int, int], Future[None] | None] = ((0, 0), None)
+
+class _Job(NamedTuple):
+    """A part of an extent that the thread hands over. `part`: its start, and the number of its new file."""
+
+    part: tuple[int, int]
+    future: Future[None]
 
 
 class TenantMemory:
@@ -71,8 +77,8 @@ class TenantMemory:
         self._holders = [{_SERVERS_OWN} for _ in range(num_extents)]
         self._states = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, "kvpool-hand-over")
-        # By extent: the part that is being handed over, and its new file. A put that was given up leaves it here.
-        self._jobs: dict[int, tuple[tuple[int, int], Future[None] | None]] = {}
+        # By extent. A put that was given up leaves one here.
+        self._jobs: dict[int, _Job] = {}
 
     def info(self, tenant: str) -> SegmentInfo | None:
         """What a tenant's engines may map; None: nothing, because there are more tenants than files."""
@@ -90,19 +96,19 @@ class TenantMemory:
     def hand_over(self, start: int, nbytes: int, tenant: str) -> bool:
         """As `HandOver` of the arena: part of an extent, from the first part to the last. Waits `WAIT_S` at most."""
         idx, number = start // self._extent_bytes, self._number(tenant)
-        part, job = self._jobs.get(idx, _NO_JOB)
-        if job is None or part != (start, number):
+        job = self._jobs.get(idx)
+        if job is None or job.part != (start, number):
             if start % self._extent_bytes == 0:
                 for holder in self._holders[idx]:
                     self._write_state(holder, idx, 0)  # First: engines must not pin pages that leave.
             # The thread works in the order of the calls: what a put has left unfinished comes first.
             self._holders[idx].add(number)
-            job = self._thread.submit(self._move, start, nbytes, number, set(self._holders[idx]))
-            self._jobs[idx] = (start, number), job
-        if not wait([job], WAIT_S).done:
+            future = self._thread.submit(self._move, start, nbytes, number, set(self._holders[idx]))
+            job = self._jobs[idx] = _Job((start, number), future)
+        if not wait([job.future], WAIT_S).done:
             return False
         del self._jobs[idx]
-        if (error := job.exception()) is not None:
+        if (error := job.future.exception()) is not None:
             log.error("an extent cannot be handed over", extent=idx, tenant=tenant, error=str(error))
             raise OutOfSpaceError(
                 "the server's host has no free memory for these blocks now; try again later"

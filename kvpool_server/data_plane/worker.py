@@ -161,7 +161,7 @@ def main() -> None:
     """Serves until the server ends."""
     settings = WorkerSettings.from_json(receive_settings())
     exit_with_server()
-    segment, follow = Segment(settings.segment_fd, settings.nbytes, settings.extent_bytes), None
+    segment, follow = Segment(settings.segment_fd, settings.nbytes), None
     if settings.extent_fds:
         extent_files = ExtentFiles(settings.extent_fds, settings.table_fd, settings.extent_bytes)
         follow = functools.partial(extent_files.follow, segment)
@@ -182,7 +182,8 @@ def main() -> None:
     )
     with contextlib.suppress(BrokenPipeError):  # The server has ended, and this process ends in a moment.
         os.write(sys.stdout.fileno(), b"ready\n")
-    segment.map_ahead()
+    if follow is None:  # Else the segment's own file has no pages where tenants have extents.
+        segment.map_ahead()
     worker.serve()
 
 
