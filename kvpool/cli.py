@@ -144,7 +144,7 @@ def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> No
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
-    typer.echo(printable(found.principal) or f"nobody in particular: {endpoint} asks no one who he is")
+    typer.echo(printable(found.principal) or f"{endpoint} does not authenticate callers")
     if found.ends_at:
         left = duration_text(found.ends_at - time.time())
         typer.echo(f"    until {time.strftime('%Y-%m-%d %H:%M', time.gmtime(found.ends_at))} UTC, for {left}")

@@ -19,8 +19,8 @@ from zmq.utils import z85
 
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import require_owner_writes, require_private
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import require_private
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
 _KEY_BYTES = 32
@@ -93,14 +93,19 @@ def append_subscriber(path: Path, tenant: str, public: bytes) -> None:
     """Adds a line to a server's list of subscribers. Raises ConfigError."""
     _check_tenant(tenant)
     try:
-        with path.open("a") as file:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        with open(fd, "a") as file:
             file.write(f"{tenant} {public.decode()}\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_subscribers(path: Path) -> dict[bytes, str]:
-    """A server's list: the tenant of each public key. Raises ConfigError, which names the line."""
+    """A server's list: the tenant of each public key.
+
+    Raises ConfigError, which names the line, also for a file that its group or others can write.
+    """
+    require_owner_writes(str(path), "add a subscriber")
     tenants: dict[bytes, str] = {}
     for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import require_private
 from kvpool.namespace import NamespaceSpec
-from kvpool.tls import require_private
 from kvpool.types import HASH_BYTES, BlockRun
 
 KEY_BYTES = 32

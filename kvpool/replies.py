@@ -25,6 +25,7 @@ from kvpool.errors import InvalidReplyError, InvalidRequestError
 from kvpool.holdings import NamespaceInfo, escaped
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
+from kvpool.segment import MAX_EXTENTS
 from kvpool.types import (
     HASH_BYTES,
     INT_BYTES,
@@ -116,6 +117,9 @@ def offer(reply: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
         _is("segment.nonce's size", len(reply.segment.nonce), NONCE_BYTES)
         _is("segment.nonce_offset", reply.segment.nonce_offset, reply.segment.nbytes)
         _is("segment.token's size", len(reply.segment.token), TOKEN_BYTES)
+        if reply.segment.extent_bytes:
+            nbytes = reply.segment.nbytes
+            _in("segment.extent_bytes", reply.segment.extent_bytes, -(-nbytes // MAX_EXTENTS), nbytes)
     if reply.HasField("mooncake"):
         engine = reply.mooncake
         _in("mooncake.nbytes", engine.nbytes, 1, MAX_ARENA_BYTES)

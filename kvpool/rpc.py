@@ -368,7 +368,9 @@ class PoolRpc:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
 
     def check(self, namespace: Namespace) -> int:
-        """Returns how many namespaces the server has opened since its start; 0 from an older server.
+        """Returns how many namespaces of the caller's tenant the server has opened since its start.
+
+        The number is 0 from an older server, and that of all tenants where callers have none.
 
         Raises UnavailableError if the server has restarted since `namespace` was opened.
         """

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import os
-import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 
 from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import require_private
 from kvpool.principal import Principal
 from kvpool.watched_files import WatchedFiles
 
@@ -36,6 +35,11 @@ class TlsFiles:
     ca: str
     cert: str = ""
     key: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that are given."""
+        return [path for path in (self.ca, self.cert, self.key) if path]
 
     @classmethod
     def of(cls, value: object) -> TlsFiles:
@@ -128,24 +132,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
         when_read: Callable[[ConfigError | None], None] = lambda _: None,
     ):
         self.files = files
-        paths = [path for path in (files.ca, files.cert, files.key) if path]
-        super().__init__(paths, lambda: read_identity(files), clock, when_read)
-
-
-def require_private(path: str, what: str = "private key") -> None:
-    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:  # A zero byte.
-        raise ConfigError(f"cannot read {path!r}: no file has such a name") from None
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o037 or (mode & 0o040 and found.st_uid):
-        raise ConfigError(
-            f"others can read the {what} {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
-            "(Kubernetes: defaultMode: 0440 in the secret's volume)"
-        )
+        super().__init__(files.paths, lambda: read_identity(files), clock, when_read)
 
 
 def _load_certificates(text: bytes, path: str) -> list[x509.Certificate]:

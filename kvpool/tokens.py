@@ -7,21 +7,19 @@ the file cannot make a token from it.
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime as dt
 import hashlib
 import json
 import os
 import re
 import secrets
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import require_owner_writes, require_private
 from kvpool.principal import Principal
-from kvpool.tls import require_private
 
 PREFIX = "kvpool_"
 """What every token begins with, so that a scanner for leaked secrets can find it."""
@@ -89,17 +87,12 @@ def append_record(path: Path, record: TokenRecord) -> None:
 
 
 def read_records(path: Path) -> dict[str, TokenRecord]:
-    """A server's tokens by digest, the ended ones included. Raises ConfigError, which names the line.
+    """A server's tokens by digest, the ended ones included.
 
-    A file that its group or others can write is refused: they could add a token of an operator's.
+    Raises ConfigError, which names the line, also for a file that its group or others can write.
     """
+    require_owner_writes(str(path), "add an operator's token")
     found = {}
-    with contextlib.suppress(OSError):  # `read_pem` says why.
-        if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o022:
-            raise ConfigError(
-                f"{path} can be written by its group or others (mode {mode:04o}), who could add an operator's token; "
-                f"chmod go-w {path}"
-            )
     for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue

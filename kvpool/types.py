@@ -317,18 +317,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """The arena's shared memory.
+    """The arena's shared memory, or what a tenant may map of it.
 
     Args:
         nbytes: of the arena.
         nonce: also in the memory, at `nonce_offset`.
         token: what the memory socket demands before it hands the memory out.
+        extent_bytes: of the parts that have pages only while they are the caller's tenant's; 0: all pages are there.
     """
 
     nbytes: int
     nonce: bytes
     nonce_offset: int
     token: bytes
+    extent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +399,7 @@ class WhoAmI:
     """Who a server takes a caller for.
 
     Args:
-        principal: a SPIFFE ID; empty: callers prove nothing, and all of them may everything.
+        principal: a SPIFFE ID; empty: callers are not authenticated, and may do everything.
         methods: of the Pool service, that the caller may call.
         ends_at: Unix time at which the proof ends, seconds; 0: never.
     """

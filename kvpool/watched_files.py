@@ -83,9 +83,9 @@ class WatchedFiles(Generic[Value]):
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:
-    """What changes when a file is replaced or written; None if there is none."""
+    """What changes when a file is replaced or written, or gets another mode or owner; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode, found.st_uid

@@ -47,7 +47,6 @@ def serve(
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
     unix_listen: Annotated[str | None, typer.Option(help=_help("unix_listen"))] = None,
     unix_mode: Annotated[str | None, typer.Option(help=_help("unix_mode"))] = None,
-    memory_tenant: Annotated[str | None, typer.Option(help=_help("memory_tenant"))] = None,
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
     data_workers: Annotated[str | None, typer.Option(help=_help("data_workers"))] = None,
     tls_cert: Annotated[str | None, typer.Option(help=_help("tls_cert"))] = None,
@@ -129,8 +128,8 @@ async def _run(settings: ServerConfig) -> None:
         host = socket.gethostname()
     if settings.uses_mooncake:
         log.warning(
-            "Mooncake listens on all addresses and asks nobody who he is: any host that can reach its ports can read "
-            "and write blocks of all tenants; close them to all hosts but your engines and servers",
+            "Mooncake listens on all addresses and does not authenticate callers: any host that reaches its ports can "
+            "read and write blocks of all tenants; close them to all hosts but your engines and servers",
             used_by=settings.uses_mooncake,
         )
     if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
@@ -140,7 +139,7 @@ async def _run(settings: ServerConfig) -> None:
         )
     endpoint = f"{host}:{server.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
-    shares_memory = unix_endpoint and (settings.memory_tenant or not settings.tls_cert)
+    shares_memory = settings.tenants_share_memory if settings.tls_cert else unix_endpoint
     transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)
     if settings.log_format == "json":
         log.info(
@@ -173,7 +172,7 @@ def _kv_transfer_config(settings: ServerConfig, endpoint: str) -> dict[str, Any]
     if settings.tls_client_ca:
         extra["tls"] = {"ca": "DIR/ca.crt", "cert": "DIR/tls.crt", "key": "DIR/tls.key"}
     elif settings.tls_cert:
-        extra |= {"tls": {"ca": "DIR/ca.crt"}, "token_file": "DIR/token", "tenant": settings.memory_tenant or "TENANT"}
+        extra |= {"tls": {"ca": "DIR/ca.crt"}, "token_file": "DIR/token", "tenant": "TENANT"}
     elif not socket_path(endpoint) and not is_loopback(split_address(endpoint)[0]):
         extra["insecure_network"] = True
     return {

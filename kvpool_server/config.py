@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
+from kvpool_server.toml_file import read_toml
 
 ENV_PREFIX = "KVPOOL_"
 _CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS"}
@@ -60,17 +60,13 @@ class ServerConfig(BaseModel):
     unix_listen: str = Field(
         "",
         description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
-        "Engines in other containers that mount its directory share memory (endpoint unix:PATH). Empty: none.",
+        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS engines "
+        "of role engine-write share what is their tenant's. Empty: none.",
     )
     unix_mode: str = Field(
         "0600",
         description="Permissions of both Unix sockets, in octal: who may connect may read and write the pool. 0660 for "
         "a common group, 0666 for everybody who sees the path.",
-    )
-    memory_tenant: str = Field(
-        "",
-        description="With TLS: the tenant whose engines (role engine-write) may map the arena's memory, which holds "
-        "the blocks of all tenants, through --unix-listen. Empty: nobody; bytes are then sent.",
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
@@ -95,7 +91,8 @@ class ServerConfig(BaseModel):
     )
     trust_domain: str = Field(
         DEFAULT_DOMAIN,
-        description="Trust domain of clients' certificates (spiffe://DOMAIN/kvpool/...); others are refused.",
+        description="With --tls-client-ca: trust domain of callers' certificates (spiffe://DOMAIN/kvpool/...); others "
+        "are refused. Tokens are not restricted to a domain.",
     )
     tokens: str = Field(
         "",
@@ -126,12 +123,12 @@ class ServerConfig(BaseModel):
     identity_limits: str = Field(
         "",
         description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "
-        "connections), where callers prove who they are; read again when it changes. See docs/security.md.",
+        "connections), where callers are authenticated; read again when it changes. See docs/security.md.",
     )
     insecure_network: bool = Field(
         False,
-        description="Serve other hosts although they prove nothing and anyone between can read and change the pool: "
-        "for a network where all are trusted.",
+        description="Serve other hosts without authentication or encryption, so that they can read and change the "
+        "pool: for a network where all are trusted.",
     )
     memory: ByteSize = Field(
         ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. Give it what the host can spare."
@@ -164,8 +161,8 @@ class ServerConfig(BaseModel):
     )
     mooncake_trusted_network: bool = Field(
         False,
-        description="Use Mooncake (--mooncake, or a tier of it) although its ports ask nobody who he is: where only "
-        "trusted hosts reach them.",
+        description="Use Mooncake (--mooncake, or a tier of it) although its ports do not authenticate callers: where "
+        "only trusted hosts reach them.",
     )
     max_ttl_ms: int = Field(
         120_000, ge=100, le=3_600_000, description="Longest lease or ticket that a client may hold, in milliseconds."
@@ -233,16 +230,6 @@ class ServerConfig(BaseModel):
     @classmethod
     def _check_unix_listen(cls, value: str) -> str:
         return check_path(value) if value else value
-
-    @field_validator("memory_tenant")
-    @classmethod
-    def _check_memory_tenant(cls, value: str) -> str:
-        if value:
-            try:
-                Principal(value, Role.ENGINE_WRITE)
-            except InvalidRequestError as error:
-                raise ValueError(str(error)) from None
-        return value
 
     @field_validator("trust_domain")
     @classmethod
@@ -332,6 +319,14 @@ class ServerConfig(BaseModel):
         return int(self.unix_mode, 8)
 
     @property
+    def tenants_share_memory(self) -> bool:
+        """Whether callers prove whose engines they are, and map their tenant's memory through the Unix socket.
+
+        Mooncake's Transfer Engine registers the memory that the arena has at the start: none of it may be replaced.
+        """
+        return bool(self.tls_cert and self.unix_listen) and self.mooncake == "off"
+
+    @property
     def event_streams(self) -> list[StreamEndpoints]:
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
@@ -401,12 +396,7 @@ def _parse_stream(text: str) -> StreamEndpoints:
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
-    try:
-        values = tomllib.loads(config_file.read_text())
-    except OSError as error:
-        raise ConfigError(f"config file {config_file}: {error.strerror}; give --config a TOML file") from None
-    except ValueError as error:  # Not UTF-8, or not TOML.
-        raise ConfigError(f"config file {config_file} is not TOML: {error}") from None
+    values = read_toml(config_file, f"config file {config_file}", "give --config a TOML file")
     _refuse_unknown(values, f"config file {config_file}")
     return values
 

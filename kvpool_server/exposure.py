@@ -1,8 +1,9 @@
-"""Refuses to serve strangers: what listens beyond this host has to ask who calls."""
+"""Refuses to start a server with a port that other hosts can reach and that does not authenticate callers."""
 
 from __future__ import annotations
 
 from kvpool.errors import ConfigError
+from kvpool.principal import DEFAULT_DOMAIN
 from kvpool.tls import TlsFiles
 from kvpool_server.addresses import is_local
 from kvpool_server.config import ServerConfig
@@ -12,33 +13,35 @@ _WAY_OUT = "--insecure-network where all on the network are trusted"
 
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:
-    """The files of TLS; None: plaintext. Raises ConfigError unless callers then have to prove who they are."""
+    """The files of TLS; None: plaintext. Raises ConfigError unless callers are authenticated then."""
     proofs = [each for each in (config.tls_client_ca, config.tokens, config.oidc_issuer) if each]
     if not (config.tls_cert or config.tls_key or proofs):
-        if config.deny:
-            raise ConfigError(f"--deny {config.deny} denies nobody where callers prove nothing; give --tls-cert, too")
-        if config.memory_tenant:
-            raise ConfigError(
-                f"--memory-tenant {config.memory_tenant}: without TLS callers have no tenant, and whoever may connect "
-                "gets the memory; leave it out, or give --tls-cert, too"
-            )
+        domain = "" if config.trust_domain == DEFAULT_DOMAIN else config.trust_domain
+        given = {"--deny": config.deny, "--identity-limits": config.identity_limits, "--trust-domain": domain}
+        for flag, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{flag} {value} has no effect without TLS, because callers are not authenticated; give "
+                    "--tls-cert, too"
+                )
         return None
     if not (config.tls_cert and config.tls_key):
         raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither without")
     if len(proofs) != 1:
         raise ConfigError(
-            "with TLS callers prove who they are: give either --tls-client-ca, for certificates, or --tokens, or "
+            "TLS needs one way to authenticate callers: give either --tls-client-ca, for certificates, or --tokens, or "
             "--oidc-issuer"
+        )
+    if config.trust_domain != DEFAULT_DOMAIN and not config.tls_client_ca:
+        raise ConfigError(
+            f"--trust-domain {config.trust_domain} restricts certificates alone, and callers of this server have "
+            "tokens; leave it out"
         )
     if config.oidc_issuer and not config.oidc_audience:
         raise ConfigError("--oidc-issuer without --oidc-audience would take the issuer's tokens for others; give both")
     if config.oidc_issuer and not (config.oidc_jwks or config.oidc_issuer.startswith("https://")):
         raise ConfigError(
             f"--oidc-issuer {config.oidc_issuer} is not https://; give --oidc-jwks with a file of its keys"
-        )
-    if config.memory_tenant and not config.unix_listen:
-        raise ConfigError(
-            f"--memory-tenant {config.memory_tenant} gets no memory without a Unix socket; give --unix-listen, too"
         )
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
@@ -58,7 +61,7 @@ def event_keys(config: ServerConfig) -> tuple[str, str] | None:
 
 
 def plaintext_ports(config: ServerConfig) -> list[str]:
-    """The ports that other hosts can reach and that ask nobody who he is: what they are, and their addresses."""
+    """The ports that other hosts can reach and that do not authenticate callers: flag and address of each."""
     ports = []
     if tls_files(config) is None:
         given = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
@@ -69,12 +72,12 @@ def plaintext_ports(config: ServerConfig) -> list[str]:
 
 
 def check_exposure(config: ServerConfig) -> None:
-    """Raises ConfigError if other hosts can reach a port that asks nobody who he is."""
+    """Raises ConfigError if other hosts can reach a port that does not authenticate callers."""
     has_event_keys, has_tls = event_keys(config) is not None, tls_files(config) is not None
     if config.insecure_network:
         return
     for port in plaintext_ports(config):
-        told = f"{port}: other hosts can reach this port, and nobody there has to prove who he is"
+        told = f"{port}: other hosts can reach this port, which does not authenticate callers"
         if port.startswith("--"):
             raise ConfigError(
                 f"{told}; make certificates with `kvpool certs init` and give --tls-cert, --tls-key and "
@@ -82,14 +85,14 @@ def check_exposure(config: ServerConfig) -> None:
             )
         raise ConfigError(f"{told}; {_event_ways(has_tls)}")
     if has_tls and not has_event_keys and (endpoints := _tcp_events(config)):
-        # Other users of this host have to prove who they are, too.
+        # Other users of this host must be authenticated, too.
         raise ConfigError(
-            f"{_events_at(endpoints[0])}: nobody has to prove who he is at this port, as all callers do with TLS; "
+            f"{_events_at(endpoints[0])}: this port does not authenticate callers, as all ports with TLS do; "
             f"{_event_ways(has_tls)}"
         )
     if config.uses_mooncake and not config.mooncake_trusted_network:
         raise ConfigError(
-            f"{config.uses_mooncake[0]}: Mooncake listens on all addresses, and asks nobody who he is; give "
+            f"{config.uses_mooncake[0]}: Mooncake listens on all addresses, and does not authenticate callers; give "
             f"--mooncake-trusted-network where only trusted hosts reach its ports, or {_WAY_OUT}"
         )
 

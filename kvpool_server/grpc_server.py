@@ -20,12 +20,14 @@ from kvpool.errors import KVPoolError, PermissionDeniedError, UnauthenticatedErr
 from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
-from kvpool_server.access.caller import CALLER, Context, Who, check_call
+from kvpool_server.access.authentication import Context, Who
+from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
+from kvpool_server.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import MAX_STREAM_S, SERVICE_NAME, PoolService, add_service
+from kvpool_server.service import MAX_STREAM_S, PoolService
 from kvpool_server.socket_path import bind_path, cannot_bind
 
 INBOUND_BYTES = 4 << 20
@@ -44,14 +46,14 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
     """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
 
-    Where callers prove who they are, a call that the caller's role may not make ends before its handler begins.
+    Where callers are authenticated, a call that the caller's role may not make ends before its handler begins.
 
     A bidirectional stream is left to its handler from then on: it lasts as long as its client, so the handler answers,
     times and fails each of its requests by itself. Other services on the port are left alone.
 
     Args:
-        who: says who calls, by what callers prove; None: they prove nothing.
-        running: gets the calls of callers who prove who they are.
+        who: authenticates callers; None: callers are not authenticated.
+        running: gets the calls of authenticated callers.
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
@@ -98,7 +100,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         """Sets the caller of a method; surrounds its handler. Raises UnauthenticatedError and PermissionDeniedError."""
         if self._who is None:
             return contextlib.nullcontext()
-        assert self._running is not None, "callers who prove who they are have calls that can be ended"
+        assert self._running is not None, "calls of authenticated callers can be ended"
         credential = self._who(context)
         CALLER.set(credential.principal)
         check_call(credential.principal, name)
@@ -209,7 +211,7 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        add_service(service, self._server)
+        add_service(service, service.max_spec_bytes, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if who is None:  # Reflection is for those who look around, on a server that hides nothing.

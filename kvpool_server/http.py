@@ -6,7 +6,7 @@ deadline: a loop that has stopped is reported, and holds up no scrape.
 Whoever reaches the port may connect and say nothing. So each connection has a deadline; when there are too many, the
 oldest is closed, and a probe that comes meanwhile is answered.
 
-With TLS, /metrics is for those who prove that they may read it. /healthz answers everybody: a kubelet has no
+With TLS, /metrics is for authenticated clients that may read it. /healthz answers every client: a kubelet has no
 certificate, and learns one word.
 """
 

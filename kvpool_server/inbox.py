@@ -31,14 +31,14 @@ CROWDED = 64
 CROWDED_S = 1.0
 """How long, if `CROWDED` others are on their way."""
 MAX_AWAITED = 512
-"""Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers prove
-who they are, of the caller from whom most are awaited."""
+"""Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers
+are authenticated, of the caller from whom most are awaited."""
 PIECE_S = 30.0
 """How long the next message of a stream of data may be on its way."""
 MAX_DATA_STREAMS = 64
 """Streams of data that are read at once."""
 MAX_OWN_DATA_STREAMS = 16
-"""Of them, one identity's, where callers prove who they are: more of one caller's are no faster together."""
+"""Of them, one identity's, where callers are authenticated: more of one caller's are no faster together."""
 
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
@@ -113,7 +113,7 @@ class Inbox:
 
 
 def _caller() -> str:
-    """Whose call the running handler serves; empty where callers prove nothing."""
+    """Whose call the running handler serves; empty where callers are not authenticated."""
     return str(CALLER.get() or "")
 
 

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, TransferError
-from kvpool.memory_socket import abstract_name
+from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.quotas import parse_quota
-from kvpool.segment import Segment
-from kvpool.tls import TlsFiles
-from kvpool.tokens import TokenRecord, read_records
-from kvpool.types import MooncakeInfo, Offer, PoolStats
-from kvpool.unix_socket import memory_path
+from kvpool.types import PoolStats
 from kvpool.version import __version__
-from kvpool.watched_files import WatchedFiles
-from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.caller import Certificates, Tokens, Who, check_scrape
-from kvpool_server.access.credentials import ServerCredentials
-from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.identity_limits import IdentityLimitsFile
-from kvpool_server.access.jwks import IssuerKeys, read_keys
-from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
-from kvpool_server.access.reminders import DAY_S, HOUR_S, ends_of, repeat, warn_of_ends, warn_of_plaintext
-from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.access.watch import AccessWatch
+from kvpool_server.access.authentication import Who
+from kvpool_server.access.control import AccessControl
+from kvpool_server.access.reminders import HOUR_S, ends_of, repeat, warn_of_plaintext
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.arena_memory import ArenaMemory
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
@@ -55,10 +40,8 @@ from kvpool_server.exposure import check_exposure, event_keys, plaintext_ports, 
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.memory_socket import MemorySocket
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics
-from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
-from kvpool_server.service import PIECE_BYTES, PoolService
+from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
@@ -67,9 +50,6 @@ from kvpool_server.turns import Turns
 log = structlog.get_logger()
 
 EXPIRE_EVERY_S = 0.5
-PREDECESSOR_S = 15.0
-"""How long a start waits for engines to unmap the memory of a server that ran here before."""
-
 HANDOVER_S = 5.0
 """How long a predecessor may take to stop, beyond `drain_ms`, until it releases a tier's directory."""
 
@@ -93,10 +73,8 @@ class Server:
         self.boot_token = secrets.randbits(63) | 1
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
-        self._credentials: ServerCredentials | None = None
+        self._access: AccessControl | None = None
         self._who: Who | None = None
-        self._running: RunningCalls | None = None
-        self._watch: AccessWatch | None = None
         self._audit: AuditLog | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
@@ -130,28 +108,29 @@ class Server:
             self._audit = AuditLog(config.audit_log)
             self._open.push_async_callback(asyncio.to_thread, self._audit.close)
         if (files := tls_files(config)) is not None:
-            self._ask_who_calls(files)
+            self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
+            self._who = access.who
+            self._open.push_async_callback(asyncio.to_thread, access.close)
+            self._in_background(access.run())
+            self._in_background(access.warn())
         if plaintext := plaintext_ports(config):
             self._in_background(repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
-        if config.identity_limits and self._who is None:
-            raise ConfigError("identity_limits bounds nobody where callers prove nothing; give --tls-cert, too")
         self._permits = self._make_permits() if config.data_listen else None
+        self._memory = ArenaMemory(config, has_tenants=self._who is not None)
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
         context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
         tiers = [each.make(context) for each in options]
-        self._segment = await self._create_segment()
+        await self._memory.create(self._open)
         self._turns = Turns()
         write_back = [each.write == "back" for each in options]
-        self._tiered = TieredPool(self.pool, self._segment.bytes, tiers, write_back, run=self._turns.run)
-        self._prefault = Prefault(self._segment, self.pool.arena)
-        self._open.push_async_callback(self._prefault.close)
-        self._hand_out_memory()
+        self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
+        self._memory.hand_out(self._open)
         metrics = self._serve_http()
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
-        await self._prefault.step()
+        await self._memory.prefault.step()
         if config.event_streams:
             self._publish_events()
         self._open.push_async_callback(self._tiered.close)
@@ -166,53 +145,13 @@ class Server:
         if self.data is not None:
             self._in_background(self.data.watch())
 
-    def _ask_who_calls(self, files: TlsFiles) -> None:
-        """Reads the credentials of the server and of its callers, and watches them from now on."""
-        config = self.config
-        credentials = ServerCredentials(files, self._when_read("certificates", _named(files)))
-        denied = DenyList(config.deny, self._when_read("deny list", [config.deny])) if config.deny else None
-        watched: list[WatchedFiles[Any]] = [credentials.identity, *([] if denied is None else [denied])]
-        who: Who
-        if path := config.tokens:
-            read = self._when_read("tokens", [path])
-            tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=read)
-            who = Tokens(tokens, denied)
-            watched.append(tokens)
-        elif config.oidc_issuer:
-            who = self._of_issuer(denied, watched)
-        else:
-            who = Certificates(denied, config.trust_domain)
-        log.info("the server's certificate", names=credentials.names, ends_at=str(credentials.identity.value.ends_at))
-        self._credentials, self._who = credentials, who
-        self._running = RunningCalls(who.checked, config.max_ttl_ms / 1_000)
-        self._watch = AccessWatch(watched, self._running, self._expire_owned)
-        self._in_background(self._watch.run())
-        self._in_background(repeat(lambda: warn_of_ends(credentials.identity.value, dt.datetime.now(dt.UTC)), DAY_S))
-
-    def _of_issuer(self, denied: DenyList | None, watched: list[WatchedFiles[Any]]) -> Who:
-        """Callers with tokens of an OpenID Connect issuer; adds its file of keys to those that are watched."""
-        config = self.config
-        check_installed()
-        rules = OidcRules(config.oidc_issuer, config.oidc_audience, config.oidc_tenant_claim, config.oidc_role_claim)
-        if path := config.oidc_jwks:
-            file = WatchedFiles([path], lambda: read_keys(path), when_read=self._when_read("issuer's keys", [path]))
-            watched.append(file)
-            return IssuedTokens(rules, file, denied=denied)
-        keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", [config.oidc_issuer]))
-        self._open.push_async_callback(asyncio.to_thread, keys.close)
-        return IssuedTokens(rules, keys, keys.refetch, denied)
-
-    def _when_read(self, what: str, paths: Sequence[str]) -> Callable[[ConfigError | None], None]:
-        audit = self._audit
-        return lambda error: audit.read(what, paths, error) if audit is not None else None
-
     async def _expire_owned(self, principals: Set[str]) -> None:
         await self._turns.run(self.pool.expire_owned(principals))
 
     def look_at_credentials(self) -> None:
         """Reads files of credentials that have changed, at once; for signal handlers."""
-        if self._watch is not None:
-            self._watch.look_at_once()
+        if self._access is not None:
+            self._access.look_at_once()
 
     @property
     def _limits(self) -> Limits:
@@ -220,57 +159,22 @@ class Server:
 
     def _make_permits(self) -> PermitTable:
         limits, num_workers = self._limits, self.config.data_workers or default_count()
-        most, sealed = limits.max_leases + limits.max_tickets, self._credentials is not None
+        most, sealed = limits.max_leases + limits.max_tickets, self._access is not None
         permits = PermitTable(secrets.token_bytes(32), most, num_workers, MAX_SEATS, sealed=sealed)
         self._open.callback(permits.close)
         return permits
 
     def _make_pool(self) -> Pool:
         config = self.config
-        check_fits(config.memory)
-        arena = Arena(config.memory, backed_bytes=0, zero=self._zero if self._who is not None else None)
         new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
-        limits_of = IdentityLimitsFile(config.identity_limits) if config.identity_limits else default_limits
-        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits or NoTransfers(), limits_of)
+        limits_of = default_limits if self._access is None else self._access.limits_of
+        arena, permits = self._memory.arena, self._permits or NoTransfers()
+        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, permits, limits_of)
         try:
             pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
         return pool
-
-    def _zero(self, start: int, nbytes: int) -> None:
-        self._segment.bytes[start : start + nbytes] = 0
-
-    async def _create_segment(self) -> Segment:
-        """Creates the arena's memory. Waits a little where engines still map the memory of a predecessor."""
-        deadline = time.monotonic() + PREDECESSOR_S
-        if free_bytes() < self.config.memory:
-            log.info("waits for memory that engines of a predecessor may still map", longest_s=PREDECESSOR_S)
-        while free_bytes() < self.config.memory and time.monotonic() < deadline:
-            await asyncio.sleep(EXPIRE_EVERY_S)
-        check_free(self.config.memory)
-        segment = Segment.create(self.pool.arena.arena_bytes)
-        self._open.callback(segment.close)
-        return segment
-
-    def _hand_out_memory(self) -> None:
-        """Opens the sockets by which clients get the arena's memory; they need no gRPC to answer.
-
-        The memory holds the blocks of all tenants. So where callers prove who they are, only engines of the tenant
-        that an operator has named get it, by the Unix socket.
-        """
-        segment, config = self._segment, self.config
-        if not segment.is_sealed:
-            log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
-            return
-
-        def descriptor_of(token: bytes) -> int | None:
-            return segment.fd if secrets.compare_digest(token, segment.token) else None
-
-        if self._who is None:
-            self._open.callback(MemorySocket(abstract_name(segment.token), descriptor_of).close)
-        if (path := config.unix_listen) and (self._who is None or config.memory_tenant):
-            self._open.callback(MemorySocket(memory_path(path), descriptor_of, config.unix_mode_bits).close)
 
     def _serve_http(self) -> RpcMetrics:
         registry = CollectorRegistry()
@@ -279,14 +183,14 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(OwnMemory())
-        if (credentials := self._credentials) is not None:
-            registry.register(CertificateExpiry(lambda: ends_of(credentials.identity.value)))
+        if (access := self._access) is not None:
+            registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
         self._in_background(LoopLag(registry).run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
-            tls = None if self._credentials is None else self._credentials.for_http
-            gate = None if self._who is None else self._may_scrape
+            tls = None if access is None else access.credentials.for_http
+            gate = None if access is None else access.check_scrape
             try:
                 http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate)
             except OSError as error:
@@ -295,25 +199,12 @@ class Server:
             self.http_port = http.port
         return metrics
 
-    def _may_scrape(self, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
-        """Raises UnauthenticatedError and PermissionDeniedError. Called by HTTP's threads."""
-        assert self._who is not None
-        caller = None
-        try:
-            caller = self._who.of_request(certificate, authorization).principal
-            check_scrape(caller)
-        except KVPoolError as error:
-            if self._audit is not None:
-                status = status_of(error).name
-                self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
-            raise
-
     def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
         try:
-            workers = DataWorkers(host, port, told, self._segment, permits)
+            workers = DataWorkers(host, port, told, self._memory.segment, permits, self._memory.extent_files)
         except OSError as error:
             raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._open.push_async_callback(asyncio.to_thread, workers.stop)
@@ -341,9 +232,11 @@ class Server:
         engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
         self._open.callback(self._drop_engine)
         if config.mooncake == "rdma":
-            await self._prefault.all()  # RDMA pins the memory; a failure there would not say that memory is short.
+            await (
+                self._memory.prefault.all()
+            )  # RDMA pins the memory; a failure there would not say that memory is short.
         try:
-            await asyncio.to_thread(engine.register, self._segment.whole)
+            await asyncio.to_thread(engine.register, self._memory.segment.whole)
         except TransferError as error:
             raise ConfigError(f"{error}; see --mooncake") from None
         log.info("Transfer Engine listens", session=engine.session, protocol=engine.protocol)
@@ -352,44 +245,30 @@ class Server:
     def _drop_engine(self) -> None:
         self.engine = None  # Its threads end with the last reference, before the memory that they write to.
 
-    def _offer(self) -> Offer:
-        segment, engine = self._segment.info(), self.engine
-        is_handed_out = self._segment.is_sealed and (self._who is None or bool(self.config.memory_tenant))
-        shared = segment if is_handed_out else None
-        data_port = self.data.info if self.data is not None else None
-        mooncake = None
-        if engine is not None:
-            address = self._segment.whole.ctypes.data
-            mooncake = MooncakeInfo(
-                engine.session, engine.protocol, address, segment.nbytes, segment.nonce, segment.nonce_offset
-            )
-        return Offer(PIECE_BYTES, shared, mooncake, data_port)
-
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         service = PoolService(
             self._tiered,
-            self._segment.bytes,
-            self._offer(),
+            self._memory.segment.bytes,
+            self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
             self._stats,
             self._permits,
             self._who,
             self._turns,
-            self.config.memory_tenant,
+            self._memory.of_tenant,
         )
-        config = self.config
-        credentials = None if self._credentials is None else self._credentials.for_grpc
+        config, access = self.config, self._access
+        credentials = None if access is None else access.credentials.for_grpc
+        running = None if access is None else access.running
         unix = config.unix_listen, config.unix_mode_bits
-        self._grpc = GrpcServer(
-            config.listen, service, metrics, *unix, credentials, self._who, self._running, self._audit
-        )
+        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, self._who, running, self._audit)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()
 
     def _stats(self) -> PoolStats:
-        return self._tiered.stats(self._prefault.backed_bytes)
+        return self._tiered.stats(self._memory.prefault.backed_bytes)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -415,13 +294,13 @@ class Server:
     async def _prefault_rest(self) -> None:
         started = time.monotonic()
         try:
-            await self._prefault.all()
+            await self._memory.prefault.all()
         except MemoryError as error:
             self._failure = f"{error}; lower --memory"
             self._stopping.set()
             return
         seconds = round(time.monotonic() - started, 2)
-        log.info("arena prefaulted", nbytes=self._prefault.backed_bytes, seconds=seconds)
+        log.info("arena prefaulted", nbytes=self._memory.prefault.backed_bytes, seconds=seconds)
 
     def request_stop(self) -> None:
         """Ends `wait`; for signal handlers."""
@@ -442,14 +321,3 @@ class Server:
         await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")
-
-
-def _read_tokens(path: str) -> dict[str, TokenRecord]:
-    records = read_records(Path(path))
-    if not records:
-        log.warning("the file of tokens has no token, so nobody can call; make one: kvpool token create", path=path)
-    return records
-
-
-def _named(files: TlsFiles) -> list[str]:
-    return [path for path in (files.ca, files.cert, files.key) if path]

@@ -21,11 +21,20 @@ from tests.support.processes import ServerProcess
 settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvpool")
 
+os.umask(0o022)  # Servers refuse files that a group can write, as some users' default has it.
+
 LONG_FILES = (
     "tests/e2e/",
     "tests/simulation/test_connector_machine.py",
     "tests/vllm_plugin/test_storms.py",
     "tests/conformance/test_connectors.py",
+    "tests/security/test_loop.py",
+    "tests/security/test_hooks.py",
+    "tests/security/test_replies.py",
+    "tests/security/test_intruder_machine.py",
+    "tests/kvpool_server/tiering/test_servers.py",
+    "tests/kvpool_server/tiers/mooncake/",
+    "tests/security/",
     "tests/kvpool_server/",
 )
 """Files, or folders of files, that take long, the longest first."""

@@ -232,7 +232,7 @@ class Session:
         The engine that was there first logs it too: each ping's answer tells whether a namespace was opened.
 
         Args:
-            num_opened: namespaces that the pool has opened so far.
+            num_opened: namespaces that the pool has opened so far, of the tenant if callers have one.
         """
         now = time.monotonic()
         if not self._explains or num_opened == self._num_opened or now - self._explained_at < EXPLAIN_EVERY_S:

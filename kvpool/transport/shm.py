@@ -21,6 +21,7 @@ from kvpool.transport.base import (
     Buffers,
     Clock,
     Drain,
+    Extents,
     Fill,
     Pieces,
     Sink,
@@ -54,7 +55,6 @@ class ShmTransport:
 
     name = "shm"
     one_sided = False
-    extents = None
 
     def __init__(self, segment: Segment, num_movers: int = 1, clock: Clock = time.monotonic):
         self.segment = segment
@@ -70,6 +70,10 @@ class ShmTransport:
     @property
     def memory(self) -> Bytes:
         return self.segment.bytes
+
+    @property
+    def extents(self) -> Extents | None:
+        return self.segment.extents
 
     def write(self, transfer: Transfer, source: Source) -> None:
         if source.rows is None:

@@ -1,1 +1,1 @@
-"""Who may call what: certificates in, principals out, and the table of what each role may."""
+"""Authentication and authorisation of callers: credentials in, principals out, and the table of each role's calls."""

@@ -1,7 +1,7 @@
-"""The audit log: one JSON object a line, of who was refused, who changed what, who opened a namespace, and which
-credentials the server uses.
+"""The audit log: one JSON object a line for each refused call, each change, each new namespace, and each reading of
+credentials.
 
-Lines are queued and written by a thread, so that a slow disk holds nobody up. More lines than `LINES_A_SECOND`, or than
+Lines are queued and written by a thread, so that a slow disk delays no call. More lines than `LINES_A_SECOND`, or than
 the queue holds, are dropped and counted: a stranger must not fill the disk. logrotate may move the file at any time.
 """
 
@@ -30,7 +30,7 @@ class AuditLog:
     """Appends to a file. Thread-safe. Raises ConfigError if it cannot be opened. `close` writes what is queued.
 
     Attributes:
-        num_dropped: lines that were too many.
+        num_dropped: lines dropped because there were too many.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic):
@@ -53,7 +53,7 @@ class AuditLog:
 
         Args:
             outcome: the call's gRPC status.
-            caller: None where callers prove nothing, or have failed to.
+            caller: None where callers are not authenticated, or have failed to.
             peer: the address that the call came from.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
@@ -95,7 +95,7 @@ class AuditLog:
 
 
 def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:
-    """What the audit log says of a call that went well; None: nothing.
+    """What the audit log says of a call that succeeded; None: the call is not logged.
 
     Args:
         request, reply: the call's messages.

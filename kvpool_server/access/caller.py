@@ -1,137 +1,18 @@
-"""The principal behind a call: from the certificate of its connection, or from its token."""
+"""The caller of the running handler, and what it may do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
 
-import grpc
-
-from kvpool.errors import PermissionDeniedError, UnauthenticatedError
-from kvpool.principal import DEFAULT_DOMAIN, Principal, Role
-from kvpool.tokens import TokenRecord, digest_of
-from kvpool.watched_files import WatchedFiles
-from kvpool_server.access.credential import Credential, of_certificate
-from kvpool_server.access.deny_list import DenyList
+from kvpool.errors import PermissionDeniedError
+from kvpool.principal import Principal, Role
+from kvpool_server.access.authentication import Context
 from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
-"""Whose call the running handler serves; None where callers prove nothing, and all of them may everything."""
+"""Whose call the running handler serves; None where callers are not authenticated, and may do everything."""
 
-_VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
-_TLS_1_3 = b"TLSv1.3"
-
-
-class Who(Protocol):
-    """How callers prove who they are. Each method raises UnauthenticatedError."""
-
-    def __call__(self, context: Context) -> Credential:
-        """What the caller of an RPC proves who it is with."""
-
-    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        """The same of an HTTP request over TLS.
-
-        Args:
-            certificate: the client's, verified, DER; None: it has none.
-            authorization: the values of the headers of this name.
-        """
-
-    def checked(self, credential: Credential) -> Credential:
-        """The credential, if it is still in force."""
-
-
-class Certificates:
-    """Callers that prove who they are by their connection's certificate.
-
-    Args:
-        denied: who is refused nevertheless; None: nobody.
-        trust_domain: whose certificates are taken; an authority may sign for several.
-    """
-
-    def __init__(self, denied: DenyList | None = None, trust_domain: str = DEFAULT_DOMAIN):
-        self._denied = denied
-        self._trust_domain = trust_domain
-
-    def __call__(self, context: Context) -> Credential:
-        found = context.auth_context()
-        version = b" ".join(found.get(_VERSION, ()))
-        if version != _TLS_1_3:
-            raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
-        (pem,) = found[_PEM]
-        return self.checked(of_certificate(pem))
-
-    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        if certificate is None:
-            raise UnauthenticatedError("the connection has no client certificate; give one for the role metrics")
-        return self.checked(of_certificate(certificate))
-
-    def checked(self, credential: Credential) -> Credential:
-        if credential.has_ended:
-            raise UnauthenticatedError(f"the client's certificate ended at {credential.ends_at}; renew it")
-        if credential.principal.domain != self._trust_domain:
-            raise UnauthenticatedError(
-                f"{credential.principal} is of trust domain {credential.principal.domain}, and this server takes "
-                f"{self._trust_domain}; use a certificate of that domain, or see --trust-domain"
-            )
-        return not_denied(credential, self._denied)
-
-
-class Tokens:
-    """Callers that prove who they are by a bearer token in the call's metadata.
-
-    Args:
-        records: by digest, in the server's file of tokens.
-        denied: who is refused nevertheless; None: nobody.
-    """
-
-    def __init__(self, records: WatchedFiles[dict[str, TokenRecord]], denied: DenyList | None = None):
-        self._records = records
-        self._denied = denied
-
-    def __call__(self, context: Context) -> Credential:
-        metadata = context.invocation_metadata() or ()
-        return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
-
-    def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        digest = digest_of(bearer_token(authorization))
-        record = self._records.value.get(digest)
-        if record is None:
-            raise _unknown_token()
-        return self.checked(Credential(record.principal, digest, record.ends_at))
-
-    def checked(self, credential: Credential) -> Credential:
-        record = self._records.value.get(credential.digest)
-        if record is None or record.principal != credential.principal:
-            raise _unknown_token()
-        if credential.has_ended:  # Told to those who have proved that they know the secret.
-            raise UnauthenticatedError(
-                f"the call's token ended at {credential.ends_at:%Y-%m-%d %H:%M} UTC; make another: kvpool token create"
-            )
-        return not_denied(credential, self._denied)
-
-
-def bearer_token(authorization: Sequence[str]) -> str:
-    """The token of a call's Authorization headers. Raises UnauthenticatedError."""
-    scheme, _, token = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
-    if scheme != "Bearer":
-        raise UnauthenticatedError("the call has no bearer token; give token_file with the token that you were given")
-    return token
-
-
-def _unknown_token() -> UnauthenticatedError:
-    return UnauthenticatedError("the call's token is unknown; make another: kvpool token create")
-
-
-def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
-    """The credential. Raises UnauthenticatedError if it is denied."""
-    if denied is not None and denied.denies(credential):
-        raise UnauthenticatedError(f"{credential.principal} or its credential is on the server's deny list")
-    return credential
-
-
+_UNIX_PEER = "unix:"
 _INSTEAD = {"Stats": "; ListNamespaces (`kvpool namespaces`) shows a tenant's numbers"}
 """What a caller may call in place of a method."""
 
@@ -152,32 +33,37 @@ def check_scrape(principal: Principal) -> None:
         raise PermissionDeniedError(f"{principal} may not read /metrics; it needs role {' or '.join(SCRAPERS)}")
 
 
+def own_tenant() -> str | None:
+    """The caller's tenant; None for a caller that may know of all tenants."""
+    caller = CALLER.get()
+    return caller.tenant if caller is not None and caller.role.has_tenant else None
+
+
 def check_tenant(tenant: str) -> None:
     """Raises PermissionDeniedError if the caller declares another tenant's namespace."""
-    caller = CALLER.get()
-    if caller is not None and caller.role.has_tenant and caller.tenant != tenant:
+    own = own_tenant()
+    if own is not None and own != tenant:
         raise PermissionDeniedError(
-            f"{caller} may not open a namespace of tenant {tenant!r}; give tenant {caller.tenant!r}"
+            f"{CALLER.get()} may not open a namespace of tenant {tenant!r}; give tenant {own!r}"
         )
 
 
 def check_all_tenants(what: str) -> None:
     """Raises PermissionDeniedError if the caller belongs to a tenant."""
-    caller = CALLER.get()
-    if caller is not None and caller.role.has_tenant:
-        raise PermissionDeniedError(f"{caller} may not ask for {what}: it is for role {Role.OPERATOR}")
+    if own_tenant() is not None:
+        raise PermissionDeniedError(f"{CALLER.get()} may not ask for {what}: it is for role {Role.OPERATOR}")
 
 
 def is_visible(tenant: str | None) -> bool:
     """Whether the caller may know of a tenant's namespace; None: of one that is not open."""
-    caller = CALLER.get()
-    return caller is None or not caller.role.has_tenant or caller.tenant == tenant
+    own = own_tenant()
+    return own is None or own == tenant
 
 
 def may_see_quota(subject: str) -> bool:
     """Whether the caller may know of a quota; a tenant knows of its own."""
-    caller = CALLER.get()
-    return caller is None or not caller.role.has_tenant or subject == f"tenant:{caller.tenant}"
+    own = own_tenant()
+    return own is None or subject == f"tenant:{own}"
 
 
 def may_create_namespaces() -> bool:
@@ -192,11 +78,11 @@ def may_open_namespaces() -> bool:
     return caller is None or may_call(caller.role, "OpenNamespace")
 
 
-def may_map_memory(memory_tenant: str) -> bool:
-    """Whether the caller may map the arena's memory, where it can read and change every block of every tenant.
+def mapping_tenant(context: Context) -> str:
+    """The tenant whose memory the caller may map, where it can read and change every block; empty: nobody's.
 
-    Args:
-        memory_tenant: the one whose engines may; empty: nobody's.
+    Only engines that may write get memory, and only through the Unix socket.
     """
     caller = CALLER.get()
-    return caller is None or (may_call(caller.role, "PutStart") and caller.tenant == memory_tenant != "")
+    maps = caller is not None and caller.role is Role.ENGINE_WRITE and context.peer().startswith(_UNIX_PEER)
+    return caller.tenant if caller is not None and maps else ""

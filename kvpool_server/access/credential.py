@@ -1,4 +1,4 @@
-"""What a caller proves who it is with: a certificate or a token, and how long that is good."""
+"""A caller's credential: a certificate or a token, whom it names, and when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PEM = b"-----BEGIN"
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """A certificate or token, and whom it names.
+    """A certificate or token that a caller has shown.
 
     Args:
         digest: SHA-256, hexadecimal, of the certificate's DER form or of the token.

@@ -5,78 +5,89 @@ from __future__ import annotations
 import datetime as dt
 import ssl
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import grpc
 from cryptography import x509
 
-from kvpool.certificates import CertificateFacts, facts_of, read_pem
+from kvpool.certificates import CertificateFacts, facts_of
 from kvpool.errors import ConfigError
-from kvpool.tls import TlsFiles, TlsIdentity, WatchedIdentity
+from kvpool.file_permissions import require_owner_writes
+from kvpool.tls import TlsFiles, TlsIdentity, read_identity
+from kvpool.watched_files import WatchedFiles
 
 
-class ServerCredentials:
-    """What gRPC proves to clients, and asks of them.
+@dataclass(frozen=True, slots=True)
+class ServerIdentity:
+    """What a server's files held when they were read.
 
-    Raises ConfigError for files that cannot be used, and for a certificate that no client would take: one that has
-    ended, is not valid yet, or is for clients only.
+    Args:
+        names: of the certificate.
+        context: of HTTP's connections.
+    """
+
+    tls: TlsIdentity
+    names: tuple[str, ...]
+    context: ssl.SSLContext = field(compare=False)
+
+
+class ServerCredentials(WatchedFiles[ServerIdentity]):
+    """What gRPC and HTTP prove to clients, and ask of them.
+
+    Raises ConfigError for files that cannot be used, for authorities that others can write, and for a certificate that
+    no client would take: one that has ended, is not valid yet, or is for clients only. While the server runs, such
+    files leave those before them in force.
 
     Connections that exist keep what they were made with; those made after a change get the new files.
 
     Args:
         files: `ca` are the authorities of clients' certificates; empty: clients have tokens.
         when_read: as of `WatchedFiles`.
-
-    Attributes:
-        names: of the certificate that is used first.
     """
 
     def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):
-        facts = _check_certificate(files.cert)
-        self.names = facts.names
-        self.identity = WatchedIdentity(files, when_read=when_read)
-        self._context, self._context_version = _context(self.identity), self.identity.version
+        self._asks_certificate = bool(files.ca)
+        super().__init__(files.paths, lambda: _read_server(files), when_read=when_read)
 
     def for_grpc(self) -> grpc.ServerCredentials:
         """Credentials that require a client's certificate where the files name authorities of clients.
 
         For one port: gRPC asks for new files once for each port, and a second port with the same credentials gets none.
         """
-        served = self.identity.version
+        served = self.version
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             """Called by gRPC's threads at each handshake: new files, or None."""
             nonlocal served
-            version = self.identity.look()
+            version = self.look()
             if version == served:
                 return None
             served = version
-            return _configuration(self.identity.value)
+            return _configuration(self.value.tls)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(self.identity.value),
+            _configuration(self.value.tls),
             changed,  # type: ignore[arg-type]  # May return None: nothing has changed.
-            require_client_authentication=bool(self.identity.files.ca),
+            require_client_authentication=self._asks_certificate,
         )
 
     def for_http(self) -> ssl.SSLContext:
-        """The context of new connections. A client's certificate is verified if there is one. One thread."""
-        version = self.identity.look()
-        if version != self._context_version:
-            try:
-                self._context = _context(self.identity)
-            except ConfigError:
-                return self._context  # The files have just changed again; the next look finds them.
-            self._context_version = version
-        return self._context
+        """The context of new connections. A client's certificate is verified if there is one."""
+        self.look()
+        return self.value.context
 
 
-def _check_certificate(path: str) -> CertificateFacts:
+def _read_server(files: TlsFiles) -> ServerIdentity:
+    if files.ca:
+        require_owner_writes(files.ca, "add an authority that signs callers' certificates")
+    tls = read_identity(files)
+    assert tls.cert is not None, "`exposure.tls_files` has asked for a certificate"
+    facts = _check_certificate(files.cert, x509.load_pem_x509_certificates(tls.cert)[0])
+    return ServerIdentity(tls, facts.names, _context(files, tls.ca))
+
+
+def _check_certificate(path: str, certificate: x509.Certificate) -> CertificateFacts:
     """What a server's certificate says. Raises ConfigError if clients would refuse it."""
-    try:
-        certificate = x509.load_pem_x509_certificates(read_pem(Path(path)))[0]
-    except ValueError as error:
-        raise ConfigError(f"{path} holds no certificate that can be read: {error}; give a PEM file") from None
     now = dt.datetime.now(dt.UTC)
     if (ended := certificate.not_valid_after_utc) <= now:
         raise ConfigError(f"the server's certificate {path} ended at {ended:%Y-%m-%d %H:%M} UTC; give a new one")
@@ -93,22 +104,21 @@ def _check_certificate(path: str) -> CertificateFacts:
     return facts
 
 
-def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
-    assert identity.cert is not None and identity.key is not None
-    return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
+def _configuration(tls: TlsIdentity) -> grpc.ServerCertificateConfiguration:
+    assert tls.cert is not None and tls.key is not None
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.cert)], tls.ca)
 
 
-def _context(identity: WatchedIdentity) -> ssl.SSLContext:
+def _context(files: TlsFiles, authorities: bytes | None) -> ssl.SSLContext:
     """Raises ConfigError for a pair that is none, because it is being replaced."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # A resumed session would show a certificate that was verified long ago.
-    files = identity.files
     try:
         context.load_cert_chain(files.cert, files.key)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{files.cert} and {files.key} cannot be used: {error}") from None
-    if (authorities := identity.value.ca) is not None:
+    if authorities is not None:
         context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
         context.verify_mode = ssl.CERT_OPTIONAL
     return context

@@ -1,4 +1,4 @@
-"""The deny list: who is refused although a certificate or token is good.
+"""The deny list: principals and credentials that are refused although they are valid.
 
 A file with an entry a line: a SPIFFE ID, or the SHA-256 of a certificate (as `openssl x509 -fingerprint -sha256` prints
 it) or of a token (as the file of tokens has it). `#` begins a comment.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import require_owner_writes
 from kvpool.principal import Principal
 from kvpool.watched_files import WatchedFiles
 from kvpool_server.access.credential import Credential
@@ -32,7 +33,11 @@ class DenyList(WatchedFiles[frozenset[str]]):
 
 
 def _read(path: Path) -> frozenset[str]:
-    """The entries: SPIFFE IDs, and digests of 64 lower-case digits. Raises ConfigError, which names the line."""
+    """The entries: SPIFFE IDs, and digests of 64 lower-case digits.
+
+    Raises ConfigError, which names the line, also for a file that its group or others can write.
+    """
+    require_owner_writes(str(path), "let denied callers in again")
     found = set()
     for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
         entry = line.partition("#")[0].strip()

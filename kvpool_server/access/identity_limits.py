@@ -11,43 +11,40 @@ The file is TOML. Its first lines are the limits of all identities; a table name
 from __future__ import annotations
 
 import dataclasses
-import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import require_owner_writes
 from kvpool.principal import Principal
 from kvpool.watched_files import WatchedFiles
 from kvpool_server.cache.limits import IdentityLimits
+from kvpool_server.toml_file import read_toml
 
 MOST = 1 << 32
 _FIELDS = tuple(field.name for field in dataclasses.fields(IdentityLimits))
 
 
-class IdentityLimitsFile:
-    """The limits that a file sets. Raises ConfigError if it cannot be used at first.
+class IdentityLimitsFile(WatchedFiles[tuple[IdentityLimits, dict[str, IdentityLimits]]]):
+    """The limits of all identities, and of those that have their own. Raises ConfigError as `read_limits`."""
 
-    While a changed file cannot be used, what it held before stays in force.
-    """
+    def __init__(self, path: str, when_read: Callable[[ConfigError | None], None] = lambda _: None):
+        super().__init__([path], lambda: read_limits(Path(path)), when_read=when_read)
 
-    def __init__(self, path: str):
-        self._file = WatchedFiles([path], lambda: read_limits(Path(path)))
-
-    def __call__(self, name: str) -> IdentityLimits:
+    def of(self, name: str) -> IdentityLimits:
         """The limits of an identity, by its SPIFFE ID."""
-        self._file.look()
-        of_all, of_each = self._file.value
+        of_all, of_each = self.value
         return of_each.get(name, of_all)
 
 
 def read_limits(path: Path) -> tuple[IdentityLimits, dict[str, IdentityLimits]]:
-    """The limits of all identities, and of those that have their own. Raises ConfigError, which names the key."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; see --identity-limits") from None
-    except ValueError as error:  # Not UTF-8, or not TOML.
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+    """The limits of all identities, and of those that have their own.
+
+    Raises ConfigError, which names the key, also for a file that its group or others can write.
+    """
+    require_owner_writes(str(path), "raise their own limits")
+    values = read_toml(path, str(path), "see --identity-limits")
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     of_all = _changed(IdentityLimits(), {name: values[name] for name in values.keys() - tables.keys()}, str(path))
     of_each = {}

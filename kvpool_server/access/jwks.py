@@ -22,6 +22,7 @@ import structlog
 
 from kvpool.certificates import read_pem
 from kvpool.errors import ConfigError
+from kvpool.file_permissions import require_owner_writes
 
 if TYPE_CHECKING:
     import jwt
@@ -67,7 +68,8 @@ def parse_keys(text: bytes, source: str) -> Keys:
 
 
 def read_keys(path: str) -> Keys:
-    """The keys of a file. Raises ConfigError."""
+    """The keys of a file. Raises ConfigError, also for a file that its group or others can write."""
+    require_owner_writes(path, "add a key that signs tokens")
     return parse_keys(read_pem(Path(path)), path)
 
 
@@ -81,8 +83,8 @@ class IssuerKeys:
         when_read: called after each fetch that changed something or failed.
 
     Attributes:
-        value: none before the first answer.
-        version: how often they have changed.
+        value: the keys; empty before the first answer.
+        version: how often the keys have changed.
     """
 
     def __init__(self, issuer: str, when_read: Callable[[ConfigError | None], None] = lambda _: None):
@@ -115,7 +117,7 @@ class IssuerKeys:
                 self._fetch()
                 rest_s = REFETCH_S
             except ConfigError as error:
-                log.warning("the keys of the OIDC issuer cannot be had; the server asks again", why=str(error))
+                log.warning("the keys of the OIDC issuer cannot be fetched; the server tries again", why=str(error))
                 self._when_read(error)
                 rest_s = RETRY_S
             self._wanted.wait(rest_s)

@@ -1,4 +1,4 @@
-"""Callers that prove who they are by a JWT of an OpenID Connect issuer, sent as a bearer token.
+"""Callers that are authenticated by a JWT of an OpenID Connect issuer, sent as a bearer token.
 
 Source: JSON Web Token, RFC 7519, and its best current practices, RFC 8725.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool_server.access.caller import Context, bearer_token, not_denied
+from kvpool_server.access.authentication import Context, authorization_of, bearer_token, not_denied
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import ALGORITHMS, Keys
@@ -27,10 +27,10 @@ MAX_REMEMBERED = 4_096
 
 @dataclass(frozen=True, slots=True)
 class OidcRules:
-    """What a token has to say.
+    """What a token must contain.
 
     Args:
-        issuer, audience: exactly these.
+        issuer, audience: the exact values of the claims iss and aud.
         tenant_claim, role_claim: the claims with a principal's tenant and role.
     """
 
@@ -53,7 +53,7 @@ class IssuedTokens:
     Args:
         keys: of the issuer.
         refetch: called for a token that names a key which is not known.
-        denied: who is refused nevertheless; None: nobody.
+        denied: principals and credentials that are refused although they are valid; None: none.
 
     Raises ConfigError if PyJWT is not installed.
     """
@@ -73,8 +73,7 @@ class IssuedTokens:
         self._verified: dict[str, tuple[Credential, str]] = {}  # By digest -> and the id of its key.
 
     def __call__(self, context: Context) -> Credential:
-        metadata = context.invocation_metadata() or ()
-        return self.of_request(None, [str(value) for name, value in metadata if name == "authorization"])
+        return self.of_request(None, authorization_of(context))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         token = bearer_token(authorization)
@@ -106,7 +105,7 @@ class IssuedTokens:
             key_id = str(jwt.get_unverified_header(token).get("kid", ""))
             if key_id not in keys:
                 self._refetch()
-                raise UnauthenticatedError("the call's token names a key that its issuer does not have (yet)")
+                raise UnauthenticatedError("the call's token names a key that its issuer does not have, or not yet")
             claims = jwt.decode(
                 token,
                 keys[key_id],
@@ -119,7 +118,7 @@ class IssuedTokens:
             ends_at = dt.datetime.fromtimestamp(float(claims["exp"]) + SKEW_S, dt.UTC)
             return Credential(self._principal(claims), digest, ends_at), key_id
         except (jwt.PyJWTError, InvalidRequestError, ValueError, OverflowError, RecursionError) as error:
-            raise UnauthenticatedError(f"the call's token is not good: {error}") from None
+            raise UnauthenticatedError(f"the call's token is not valid: {error}") from None
 
     def _principal(self, claims: dict[str, object]) -> Principal:
         rules = self._rules

@@ -1,4 +1,4 @@
-"""The calls under way by who makes them, so that those of a credential that was taken away can be ended."""
+"""The calls under way by credential, so that the calls of a revoked credential can be ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunningCalls:
         """Ends the calls whose credentials are not in force any more.
 
         Returns:
-            The principals of credentials that were taken away before their time, and that may have left leases and
+            The principals of credentials that were revoked before their end, and that may have left leases and
             tickets. Those of a credential that has ended by itself are left to their deadlines: its principal goes on
             with a new one.
         """

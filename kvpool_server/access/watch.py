@@ -1,4 +1,4 @@
-"""Has a running server act on what changes: new files, credentials that end or are taken away."""
+"""Has a running server act on new files, and on credentials that end or are revoked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LOOK_S = 1.0
 
 
 class AccessWatch:
-    """Looks at files, and ends the calls and holds of those who were refused since.
+    """Reads changed files, and ends the calls and holds of callers that they refuse.
 
     Args:
-        files: of credentials; each says itself how often it is read.
-        calls: under way.
+        files: of credentials and limits; each looks at its own interval.
+        calls: those under way.
         expire_owned: ends the leases and tickets of some principals.
     """
 
@@ -38,11 +38,11 @@ class AccessWatch:
         self._woken = asyncio.Event()
 
     def look_at_once(self) -> None:
-        """Has the files looked at now. For signal handlers."""
+        """Reads changed files now. For signal handlers."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watches until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -55,11 +55,11 @@ class AccessWatch:
                 await asyncio.to_thread(self._look, at_once)
                 if taken := self._calls.end_refused():
                     log.warning(
-                        "ended calls, leases and tickets of those who are refused now", principals=sorted(taken)
+                        "ended calls, leases and tickets of callers that are refused now", principals=sorted(taken)
                     )
                     await self._expire_owned(taken)
             except Exception:
-                log.exception("looking at credentials failed; the server looks again", next_in_s=LOOK_S)
+                log.exception("reading credentials failed; the server tries again", next_in_s=LOOK_S)
 
     def _look(self, at_once: bool) -> None:
         for files in self._files:

@@ -10,11 +10,10 @@ Entries stay leased while a transfer of an ended lease or ticket is under way (`
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvpool.types import BlockRun, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
@@ -22,45 +21,8 @@ from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.block_index import BlockIndex
 from kvpool_server.cache.entry import Entry, Group, Observer, Record
 from kvpool_server.cache.leases import Ticket
-
-
-class Quarantine:
-    """Dropped entries by slot. Each stays until its time is over and no lease or ticket covers it."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[Entry, float]] = {}
-        self._ends: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return (entry for entry, _ in self._held.values())
-
-    def by_offset(self) -> dict[int, Entry]:
-        return {offset: entry for offset, (entry, _) in self._held.items()}
-
-    def add(self, entry: Entry, until: float) -> None:
-        """Puts a dropped entry in quarantine until a time; never shortens its stay."""
-        _, before = self._held.get(entry.offset, (entry, until))
-        until = max(until, before)
-        self._held[entry.offset] = (entry, until)
-        heapq.heappush(self._ends, (until, entry.offset))
-
-    def remove_if_over(self, entry: Entry, now: float) -> bool:
-        """Removes an entry whose time is over and that no hold covers; True if its slot is to be freed now."""
-        _, until = self._held.get(entry.offset, (entry, now))
-        if now < until or not entry.movable:
-            return False
-        return self._held.pop(entry.offset, None) is not None
-
-    def pop_over(self, now: float) -> Entry | None:
-        """Removes and returns an entry whose time is over and that no hold covers; None if there is none."""
-        while self._ends and self._ends[0][0] <= now:
-            entry, _ = self._held.get(heapq.heappop(self._ends)[1], (None, 0.0))
-            if entry is not None and self.remove_if_over(entry, now):
-                return entry
-        return None
+from kvpool_server.cache.quarantine import Quarantine
+from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
 
 class EntryTable:
@@ -241,14 +203,29 @@ class EntryTable:
             self.evict(victims)
         return freed + len(victims)
 
-    def drop_leaving(self, group: Group, count: int) -> int:
-        """Drops up to `count` of the entries that have left a group's index; returns how many."""
-        entries = list(itertools.islice(group.leaving.values(), count))
-        for entry in entries:
-            self.drop(entry)
-        if not group.leaving:
-            group.leaving = BlockIndex()
-        return len(entries)
+    def drop_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
+        """Drops those of these entries that are live; returns how many."""
+        dropped = 0
+        for idx, entry in enumerate(entries):
+            if idx and not idx % STEP_BLOCKS:
+                yield
+            if entry.live:
+                self.drop(entry)
+                dropped += 1
+        return dropped
+
+    def drop_leaving(self, groups: Sequence[Group], count: int) -> int:
+        """Drops up to `count` of the entries that have left the indexes of groups; returns how many."""
+        dropped = 0
+        for group in groups:
+            if not group.leaving:
+                continue
+            for entry in list(itertools.islice(group.leaving.values(), count - dropped)):
+                self.drop(entry)
+                dropped += 1
+            if not group.leaving:
+                group.leaving = BlockIndex()
+        return dropped
 
     def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int] | None:
         """Slots for the blocks that have no entry yet; None if they have to be zeroed first. Raises OutOfSpaceError."""

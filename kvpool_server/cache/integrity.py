@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.leases import Lease, Ticket
+from kvpool_server.cache.leases import Hold, Ticket
 
 
 def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int, Entry]) -> None:
@@ -39,7 +39,7 @@ def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int
 
 
 def check_holds(
-    entries: Sequence[Entry], quarantined: Sequence[Entry], leases: Sequence[Lease], tickets: Sequence[Ticket]
+    entries: Sequence[Entry], quarantined: Sequence[Entry], leases: Sequence[Hold], tickets: Sequence[Ticket]
 ) -> None:
     """Leases and tickets agree with the counts and bitmaps of entries."""
     leased = Counter(id(entry) for lease in leases for entry in lease.entries)

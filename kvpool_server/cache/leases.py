@@ -24,9 +24,9 @@ class Owner(NamedTuple):
     workers load, and engines that share a tenant can read and write the same blocks anyway.
 
     Args:
-        name: leases and tickets of one name count together: an identity's, or where callers prove nothing, a
+        name: leases and tickets of one name count together: an identity's, or where callers are not authenticated, a
             connection's. Empty for the server itself, whose are not counted.
-        tenant: of the caller; empty where callers prove nothing, and for the server itself.
+        tenant: of the caller; empty where callers are not authenticated, and for the server itself.
     """
 
     name: str = ""

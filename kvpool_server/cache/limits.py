@@ -9,7 +9,7 @@ from kvpool.types import MAX_BATCH_CHUNKS, MAX_RUNS
 
 @dataclass(frozen=True, slots=True)
 class IdentityLimits:
-    """What one identity may have at once, over all of its connections, where callers prove who they are.
+    """What one identity may have at once, over all of its connections, where callers are authenticated.
 
     A fleet of engines that share a certificate's name is one identity.
 
@@ -48,7 +48,7 @@ class Limits:
             half of them, and another one always gets some.
         max_leased_blocks: of all live leases; a block counts once for each lease. Shared in the same way.
         max_namespaces: open at once; a further one is refused unless an unused one can be closed.
-        max_tenant_namespaces: open at once of one tenant, where callers prove who they are.
+        max_tenant_namespaces: open at once of one tenant, where callers are authenticated.
         namespace_idle_ms: how long nobody has used a namespace that may be closed for another.
         max_spec_bytes, max_specs_bytes: of one namespace's specification, and of all open ones together.
         max_quotas: in force at once, and in one request.

@@ -17,6 +17,7 @@ from kvpool.errors import (
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec, differences
 from kvpool.types import BlockRun
+from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.limits import Limits
 
@@ -80,25 +81,30 @@ class Namespaces:
     """Namespaces by fingerprint.
 
     Args:
+        placement: evicts superseded entries first.
         has_tenants: each namespace belongs to the tenant of its specification, not all of them to one tenant.
 
     Attributes:
-        num_opened: namespaces opened since the start; opening an open one does not count.
         closing: those that were closed, whose entries are being dropped.
     """
 
-    def __init__(self, limits: Limits, max_block_bytes: int, has_tenants: bool = False):
+    def __init__(self, limits: Limits, placement: Placement, max_block_bytes: int, has_tenants: bool = False):
         self._limits = limits
+        self._placement = placement
         self._has_tenants = has_tenants
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, PoolNamespace] = {}
         self._uses = itertools.count(1)
         self._specs_bytes = 0
-        self.num_opened = 0
+        self._num_opened: Counter[str] = Counter()
         self.closing: dict[bytes, PoolNamespace] = {}
 
     def values(self) -> list[PoolNamespace]:
         return list(self._open.values())
+
+    def num_opened(self, tenant: str | None = None) -> int:
+        """Namespaces opened since the start, of one tenant or of all; opening an open one does not count."""
+        return self._num_opened.total() if tenant is None else self._num_opened[tenant]
 
     def open(
         self, spec: NamespaceSpec, expected_fingerprint: bytes, now: float, opener: str = ""
@@ -123,18 +129,23 @@ class Namespaces:
         self._make_room(spec.nbytes, now, tenant)
         namespace = self._open[fingerprint] = PoolNamespace(spec, fingerprint, now, opener, tenant)
         self._specs_bytes += spec.nbytes
-        self.num_opened += 1
+        self._num_opened[tenant] += 1
         namespace.last_use = next(self._uses)
         return namespace, True
 
-    def superseded(self, newest: PoolNamespace) -> list[PoolNamespace]:
-        """Namespaces opened before `newest` that differ from it in their weights only, oldest first."""
-        older = itertools.takewhile(lambda namespace: namespace is not newest, self._open.values())
-        return [
-            namespace
-            for namespace in older
-            if namespace.family == newest.family and namespace.spec_without_weights == newest.spec_without_weights
-        ]
+    def use(self, namespace: PoolNamespace, now: float) -> None:
+        """Records that an engine uses the namespace: it is not superseded, whatever was opened after it."""
+        namespace.used_at = now
+        if namespace.superseded:
+            namespace.superseded = False
+            self._placement.unmark_superseded(namespace.groups)
+
+    def supersede_older(self, newest: PoolNamespace) -> None:
+        """Marks as superseded the namespaces opened before `newest` that differ from it in their weights only."""
+        for older in itertools.takewhile(lambda namespace: namespace is not newest, self._open.values()):
+            if older.family == newest.family and older.spec_without_weights == newest.spec_without_weights:
+                older.superseded = True
+                self._placement.mark_superseded(older.groups)
 
     def _make_room(self, spec_bytes: int, now: float, tenant: str) -> None:
         """Closes unused namespaces so that a tenant may open another one. Raises OutOfSpaceError if there are too few.

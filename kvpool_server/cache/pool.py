@@ -1,7 +1,7 @@
 """The pool: a synchronous state machine over entries, leases and tickets. It decides; its callers move the bytes.
 
-The pool answers requests; `entry_table` keeps the entries, `placement` their slots. The file stands in the order of its
-paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
+The pool answers requests; `entry_table` keeps the entries, `placement` their slots, `holds` the leases and tickets. The
+file stands in the order of its paths: lookup; put_start, put_end, put_revoke; get, release; verify, remove, clear.
 Clock, ids and arena come from outside, so that a simulation can drive it. Not thread-safe: one event loop owns it.
 
 Invariants (`check_integrity`):
@@ -17,12 +17,11 @@ A call on many blocks has a form in steps (`steps.py`), and what ends many holds
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from kvpool.errors import InvalidRequestError, OutOfSpaceError
+from kvpool.errors import InvalidRequestError
 from kvpool.hashing import checksum
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
@@ -35,26 +34,25 @@ from kvpool.types import (
     PutReceipt,
     PutStatus,
     Quota,
-    RunHits,
     ShardRange,
-    Slots,
     in_parts,
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.cache.ended_holds import EndedHolds, EndOfEntry
-from kvpool_server.cache.entry import Entry, Group, Observer
-from kvpool_server.cache.entry_table import EntryTable, Quarantine
+from kvpool_server.cache.entry import Entry, Observer
+from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
-from kvpool_server.cache.holders import describe_holders
+from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
-from kvpool_server.cache.leases import NOBODY, Found, Hold, HoldTable, Lease, Owner, Ticket
+from kvpool_server.cache.leases import NOBODY, Found, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
+from kvpool_server.cache.lookups import Lookups
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
-from kvpool_server.cache.quotas import Account, Quotas
-from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
-from kvpool_server.cache.transfers import NoTransfers, Transfers, UnfinishedHolds
+from kvpool_server.cache.quarantine import Quarantine
+from kvpool_server.cache.quotas import Quotas
+from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
+from kvpool_server.cache.transfers import NoTransfers, Transfers
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -72,7 +70,9 @@ class Pool:
 
     Attributes:
         placement: where entries lie, and which are evicted.
+        entry_table: the entries.
         leases, tickets: the live ones.
+        lookups: finds blocks, and records their use.
     """
 
     def __init__(
@@ -96,15 +96,12 @@ class Pool:
         self.entry_table = EntryTable(
             arena, self.placement, self._quarantine, clock, self.limits.grace_ms, self.counters
         )
-        self.leases: HoldTable[Lease] = HoldTable("lease", "look up again")
-        self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
-        self._unfinished = UnfinishedHolds(transfers or NoTransfers())
+        self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
+        self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self._clock = clock
-        self._namespaces = Namespaces(self.limits, arena.extent_bytes, arena.has_tenants)
+        self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
+        self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
         self._quotas = Quotas(self.limits.max_quotas, arena)
-        self._ended = EndedHolds(self.entry_table)
-        self._leasing: list[list[Entry]] = []
-        self._writing: list[Ticket] = []
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -124,31 +121,23 @@ class Pool:
             OutOfSpaceError: too many namespaces are open, and all of them are in use.
             UnavailableError: the namespace is being closed.
         """
-        namespace, created = self._namespaces.open(spec, expected_fingerprint, self._clock(), opener)
+        now = self._clock()
+        namespace, created = self._namespaces.open(spec, expected_fingerprint, now, opener)
         if created:
             self._assign_quotas([namespace])
             self._drop_closed(SETTLED_PER_CALL)
-        self._mark_used(namespace, self._clock())
-        for older in self._namespaces.superseded(namespace):
-            older.superseded = True
-            self.placement.mark_superseded(older.groups)
+        self._namespaces.use(namespace, now)
+        self._namespaces.supersede_older(namespace)
         return namespace, created
-
-    def _mark_used(self, namespace: PoolNamespace, now: float) -> None:
-        """An engine uses the namespace: it is not superseded, whatever was opened after it."""
-        namespace.used_at = now
-        if namespace.superseded:
-            namespace.superseded = False
-            self.placement.unmark_superseded(namespace.groups)
 
     def namespaces(self, holdings: bool = True) -> list[NamespaceInfo]:
         """Every open namespace. With `holdings`, which visits every entry, also what each holds."""
         now = self._clock()
         return [namespace.info(now, holdings) for namespace in self._namespaces.values()]
 
-    @property
-    def num_opened(self) -> int:
-        return self._namespaces.num_opened
+    def num_opened(self, tenant: str | None = None) -> int:
+        """Namespaces opened since the start, of one tenant or of all."""
+        return self._namespaces.num_opened(tenant)
 
     def open_namespaces(self) -> list[PoolNamespace]:
         return self._namespaces.values()
@@ -203,7 +192,7 @@ class Pool:
     ) -> Lookup:
         """Which blocks are complete. With a TTL, leases them, which is a use; without one renews nothing."""
         found = self.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
-        self.record_use(found)
+        self.lookups.record_use(found)
         return Lookup(found.hits, found.lease_id, found.lease_ttl_ms)
 
     def find(
@@ -215,31 +204,13 @@ class Pool:
         lease_ttl_ms: int = 0,
         owner: Owner = NOBODY,
     ) -> Found:
-        """As `lookup`, without recording it: call `record_use` or `record_use_on_get` next.
+        """As `lookup`, without recording it: call `record_use` or `record_use_on_get` of `lookups` next.
 
         Args:
             owner: whose the lease is.
         """
-        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
         now = self.expire() if lease_ttl_ms else 0.0  # First: it may evict entries of an extent that is being drained.
-        entries: list[Entry] = []
-        hits: list[RunHits] = []
-        spans: list[tuple[Group, int, int]] = []
-        num_blocks = 0
-        for group, run in zip(groups, runs, strict=True):
-            start = len(entries)
-            hits.append(group.hits(run, prefix_only, entries))
-            spans.append((group, start, len(entries)))
-            num_blocks += len(run)
-        lease_id = granted_ms = 0
-        if lease_ttl_ms:
-            self._mark_used(namespace, now)
-            if entries:
-                lease_id, granted_ms = self._lease(entries, lease_ttl_ms, now, owner)
-                if lease_id:
-                    for entry in entries:
-                        entry.leases += 1
-        return Found(namespace, tuple(hits), num_blocks, entries, spans, lease_id, granted_ms)
+        return self.lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms, owner, now)
 
     def find_in_steps(
         self,
@@ -251,92 +222,7 @@ class Pool:
         owner: Owner = NOBODY,
     ) -> Steps[Found]:
         """As `find`. Each step leases what it finds; the lease's time begins with the last step."""
-        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
-        entries: list[Entry] = []
-        if lease_ttl_ms:
-            self._mark_used(namespace, self.expire())
-            self._leasing.append(entries)
-        hits: list[RunHits] = []
-        spans: list[tuple[Group, int, int]] = []
-        lease_id = granted_ms = 0
-        try:
-            for group, run in zip(groups, runs, strict=True):
-                start, leading, complete = len(entries), 0, 0
-                for at in range(0, len(run), LOOKUP_STEP_BLOCKS):
-                    if prefix_only and leading < at:
-                        break
-                    part = BlockRun(run.group_idx, run.block_hashes[at : at + LOOKUP_STEP_BLOCKS])
-                    found: list[Entry] = []
-                    hit = group.hits(part, prefix_only, found)
-                    if lease_ttl_ms:
-                        for entry in found:
-                            entry.leases += 1
-                    entries += found
-                    complete |= hit.complete << at
-                    if leading == at:
-                        leading += hit.num_leading
-                    yield
-                hits.append(RunHits(leading, complete))
-                spans.append((group, start, len(entries)))
-            if lease_ttl_ms and entries:
-                lease_id, granted_ms = self._lease(entries, lease_ttl_ms, self.expire(), owner)
-        finally:
-            self._leasing = [each for each in self._leasing if each is not entries]
-            if lease_ttl_ms and not lease_id:
-                self._ended.add_lease(Lease(0, 0.0, list(entries)))
-        return Found(namespace, tuple(hits), sum(map(len, runs)), entries, spans, lease_id, granted_ms)
-
-    def _lease(self, entries: list[Entry], ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
-        """Makes a lease on entries that are counted as leased; returns its id and TTL, both 0 if there is no room."""
-        if not self._may_lease(owner, len(entries)):
-            self.counters["refused_leases"] += 1
-            return 0, 0
-        ttl_ms = min(ttl_ms, self.limits.max_ttl_ms)
-        lease = Lease(self.new_id(), now + ttl_ms / 1000, entries, owner=owner)
-        self.leases.add(lease)
-        return lease.id, ttl_ms
-
-    def _may_lease(self, owner: Owner, num_blocks: int) -> bool:
-        limits = self.limits
-        if len(self.leases) >= limits.max_leases:
-            return False
-        if owner.tenant:
-            own = self.limits_of(owner.name)
-            if not self.leases.is_within(owner, num_blocks, own.leases, own.leased_blocks):
-                return False
-        return not owner.name or self.leases.has_room(owner, num_blocks, limits.max_leases, limits.max_leased_blocks)
-
-    def slots(self, found: Found) -> tuple[Slots, ...]:
-        """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""
-        located = []
-        for _, start, stop in found.spans:
-            entries = found.entries[start:stop]
-            offsets = array("Q", [entry.offset for entry in entries])
-            located.append(Slots(offsets.tobytes(), b"".join([entry.checksums for entry in entries])))
-        self.counters["located_blocks"] += len(found.entries)
-        return tuple(located)
-
-    def record_use(self, found: Found) -> None:
-        """Counts a lookup and, if it leased its entries, tells the eviction policies of their use."""
-        num_hits = len(found.entries)
-        found.namespace.lookup_blocks += found.num_blocks
-        found.namespace.lookup_hits += num_hits
-        self.counters["lookups"] += 1
-        self.counters["lookup_blocks"] += found.num_blocks
-        self.counters["lookup_hits"] += num_hits
-        if found.lease_id:
-            stamp = self.placement.next_stamp([group for group, _, _ in found.spans])
-            for group, start, stop in found.spans:
-                self.placement.evictor(group).used(found.entries[start:stop], stamp)
-
-    def record_use_on_get(self, found: Found) -> None:
-        """Has the first get under the lease record a lookup; for one that its client is going to repeat.
-
-        So a lookup counts once however often it is repeated: the last repetition counts, or an earlier one whose blocks
-        the client loads after all.
-        """
-        if (lease := self.leases.get(found.lease_id)) is not None:
-            lease.unrecorded = found
+        return self.lookups.find_in_steps(fingerprint, runs, prefix_only, lease_ttl_ms, owner, self.expire)
 
     def put_start(
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
@@ -378,14 +264,14 @@ class Pool:
         shards.check(group.spec.num_shards)
         self._check_chunks(runs, shards)
         now = self.expire()
-        self._mark_used(namespace, now)
-        self._check_tickets(owner)
+        self._namespaces.use(namespace, now)
+        self._holds.check_tickets(owner)
         if self.arena.num_surplus(namespace.tenant):
             self.rebalance()
         ticket = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner)
         statuses: list[PutStatus] = []
         is_reserved = has_claims = False
-        self._writing.append(ticket)
+        self._holds.writing.append(ticket)
         try:
             for part in in_parts(runs, STEP_BLOCKS):
                 if statuses:
@@ -399,39 +285,17 @@ class Pool:
                 statuses += reserved
             is_reserved = True
         except NoRoomError as error:
-            raise error.because(self._holders(group.tenant, now, error.account)) from None
+            holders = self._holds.describe(group.tenant, self._quarantine, now, error.account)
+            raise error.because(holders) from None
         finally:
-            self._writing.remove(ticket)
+            self._holds.writing.remove(ticket)
             if has_claims:
                 self.arena.end_claims(group.tenant)
             if not is_reserved and ticket.entries:
-                self._ended.add_ticket(ticket, self.entry_table.revoke)
-                self._ended.settle(SETTLED_PER_CALL)
+                self._holds.undo(ticket)
         if ticket.entries:
             self.tickets.add(ticket)
         return ticket, statuses
-
-    def _check_tickets(self, owner: Owner) -> None:
-        """Raises OutOfSpaceError if the owner may not have another ticket."""
-        if owner.tenant:
-            # Puts whose steps are under way are not in the table.
-            under_way = sum(ticket.owner.name == owner.name for ticket in self._writing)
-            most = self.limits_of(owner.name).tickets
-            if not self.tickets.is_within(owner, 0, most - under_way):
-                raise OutOfSpaceError(f"{most} puts of {owner.name} are under way, its limit; try again later")
-        most = self.limits.max_tickets
-        if len(self.tickets) >= most or (owner.name and not self.tickets.has_room(owner, 0, most)):
-            raise OutOfSpaceError(
-                f"{len(self.tickets)} puts are under way; the limit is {most}, and one client may have as many as are "
-                "left; try again later"
-            )
-
-    def _holders(self, tenant: str, now: float, account: Account | None) -> str:
-        """What holds a tenant's slots, or those that count towards a quota of it; other tenants' are not told of."""
-        leases = [lease for lease in self.leases.values() if _tenant(lease) == tenant]
-        tickets = [ticket for ticket in self.tickets.values() if _tenant(ticket) == tenant]
-        counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
-        return describe_holders(leases, tickets, self._unfinished, self._quarantine, now, counts)
 
     def _check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
         count, most = sum(map(len, runs)), self.limits.max_batch_chunks
@@ -461,13 +325,10 @@ class Pool:
                 f"put_end has {len(checksums)} checksums; the ticket covers {len(ticket.entries)} blocks "
                 f"x {count} shards"
             )
-        self.tickets.pop(ticket_id)
-        if not self._unfinished.end(ticket):
-            self._ended.add_ticket(self._pinned(ticket), self._abandon)
-            self._ended.settle(SETTLED_PER_CALL)
+        if not self._holds.finish_writing(ticket):
             return PutReceipt(0, 0)
         committed = completed = 0
-        self._writing.append(ticket)
+        self._holds.writing.append(ticket)
         entries = ticket.entries
         for idx, entry in enumerate(entries):
             if idx and not idx % STEP_BLOCKS:
@@ -475,24 +336,13 @@ class Pool:
                 yield
             committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
             completed += entry.live and entry.complete
-        self._writing.remove(ticket)
+        self._holds.writing.remove(ticket)
         self.counters["put_completed_blocks"] += completed
         return PutReceipt(committed, completed)
 
     def put_revoke(self, ticket_id: int, owner: Owner = NOBODY) -> bool:
         """Ends a ticket whose writer has stopped writing, without committing; False if it was not live."""
-        now = self.expire()
-        ticket = self.tickets.find(ticket_id, owner)
-        if ticket is None:
-            return False
-        self.tickets.pop(ticket_id)
-        if ticket.deadline <= now:
-            self.counters["expired_tickets"] += 1
-            self._end_ticket(ticket, self.entry_table.expire)
-            return False
-        self.counters["revoked_tickets"] += 1
-        self._end_ticket(ticket, self.entry_table.revoke, self._abandon)
-        return True
+        return self._holds.revoke(ticket_id, owner, self.expire())
 
     def writable(self, ticket_id: int, offset: int, nbytes: int, owner: Owner = NOBODY) -> None:
         """Raises unless a live ticket covers [offset, offset + nbytes)."""
@@ -521,7 +371,7 @@ class Pool:
         lease = self.leases.live(lease_id, owner, now)
         if lease.unrecorded is not None:
             found, lease.unrecorded = lease.unrecorded, None
-            self.record_use(found)
+            self.lookups.record_use(found)
         held = lease.entry_ids
         present: list[bool] = []
         offsets: list[int] = []
@@ -549,15 +399,7 @@ class Pool:
 
     def release(self, lease_ids: Sequence[int], owner: Owner = NOBODY) -> int:
         """Ends leases; returns how many were live. Those of other tenants count as not live."""
-        now = self.expire()
-        released = 0
-        for lease_id in lease_ids:
-            if (lease := self.leases.find(lease_id, owner)) is not None:
-                self.leases.pop(lease_id)
-                self._end_lease(lease)
-                released += lease.deadline > now
-        self._ended.settle(SETTLED_PER_CALL)
-        return released
+        return self._holds.release(lease_ids, owner, self.expire())
 
     def complete(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> list[Entry]:
         """The complete entries of these blocks, each once."""
@@ -568,7 +410,7 @@ class Pool:
 
     def drop_corrupt_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
         """Drops entries whose bytes differ from their checksums; returns how many had not been dropped before."""
-        dropped = yield from self._drop_in_steps(entries)
+        dropped = yield from self.entry_table.drop_in_steps(entries)
         self.counters["corrupt_blocks"] += dropped
         return dropped
 
@@ -586,19 +428,9 @@ class Pool:
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         entries, _ = group.find(runs)
-        removed = yield from self._drop_in_steps(entries)
+        removed = yield from self.entry_table.drop_in_steps(entries)
         self.counters["removed_blocks"] += removed
         return removed
-
-    def _drop_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
-        dropped = 0
-        for idx, entry in enumerate(entries):
-            if idx and not idx % STEP_BLOCKS:
-                yield
-            if entry.live:
-                self.entry_table.drop(entry)
-                dropped += 1
-        return dropped
 
     def clear(self, fingerprint: bytes = b"") -> int:
         """Drops every block of a namespace, or of all namespaces; returns how many."""
@@ -613,21 +445,13 @@ class Pool:
         chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
         groups = [group for namespace in chosen for group in namespace.groups]
         while any(group.leaving for group in groups):  # An earlier call has not ended.
-            self._drop_leaving(groups)
+            self.entry_table.drop_leaving(groups, STEP_BLOCKS)
             yield
         removed = sum(group.start_leaving() for group in groups)
         self.counters["removed_blocks"] += removed
-        while self._drop_leaving(groups):
+        while self.entry_table.drop_leaving(groups, STEP_BLOCKS) == STEP_BLOCKS:
             yield
         return removed
-
-    def _drop_leaving(self, groups: Sequence[Group]) -> bool:
-        """Drops some of the entries that have left the indexes of groups; False if there are no more of them."""
-        room = STEP_BLOCKS
-        for group in groups:
-            if group.leaving and room:
-                room -= self.entry_table.drop_leaving(group, room)
-        return not room
 
     def expire(self) -> float:
         """Ends leases, tickets and quarantines whose deadline has come; returns the time. Cheap when there is none.
@@ -640,8 +464,7 @@ class Pool:
 
     def expire_owned(self, owners: Container[str]) -> Steps[None]:
         """Ends the leases and tickets of clients that may hold nothing any more, as if their deadlines had come."""
-        yield from self.leases.expire_owned(owners, self._clock())
-        yield from self.tickets.expire_owned(owners, self._clock())
+        yield from self._holds.expire_owned(owners, self._clock())
 
     def settle(self) -> bool:
         """Does some of what is left to do since holds ended or a namespace was closed; False if nothing is."""
@@ -649,18 +472,7 @@ class Pool:
 
     def _settle(self, now: float, count: int) -> int:
         """As `expire`, for up to about `count` entries; returns how many holds, entries or slots it has ended."""
-        ended = 0
-        while ended < count and (lease := self.leases.pop_expired(now)) is not None:
-            self.counters["expired_leases"] += 1
-            self._end_lease(lease)
-            ended += 1
-        for hold in self._unfinished.pop_finished():
-            self._ended.add_lease(hold)
-        while ended < count and (ticket := self.tickets.pop_expired(now)) is not None:
-            self.counters["expired_tickets"] += 1
-            self._end_ticket(ticket, self.entry_table.expire)
-            ended += 1
-        ended += self._ended.settle(count)
+        ended = self._holds.settle(now, count)
         ended += self.entry_table.free_expired(now, count)
         if self._namespaces.closing:
             ended += self._drop_closed(count)
@@ -673,7 +485,7 @@ class Pool:
             for group in namespace.groups:
                 if group.index and not group.leaving:
                     group.start_leaving()
-                dropped += self.entry_table.drop_leaving(group, count - dropped)
+            dropped += self.entry_table.drop_leaving(namespace.groups, count - dropped)
             if not namespace.is_empty:
                 break
             self.placement.remove(namespace.groups)
@@ -700,44 +512,10 @@ class Pool:
         entry_table = self.entry_table
         quarantined = self._quarantine.by_offset()
         check_slots(self.arena, entries, quarantined)
-        tickets = (*self.tickets.values(), *self._writing, *self._ended.tickets())
-        leasing = [Lease(0, 0.0, entries) for entries in self._leasing]
-        leases = (*self.leases.values(), *self._unfinished, *self._ended.leases(), *leasing)
-        check_holds(entries, list(quarantined.values()), leases, tickets)
+        check_holds(entries, list(quarantined.values()), self._holds.all_leases(), self._holds.all_tickets())
         check_prefixes(entries)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
-
-    def _end_lease(self, lease: Lease) -> None:
-        if self._unfinished.end(lease):
-            self._ended.add_lease(lease)
-
-    def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry | None = None) -> None:
-        """Ends a ticket.
-
-        Args:
-            end: what becomes of its entries.
-            end_unfinished: instead, if bytes are being written under one of its permits. The entries also stay pinned
-                until that has ended.
-        """
-        if not self._unfinished.end(ticket):
-            ticket, end = self._pinned(ticket), end_unfinished or end
-        self._ended.add_ticket(ticket, end)
-        self._ended.settle(SETTLED_PER_CALL)
-
-    def _pinned(self, ticket: Ticket) -> Ticket:
-        """Pins the entries of an unfinished ticket; returns a ticket on them that can be ended."""
-        for entry in ticket.entries:
-            entry.leases += 1
-        return dataclasses.replace(ticket, entries=list(ticket.entries))
-
-    def _abandon(self, entry: Entry, ticket: Ticket) -> None:
-        """Drops an entry of an unfinished ticket: else another writer could get its shards while bytes arrive."""
-        self.entry_table.abandon(entry, ticket, 0.0)
-
-
-def _tenant(hold: Hold) -> str | None:
-    return hold.entries[0].group.tenant if hold.entries else None
 
 
 def is_corrupt(entry: Entry, read: Read) -> bool:

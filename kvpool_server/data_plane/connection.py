@@ -91,6 +91,7 @@ class Connection:
         nonce: sent in the greeting.
         count: called after each payload with (is_write, bytes).
         clock_ns: CLOCK_MONOTONIC.
+        follow: called before a permit is used: has `arena` be the memory that the permit means.
         sealed: whether the connection is encrypted: the client shows a permit in clear, and proves by the first record
             that it knows the permit's key.
     """
@@ -106,6 +107,7 @@ class Connection:
         count: Callable[[bool, int], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
         *,
+        follow: Callable[[], None] | None = None,
         sealed: bool = False,
     ):
         self._client: Stream = seat.client
@@ -117,6 +119,7 @@ class Connection:
         self._signer = signer
         self._nonce = nonce
         self._count = count
+        self._follow = follow
         self._clock_ns = clock_ns
         self._timeout_s = 0.0
 
@@ -187,6 +190,8 @@ class Connection:
             raise InvalidRequestError(
                 f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
             )
+        if self._follow is not None:
+            self._follow()
         permit = _Permit(header.kind, header.holding_id, terms, header.region_bytes, offsets)
         bound = self._word.bound(terms)
         self._remaining_s(permit)

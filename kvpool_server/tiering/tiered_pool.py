@@ -204,10 +204,10 @@ class TieredPool(Observer):
         if lease_ttl_ms and self._levels:
             hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
         if retry_after_ms:
-            self.pool.record_use_on_get(found)
+            self.pool.lookups.record_use_on_get(found)
         else:
-            self.pool.record_use(found)
-        slots = self.pool.slots(found) if locate and found.lease_id and not retry_after_ms else ()
+            self.pool.lookups.record_use(found)
+        slots = self.pool.lookups.slots(found) if locate and found.lease_id and not retry_after_ms else ()
         return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms, slots)
 
     async def lookup_once_up(

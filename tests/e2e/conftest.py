@@ -24,7 +24,7 @@ from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_tran
 from testbed.fork_server import fork_server
 from testbed.tiny_llama import Shape, write
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.real_engines import wait_until_connected
+from tests.support.real_engines import drain, one_by_one, wait_until_connected
 
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
 FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20}
@@ -98,6 +98,20 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], tolerance
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     for answer, other in zip(answers, expected, strict=True):
         assert answer.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+
+
+def assert_shared(writer: Engine, reader: Engine, prompts: Sequence[list[int]]) -> list[Answer]:
+    """One engine loads all that another stores, and answers bit for bit as that one does from its own prefix cache.
+
+    Returns the answers.
+    """
+    one_by_one(writer, prompts)
+    own_cache = one_by_one(writer, prompts)
+    drain(writer)
+    loaded = one_by_one(reader, prompts)
+    assert [answer.cached_tokens for answer in loaded] == [hit_tokens(len(each)) for each in prompts]
+    assert_same(loaded, own_cache, tolerance=0)
+    return own_cache
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import pytest
 
 from kvpool.name_key import NameKey
 from testbed.engine import kvpool_transfer_config
-from tests.e2e.conftest import MORE, PATIENT, StartEngines, assert_same, hit_tokens, prompt
+from tests.e2e.conftest import MORE, PATIENT, StartEngines, assert_same, assert_shared, prompt
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.real_engines import drain, one_by_one
+from tests.support.real_engines import one_by_one
 
 pytestmark = [pytest.mark.vllm, MORE]
 
@@ -25,12 +25,7 @@ def test_engines_with_one_key_share_blocks(
     keyed = kvpool_transfer_config(e2e_server.endpoint, name_key_file=str(tmp_path / "name.key"), **settings)
     plain = kvpool_transfer_config(e2e_server.endpoint, **settings)
     writer, reader, stranger = start_engines(keyed, keyed, plain)
-    one_by_one(writer, PROMPTS)
-    own_cache = one_by_one(writer, PROMPTS)
-    drain(writer)
-    loaded = one_by_one(reader, PROMPTS)
-    assert [answer.cached_tokens for answer in loaded] == [hit_tokens(len(each)) for each in PROMPTS]
-    assert_same(loaded, own_cache, tolerance=0)
+    own_cache = assert_shared(writer, reader, PROMPTS)
     computed = one_by_one(stranger, PROMPTS)
     assert [answer.cached_tokens for answer in computed] == [0] * len(PROMPTS)
     assert_same(computed, own_cache)

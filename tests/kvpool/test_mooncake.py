@@ -91,6 +91,12 @@ def test_starting_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPat
 
 def test_the_end_of_an_engine_does_not_hold_up_other_threads() -> None:
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    # A busy machine may hold up a thread for that long, too, but not each time.
+    assert any(_longest_gap_s() < 0.7 for _ in range(3)), "a second is what the listener of an engine waits"
+
+
+def _longest_gap_s() -> float:
+    """The longest time that another thread was held up while an engine ended."""
     engine = Engine.start("127.0.0.1", "tcp")
     gaps: list[float] = []
     done = threading.Event()
@@ -108,4 +114,4 @@ def test_the_end_of_an_engine_does_not_hold_up_other_threads() -> None:
     del engine
     done.set()
     ticking.join()
-    assert max(gaps) < 0.7  # A second, were its listener to wait as long as it does by itself.
+    return max(gaps)

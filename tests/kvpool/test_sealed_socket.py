@@ -179,7 +179,7 @@ def test_a_peer_that_trickles_does_not_stretch_a_timeout(pair: Pair, direction: 
         began = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             assert move_some(left) == left, "a record moves as a whole"
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 10.0  # All of what trickles takes 20 s, or for ever.
     stop.set()
     trickling.join(5)
 

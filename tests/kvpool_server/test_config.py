@@ -8,7 +8,7 @@ from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.config import ServerConfig, load, service_links
 from tests.conftest import StartServer
-from tests.support.processes import run_command, server_command
+from tests.support.processes import run_command, run_server, server_command
 
 KEYS = tuple(ServerConfig.model_fields)
 
@@ -50,7 +50,6 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
-        ("memory_tenant", "acme", "acme"),
         ("unix_mode", "0660", "0660"),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),
@@ -169,7 +168,7 @@ def test_a_server_beside_a_service_of_its_name_starts_and_says_what_it_ignores(p
 def test_an_unknown_flag_is_an_error() -> None:
     with pytest.raises(ConfigError, match="memry"):
         load({"memry": 1}, None, {})
-    done = run_command(*server_command("--memry", "1GiB"))
+    done = run_server("--memry", "1GiB")
     assert done.returncode == 2 and "--memry" in done.stderr
 
 
@@ -339,7 +338,7 @@ def test_every_setting_has_a_description_and_a_flag() -> None:
 def test_a_bad_setting_ends_the_server_with_one_sentence(
     flags: list[str], environment: dict[str, str], says: str
 ) -> None:
-    done = run_command(*server_command(*flags), **environment)
+    done = run_server(*flags, **environment)
     assert done.returncode == 2
     assert done.stderr.startswith("kvpool-server: ") and len(done.stderr.strip().splitlines()) == 1
     assert says in done.stderr

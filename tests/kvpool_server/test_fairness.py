@@ -51,6 +51,8 @@ PREFIX_BLOCKS = 128
 BLOCKS_AT_ONCE = 8
 LEAST_SHARE = 0.25
 """Of 64 readers, the one that gets least gets at least this part of the mean."""
+MEAN_PAYLOADS = 40
+"""What each reader has got in the mean when shares are compared."""
 
 READER_BYTES = 1 * MIB
 """What a reader of the data port costs at most in a data worker's own memory."""
@@ -163,28 +165,32 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize(
-    ("num_readers", "seconds"), [(8, 0.5), pytest.param(64, 4.0, marks=pytest.mark.more)], ids=["8", "64"]
-)
-def test_readers_of_one_prefix_get_about_as_much_each(
-    prefix: Prefix, opened: ExitStack, num_readers: int, seconds: float
-) -> None:
+@pytest.mark.parametrize("num_readers", [8, pytest.param(64, marks=pytest.mark.more)])
+def test_readers_of_one_prefix_get_about_as_much_each(prefix: Prefix, opened: ExitStack, num_readers: int) -> None:
+    """They read until the shares are fair, after a number of payloads: a busy machine may stop one thread for long."""
     readers = [prefix.reader() for _ in range(num_readers)]
     for reader in readers:
         opened.enter_context(reader.connection)
-    together = threading.Barrier(num_readers)
+    together, has_ended = threading.Barrier(num_readers), threading.Event()
 
     def read(reader: Reader) -> None:
         together.wait(WAIT_S)
-        ends_at = time.monotonic() + seconds
-        while time.monotonic() < ends_at:
+        while not has_ended.is_set():
             reader.read()
 
+    def is_fair() -> bool:
+        counts = [reader.num_read for reader in readers]
+        mean = sum(counts) / num_readers
+        return mean >= MEAN_PAYLOADS and min(counts) >= LEAST_SHARE * mean
+
     with ThreadPoolExecutor(num_readers) as threads:
-        list(threads.map(read, readers))
-    counts = [reader.num_read for reader in readers]
-    print(f"{num_readers} readers: {min(counts)} to {max(counts)} payloads, mean {np.mean(counts):.1f}")
-    assert min(counts) >= LEAST_SHARE * np.mean(counts), counts
+        reading = [threads.submit(read, reader) for reader in readers]
+        try:
+            wait_for(is_fair, "fair shares", WAIT_S)
+        finally:
+            has_ended.set()
+        for each in reading:
+            each.result()
 
 
 def test_a_reader_that_stops_delays_no_other(prefix: Prefix, opened: ExitStack) -> None:

@@ -137,11 +137,11 @@ def test_a_lease_that_expired_yields_nothing(pool_server: StartServer, connect: 
 
 
 def test_a_late_answer_counts_from_when_it_was_asked(rig: Rig) -> None:
-    asked_at = time.monotonic()
     pending = rig.client.rpc.lookup_async(rig.namespace, [run_of(*NAMES)], locate=True)
+    asked_by = time.monotonic()
     time.sleep(0.05)
     found = pending.result(5)
-    assert found is not None and found.ends_at - asked_at < found.lease_ttl_ms / 1000 + 0.04
+    assert found is not None and found.ends_at <= asked_by + found.lease_ttl_ms / 1000
 
 
 def test_the_servers_own_clock_ends_a_permit(pool_server: StartServer, connect: Connect) -> None:

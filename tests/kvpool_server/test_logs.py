@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvpool_server import stray_lines
 from kvpool_server.logs import wants_json
 from kvpool_server.stray_lines import as_json
-from tests.support.processes import ServerProcess, clean_environment, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, clean_environment, run_server, wait_for
 
 StartServer = Callable[..., ServerProcess]
 JSON = ("--log-format", "json")
@@ -57,7 +57,7 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
     ],
 )
 def test_what_keeps_a_server_from_starting(flags: tuple[str, ...], says: str) -> None:
-    done = run_command(*server_command(*flags, *JSON))
+    done = run_server(*flags, *JSON)
     assert done.returncode == 2 and done.stdout == ""
     assert any(says in record["event"] for record in _records(done.stderr))
 
@@ -66,15 +66,15 @@ def test_a_setting_that_is_wrong_is_said_as_its_own_file_wants(tmp_path: Path) -
     file = tmp_path / "kvpool.toml"
     file.write_text('log_format = "json"\nmemry = 1\n')
     for flags, environment in ((("--config", str(file)), {}), ((), {"KVPOOL_CONFIG": str(file)})):
-        (said,) = _records(run_command(*server_command(*flags), **environment).stderr)
+        (said,) = _records(run_server(*flags, **environment).stderr)
         assert "unknown key memry" in said["event"] and said["level"] == "critical"
 
 
 def test_what_grpc_writes_past_every_logger(shared_server: ServerProcess) -> None:
     flags = ("--listen", shared_server.endpoint, "--http-listen", "", "--memory", "1MiB")
-    by_grpc, _ = run_command(*server_command(*flags)).stderr.splitlines()
+    by_grpc, _ = run_server(*flags).stderr.splitlines()
     assert "Failed to add port to server" in by_grpc
-    said = _records(run_command(*server_command(*flags, *JSON)).stderr)
+    said = _records(run_server(*flags, *JSON).stderr)
     (stray,) = (record for record in said if record.get("logger") == "stderr")
     assert "Failed to add port to server" in stray["event"] and stray["level"] == "error"
     assert any("cannot listen on" in record["event"] for record in said if record["level"] == "critical")

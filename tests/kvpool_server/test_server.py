@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -29,6 +30,12 @@ from tests.support.values import group_spec, namespace_spec, payload, run_of
 StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
 SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+
+
+@pytest.fixture
+def pool_server(pool_server: StartServer) -> StartServer:
+    """Servers that are executed as an operator's are: their start and end are what is tested here."""
+    return functools.partial(pool_server, is_executed=True)
 
 
 def _http(url: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
 from kvpool.unix_socket import MAX_PATH_BYTES, memory_path
 from tests.conftest import StartServer
-from tests.support.processes import ServerProcess, run_command, server_command
+from tests.support.processes import ServerProcess, run_command, run_server
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 CHUNK = 100_000
@@ -100,7 +100,7 @@ def test_a_live_servers_socket_is_left_to_it(which: str, pool_server: StartServe
     pool_server("--unix-listen", path)
     if which == "grpc":  # Its memory socket is the first that a second server would find.
         os.unlink(memory_path(path))
-    done = run_command(*server_command(*NOWHERE, "--unix-listen", path))
+    done = run_server(*NOWHERE, "--unix-listen", path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     named = path if which == "grpc" else memory_path(path)
     assert f"another server listens on {named}; stop that server, or give --unix-listen another path" in done.stderr
@@ -111,14 +111,14 @@ def test_a_live_servers_socket_is_left_to_it(which: str, pool_server: StartServe
 def test_what_is_no_socket_is_not_replaced(make: object, path: str) -> None:
     assert callable(make)
     make(Path(path))
-    done = run_command(*server_command(*NOWHERE, "--unix-listen", path))
+    done = run_server(*NOWHERE, "--unix-listen", path)
     assert done.returncode == 2 and f"{path} exists and is not a socket" in done.stderr
     assert Path(path).is_symlink() or Path(path).exists()
     assert not os.path.exists(memory_path(path)), "a server that did not start left a socket"
 
 
 def test_a_directory_that_is_not_there_is_one_sentence(socket_dir: Path) -> None:
-    done = run_command(*server_command(*NOWHERE, "--unix-listen", str(socket_dir / "no" / "socket")))
+    done = run_server(*NOWHERE, "--unix-listen", str(socket_dir / "no" / "socket"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "see --unix-listen: No such file or directory; make its directory first" in done.stderr
 
@@ -139,7 +139,7 @@ def test_paths_at_which_no_socket_can_be(bad: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ClientConfig(f"unix:{bad}")
     if "\0" not in bad:
-        done = run_command(*server_command(*NOWHERE, "--unix-listen", bad))
+        done = run_server(*NOWHERE, "--unix-listen", bad)
         assert done.returncode == 2 and says in done.stderr
 
 
@@ -152,7 +152,7 @@ def test_the_longest_path_serves(pool_server: StartServer, socket_dir: Path, mon
 
 @pytest.mark.parametrize("mode", ["660x", "0999", "rw", "77", "01777"])
 def test_a_mode_that_is_none_is_refused(mode: str) -> None:
-    done = run_command(*server_command(*NOWHERE, "--unix-mode", mode))
+    done = run_server(*NOWHERE, "--unix-mode", mode)
     assert (
         done.returncode == 2
         and "not permissions; give octal digits for owner, group and others, such as 0660" in done.stderr

@@ -23,7 +23,7 @@ from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLo
 from kvpool_server.access.command import follow
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, forge, server_flags
-from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
 app = typer.Typer()
@@ -131,7 +131,7 @@ def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) ->
     where = str(tmp_path / "nowhere" / "audit.json")
     with pytest.raises(ConfigError, match="see --audit-log"):
         AuditLog(where)
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--audit-log", where))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--audit-log", where)
     assert done.returncode == 2 and "see --audit-log" in done.stderr
 
 

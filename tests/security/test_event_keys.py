@@ -472,7 +472,7 @@ def test_events_with_keys_may_be_reached_by_other_hosts() -> None:
 
 def test_with_tls_events_need_keys_on_this_host_as_well() -> None:
     local = {**TLS, "kv_events": "tcp://127.0.0.1:3"}
-    with pytest.raises(ConfigError, match=r"nobody has to prove who he is at this port.*or give ipc://PATH"):
+    with pytest.raises(ConfigError, match=r"this port does not authenticate callers.*or give ipc://PATH"):
         check_exposure(ServerConfig.model_validate(local))
     check_exposure(ServerConfig.model_validate({**local, **KEYS}))
     check_exposure(ServerConfig.model_validate({**local, "insecure_network": True}))

@@ -16,10 +16,11 @@ from kvpool.principal import Principal, Role
 from kvpool.tokens import append_record, create_token
 from kvpool_server.cli import _kv_transfer_config
 from kvpool_server.config import ServerConfig
-from kvpool_server.exposure import plaintext_ports
+from kvpool_server.exposure import plaintext_ports, tls_files
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, server_flags
+from tests.support.processes import run_command, server_command
 from tests.support.values import namespace_spec
 from vllm_plugin.config import ConnectorConfig
 
@@ -47,6 +48,42 @@ def test_which_ports_other_hosts_reach_in_plaintext(settings: dict[str, Any], pl
         config = ServerConfig(insecure_network=insecure_network, **settings)
         found = plaintext_ports(config)
         assert len(found) == len(plaintext) and all(map(str.startswith, found, plaintext))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "--trust-domain corp.example has no effect without TLS"),
+        ({"tls_cert": "x", "tls_key": "x", "tokens": "x"}, "--trust-domain corp.example restricts certificates alone"),
+        (
+            {"tls_cert": "x", "tls_key": "x", "oidc_issuer": "https://x", "oidc_audience": "x"},
+            "--trust-domain corp.example restricts certificates alone",
+        ),
+    ],
+)
+def test_a_trust_domain_that_would_restrict_nobody_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tls_files(ServerConfig(trust_domain="corp.example", **settings))
+    tls_files(ServerConfig(**settings))
+    tls_files(ServerConfig(trust_domain="corp.example", **TLS))
+
+
+@pytest.mark.parametrize("flag", ["--tls-client-ca", "--tokens", "--oidc-jwks", "--deny", "--identity-limits"])
+def test_a_file_that_decides_who_may_call_is_writable_by_its_owner_alone(tmp_path: Path, flag: str) -> None:
+    directory = Authority.create(tmp_path / "pki").issue_server([])
+    with_certificates, file = server_flags(directory), tmp_path / "file"
+    own = with_certificates[:4]
+    flags = {
+        "--tls-client-ca": own,
+        "--tokens": own,
+        "--oidc-jwks": [*own, "--oidc-issuer", "https://x", "--oidc-audience", "x"],
+    }.get(flag, with_certificates)
+    file.write_bytes((directory / "ca.crt").read_bytes() if flag == "--tls-client-ca" else b"")
+    file.chmod(0o664)
+    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *flags, flag, str(file)))
+    assert done.returncode == 2
+    assert f"{file} can be written by its group or others (mode 0664), who could" in done.stderr
+    assert f"; chmod go-w {file}" in done.stderr
 
 
 @pytest.mark.parametrize("proof", ["certificates", "tokens"])

@@ -22,7 +22,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
-from tests.support.processes import run_command, server_command
+from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
@@ -254,9 +254,7 @@ def test_the_server_ends_with_the_reason(tmp_path: Path) -> None:
     root = tmp_path / "tier"
     root.mkdir()
     root.chmod(0o1777)
-    done = run_command(
-        *server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", f"file:{root},size=64MiB")
-    )
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", f"file:{root},size=64MiB")
     assert done.returncode == 2
     assert f"tier file:{root}: {root} can be written by others (mode 1777)" in done.stderr
     assert not list(root.iterdir())

@@ -39,6 +39,8 @@ IDLE_STREAMS_BYTES = 256 * MIB
 PING_S = 5.0
 """Far more than a call takes, because the test's machine is shared; a stalled server answers none."""
 CHUNK = 64
+CLOSED_S = http.CONNECTION_S + 20.0
+"""A connection of HTTP is closed within this time, on a busy machine too. Without its deadline it would stay open."""
 
 
 def _own_bytes(server: ServerProcess) -> int:
@@ -263,15 +265,22 @@ def test_silent_http_connections_are_closed_and_probes_answered(pool_server: Sta
     host, port = server.http_url.removeprefix("http://").split(":")
     before = len(list(Path(f"/proc/{server.pid}/task").iterdir()))
     with ExitStack() as stack:
-        began = time.monotonic()
         opened = [stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(200)]
         with urllib.request.urlopen(f"{server.http_url}/healthz", timeout=10) as answer:
             assert answer.status == 200
-        assert time.monotonic() - began < http.CONNECTION_S / 2
+        assert any(map(_is_open, opened)), "the probe was answered only when the others had been closed"
         assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) <= before + http.MAX_THREADS
         for connection in opened:
+            connection.settimeout(CLOSED_S)
             assert not connection.recv(1)
-        assert time.monotonic() - began < 2 * http.CONNECTION_S
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
 
 
 def _is_closed(connection: socket.socket) -> bool:
@@ -284,12 +293,12 @@ def _is_closed(connection: socket.socket) -> bool:
 def test_an_http_request_that_trickles_in_is_cut_off(pool_server: StartServer) -> None:
     server = pool_server()
     host, port = server.http_url.removeprefix("http://").split(":")
-    began = time.monotonic()
     with socket.create_connection((host, int(port)), 10) as slow:
         slow.settimeout(0.1)
-        while not _is_closed(slow) and time.monotonic() < began + 3 * http.CONNECTION_S:
+        ends_at = time.monotonic() + CLOSED_S
+        while not _is_closed(slow):
+            assert time.monotonic() < ends_at
             slow.sendall(b"G")
-    assert time.monotonic() - began < 2 * http.CONNECTION_S
 
 
 # KV events

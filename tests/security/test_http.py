@@ -1,7 +1,8 @@
-"""HTTP over TLS: /metrics is for those who prove that they may read it, /healthz for everybody."""
+"""HTTP over TLS: /metrics is for authenticated clients that may read it, /healthz for every client."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -27,6 +28,8 @@ from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, wait_for
 
 TIMEOUT_S = 10.0
+CLOSED_S = http.CONNECTION_S + 20.0
+"""A silent connection is closed within this time, on a busy machine too."""
 REFUSED = (urllib.error.URLError, ssl.SSLError, ConnectionError)
 EXPIRY = "kvpool_certificate_expiry_timestamp_seconds"
 
@@ -131,20 +134,26 @@ def test_the_end_of_certificates_is_told(secured: Secured) -> None:
 def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secured) -> None:
     host, port = secured.url.removeprefix("https://").split(":")
     silent = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(2 * http.MAX_CONNECTIONS)]
-    began = time.monotonic()
     try:
         assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")
-        assert time.monotonic() - began < http.CONNECTION_S
+        assert any(map(_is_open, silent)), "the probe was answered only when the others had been closed"
         for each in silent:
-            each.settimeout(2 * http.CONNECTION_S)
-            try:
+            each.settimeout(CLOSED_S)
+            with contextlib.suppress(ConnectionResetError):
                 assert each.recv(1) == b""
-            except ConnectionResetError:
-                pass
-        assert time.monotonic() - began < 2 * http.CONNECTION_S
     finally:
         for each in silent:
             each.close()
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
 
 
 def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None:

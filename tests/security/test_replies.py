@@ -178,10 +178,10 @@ def test_replies_within_their_bounds_are_taken() -> None:
 def test_a_count_of_four_billion_blocks_costs_nothing() -> None:
     tracemalloc.start()
     try:
-        began_s = time.process_time()
+        began_s = time.thread_time()
         with pytest.raises(InvalidReplyError):
             question().answer(found(pb.RunHits(num_leading=(1 << 32) - 1)))
-        assert time.process_time() - began_s < 0.1
+        assert time.thread_time() - began_s < 0.1
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -34,16 +34,19 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool_server import grpc_server
 from kvpool_server.access import reminders
-from kvpool_server.access.audit import READ
-from kvpool_server.access.caller import Certificates, Context
+from kvpool_server.access.audit import READ, AuditLog
+from kvpool_server.access.authentication import Certificates, Context
+from kvpool_server.access.control import AccessControl
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
+from kvpool_server.config import ServerConfig
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
-from tests.support.certificates import files_in, server_flags
+from tests.support.calls import is_heard
+from tests.support.certificates import USELESS, files_in, forge, server_flags
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
@@ -52,6 +55,11 @@ WITHIN_S = 10.0
 """So soon calls under way have ended."""
 CHUNK = 1 << 20
 TTL_MS = 100_000
+PIECE_EVERY_S = 0.1
+"""The pause of a slow reader after each piece. gRPC delivers the buffered pieces of a call before its status, so a
+longer pause would delay the status by seconds."""
+NUM_PIECES = 1_000
+"""Pieces of a slow read: enough for longer than the 60 s that a call may take here."""
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
 
 Outcome = Future[tuple[grpc.StatusCode, float]]
@@ -81,7 +89,7 @@ class Streams:
         new = wire.encode_runs([run_of("new")])
         put = pb.PutStartRequest(namespace=namespace.fingerprint, runs=new, shards=one, ticket_ttl_ms=TTL_MS)
         self.stub.PutStart(put, timeout=10)
-        read = pb.ReadRequest(lease_id=self.lease_id, offsets=[offset] * 100, region_bytes=CHUNK)
+        read = pb.ReadRequest(lease_id=self.lease_id, offsets=[offset] * NUM_PIECES, region_bytes=CHUNK)
         self.outcomes: dict[str, Outcome] = {
             "LookupStream": self._run(lambda: list(self.stub.LookupStream(self._one(lookup), timeout=60))),
             "Write": self._run(lambda: self.stub.Write(self._one(None), timeout=60)),
@@ -102,7 +110,7 @@ class Streams:
         next(call)
         self._begun.release()
         for _ in call:
-            self._go_on.wait(0.5)
+            self._go_on.wait(PIECE_EVERY_S)
 
     def _run(self, call: Callable[[], object]) -> Outcome:
         def run() -> tuple[grpc.StatusCode, float]:
@@ -233,9 +241,10 @@ def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: St
         "--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known), "--deny", str(denied),
         "--memory", "64MiB", tls=TlsFiles(files.ca), token_file=str(tmp_path / "good"),
     )  # fmt: skip
-    create("ended", dt.timedelta(seconds=LOOK_EVERY_S + 6))
+    create("ended", dt.timedelta(seconds=10))
+    os.kill(server.pid, signal.SIGHUP)
     clients = {tenant: client_of(tenant) for tenant in records}
-    wait_for(lambda: _is_heard(clients["ended"]), "the new token", LOOK_EVERY_S + 4)
+    wait_for(lambda: is_heard(clients["ended"]), "the new token")
     streams = {tenant: Streams(client, tenant) for tenant, client in clients.items()}
     since = time.monotonic()
     known.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
@@ -245,20 +254,12 @@ def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: St
     ends_in_s = (records["ended"].ends_at - dt.datetime.now(dt.UTC)).total_seconds()
     streams["ended"].check_ended(time.monotonic() + ends_in_s)
     for tenant, client in clients.items():
-        assert _is_heard(client) == (tenant == "good")
+        assert is_heard(client) == (tenant == "good")
     assert streams["good"].get().offsets
     assert not any(outcome.done() for outcome in streams["good"].outcomes.values())
     for tenant, client in clients.items():
         streams[tenant].close()
         client.close()
-
-
-def _is_heard(client: Client) -> bool:
-    try:
-        client.admin.ping()
-    except UnauthenticatedError:
-        return False
-    return True
 
 
 class Aging:
@@ -365,6 +366,65 @@ def test_a_signal_has_files_read_at_once(tmp_path: Path) -> None:
         await asyncio.wait((task,))
 
     asyncio.run(scenario())
+
+
+def test_limits_of_identities_are_read_with_the_other_files(tmp_path: Path) -> None:
+    limits, log = tmp_path / "limits.toml", tmp_path / "audit.json"
+    limits.write_text("leases = 4\n")
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    audit = AuditLog(str(log))
+
+    async def expire_owned(_: object) -> None:
+        raise AssertionError("nobody was refused")
+
+    async def scenario() -> None:
+        access = AccessControl(ServerConfig(identity_limits=str(limits)), files, audit, expire_owned)
+        task = asyncio.create_task(access.run())
+        assert access.limits_of(str(ENGINE)).leases == 4
+        limits.write_text("leases = 40\n")
+        access.look_at_once()
+        async with asyncio.timeout(10):
+            while access.limits_of(str(ENGINE)).leases != 40:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    asyncio.run(scenario())
+    audit.close()
+    assert [json.loads(line)["what"] for line in log.read_text().splitlines()].count("identity limits") == 2
+
+
+@pytest.mark.parametrize(("starts_in", "ends_in", "told"), USELESS)
+def test_a_useless_certificate_leaves_the_one_before_in_force(
+    tmp_path: Path, starts_in: dt.timedelta, ends_in: dt.timedelta, told: str
+) -> None:
+    authority, errors = Authority.create(tmp_path / "pki"), list[ConfigError | None]()
+    files = files_in(authority.issue_server([]))
+    credentials = ServerCredentials(files, errors.append)
+    before = credentials.value
+    useless = forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
+    Path(useless.key).replace(files.key)
+    Path(useless.cert).replace(files.cert)
+    assert credentials.look(at_once=True) == 0
+    assert told in str(errors[-1])
+    assert credentials.value is before and credentials.for_http() is before.context
+    authority.issue_server([])
+    assert credentials.look(at_once=True) == 1
+    assert credentials.for_http() is not before.context
+    assert errors[-1] is None
+
+
+def test_a_file_is_read_again_when_others_can_no_longer_write_it(tmp_path: Path) -> None:
+    denied = tmp_path / "denied"
+    denied.touch()
+    deny_list, credential = DenyList(str(denied)), Credential(ENGINE, "digest", dt.datetime.now(dt.UTC) + DAY)
+    denied.chmod(0o666)
+    denied.write_text(f"{ENGINE}\n")
+    deny_list.look(at_once=True)
+    assert not deny_list.denies(credential)
+    denied.chmod(0o644)
+    deny_list.look(at_once=True)
+    assert deny_list.denies(credential)
 
 
 @given(

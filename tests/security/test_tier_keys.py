@@ -35,7 +35,7 @@ from tests.contracts.tier_contract import (
     run,
 )
 from tests.support.mooncake import Cluster
-from tests.support.processes import run_command, server_command
+from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash, payload
 
@@ -140,7 +140,7 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
 def test_the_server_ends_without_its_key(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     tier = f"file:{tmp_path / 'tier'},size=64MiB,create=yes,key_file={missing}"
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier)
     assert done.returncode == 2 and f"key_file={missing} cannot be read: No such file" in done.stderr
 
 

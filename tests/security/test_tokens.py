@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,9 +100,11 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
     wait_for(is_out, "the token to be refused", LOOK_EVERY_S + 5)
     # What the server does not take, or what has nobody's token, it says in its log.
     known.write_text("no record\n")
-    wait_for(lambda: "new files cannot be used" in server.stderr, "a file that cannot be used", LOOK_EVERY_S + 5)
+    os.kill(server.pid, signal.SIGHUP)
+    wait_for(lambda: "new files cannot be used" in server.stderr, "a file that cannot be used")
     known.write_text("# nobody's\n")
-    wait_for(lambda: "has no token, so nobody can call" in server.stderr, "an empty file", LOOK_EVERY_S + 5)
+    os.kill(server.pid, signal.SIGHUP)
+    wait_for(lambda: "has no token, so nobody can call" in server.stderr, "an empty file")
     (line,) = (line for line in server.stderr.splitlines() if "new files cannot be used" in line)
     assert re.match(r"\d{4}-\d\d-\d\dT\S+ \[warning", line), "neither time nor level"
 

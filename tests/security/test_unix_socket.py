@@ -1,4 +1,4 @@
-"""TLS on the Unix socket, and whose engines get the arena's memory there, which holds the blocks of all tenants."""
+"""TLS on the Unix socket, and whose engines get which memory there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvpool.wire import decode_offer
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, server_flags
-from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
@@ -89,31 +89,52 @@ def _offers(client: Client, principal: Principal) -> list[Offer]:
 
 
 @pytest.mark.parametrize("proof", ["certificates", "tokens"])
-def test_the_named_tenants_engines_alone_share_memory(deploy: Deploy, proof: str) -> None:
-    deployment = deploy(proof, "--memory-tenant", "acme")
-    with deployment.client(ENGINE) as client:
-        namespace = client.open_namespace(SPECS["acme"])
-        assert namespace.transport.name == "shm"
-        client.put_blocks(namespace, run_of("block"), [payload("block", 256)])
-        found = client.lookup(namespace, [run_of("block")])
-        (block,) = client.get_blocks(namespace, found.lease_id, run_of("block"))
-        assert block is not None and block.tobytes() == payload("block", 256).tobytes()
-    for principal in OTHERS:
+def test_engines_share_the_memory_of_their_own_tenant(deploy: Deploy, proof: str) -> None:
+    deployment = deploy(proof)
+    tokens = set()
+    for principal in (ENGINE, OTHERS[0]):
+        with deployment.client(principal) as client:
+            namespace = client.open_namespace(SPECS[principal.tenant])
+            assert namespace.transport.name == "shm"
+            content = payload(principal.tenant, 256)
+            client.put_blocks(namespace, run_of("block"), [content])
+            found = client.lookup(namespace, [run_of("block")])
+            (block,) = client.get_blocks(namespace, found.lease_id, run_of("block"))
+            assert block is not None and block.tobytes() == content.tobytes()
+            (token,) = {offer.segment.token for offer in _offers(client, principal) if offer.segment}
+            tokens.add(token)
+            extents = namespace.transport.extents
+            assert extents is not None
+            num_extents = len(namespace.transport.memory) // extents.extent_bytes
+            # A put has got one of them. Engines pin what has pages, and nothing else.
+            assert [bool(extents.state(idx)) for idx in range(num_extents)].count(True) == 1
+    assert len(tokens) == 2
+    for principal in OTHERS[1:]:
         with deployment.client(principal) as client:
             assert not any(offer.segment for offer in _offers(client, principal))
-    with deployment.client(OTHERS[0]) as client:  # Other tenants use the socket, without its memory.
-        namespace = client.open_namespace(SPECS["umbra"])
+    with deployment.client(OTHERS[1]) as client:  # Engines that only read get their blocks by gRPC.
+        namespace = client.open_namespace(SPECS["acme"])
         assert namespace.transport.name == "grpc"
-        client.put_blocks(namespace, run_of("block"), [payload("other", 256)])
-        assert client.lookup(namespace, [run_of("block")]).hits[0].num_leading == 1
+        found = client.lookup(namespace, [run_of("block")])
+        (block,) = client.get_blocks(namespace, found.lease_id, run_of("block"))
+        assert block is not None and block.tobytes() == payload("acme", 256).tobytes()
 
 
-def test_without_a_named_tenant_nobody_gets_memory(deploy: Deploy) -> None:
+def test_over_tcp_nobody_gets_memory(deploy: Deploy) -> None:
     deployment = deploy("certificates")
+    for principal in (ENGINE, *OTHERS):
+        with Client(ClientConfig(deployment.server.endpoint, **deployment.identity(principal))) as client:
+            assert not any(offer.segment for offer in _offers(client, principal))
+
+
+def test_where_mooncake_has_registered_the_memory_nobody_gets_any(deploy: Deploy) -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    deployment = deploy("certificates", "--mooncake", "tcp", "--mooncake-trusted-network")
     for principal in (ENGINE, *OTHERS):
         with deployment.client(principal) as client:
             assert not any(offer.segment for offer in _offers(client, principal))
     assert deployment.path.exists() and not os.path.lexists(memory_path(str(deployment.path)))
+    assert "engines share no memory through --unix-listen, because of --mooncake" in deployment.server.stderr
 
 
 def test_new_certificates_reach_each_of_the_servers_ports(deploy: Deploy) -> None:
@@ -141,16 +162,3 @@ def test_new_certificates_reach_each_of_the_servers_ports(deploy: Deploy) -> Non
     os.kill(deployment.server.pid, signal.SIGHUP)
     for each in ports:
         wait_for(lambda each=each: "renewed.example" in names(*each), f"the new certificate on {each}")  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--memory-tenant", "acme", "--unix-listen", "s"], "without TLS callers have no tenant"),
-        (["--memory-tenant", "acme", *server_flags(Path("pki"))], "give --unix-listen, too"),
-        (["--memory-tenant", "a/b"], "tenant 'a/b' cannot be in a SPIFFE ID"),
-    ],
-)
-def test_what_memory_tenant_needs(flags: list[str], told: str) -> None:
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB", *flags))
-    assert done.returncode == 2 and told in done.stderr

@@ -22,6 +22,18 @@ NUM_PARTS = 8
 MAX_TO_FIND = 400
 """Schedules in which every broken connector must be found: a fraction of what is played."""
 
+FOUND_BY = {
+    "a_reset_keeps_what_was_stored": 195,
+    "a_restart_goes_unnoticed": 50,
+    "aborted_requests_keep_their_lookup": 51,
+    "blocks_that_are_gone_count_as_loaded": 301,
+    "checksums_say_nothing": 16,
+    "failed_loads_are_never_reported": 16,
+    "the_first_block_of_a_load_is_left_out": 57,
+}
+"""Broken connector -> a schedule that finds it, played first: the search for one takes seconds. Where schedules
+have changed and a seed here finds nothing any more, the search takes these seconds again."""
+
 pytestmark = [pytest.mark.usefixtures("quiet_engine"), pytest.mark.timeout(3_600)]
 
 COUNTEREXAMPLES: dict[str, Schedule] = {
@@ -116,6 +128,7 @@ def test_counterexample(name: str, tiny_config: Any) -> None:
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_the_simulation_finds_a_broken_connector(broken: Break, tiny_config: Any) -> None:
-    assert any(failure(make_schedule(seed), tiny_config, broken) for seed in range(MAX_TO_FIND)), (
+    seeds = (FOUND_BY.get(broken.__name__, 0), *range(MAX_TO_FIND))
+    assert any(failure(make_schedule(seed), tiny_config, broken) for seed in seeds), (
         f"{MAX_TO_FIND} schedules did not find it"
     )

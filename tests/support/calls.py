@@ -9,6 +9,7 @@ import grpc
 
 from kvpool import wire
 from kvpool.client import Client
+from kvpool.errors import UnauthenticatedError
 from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import block_hash, namespace_spec, run_of
@@ -107,3 +108,12 @@ def _without_ids(text: str, target: Target) -> str:
     ):
         text = text.replace(name, "ID")
     return text
+
+
+def is_heard(client: Client) -> bool:
+    """Whether the server takes the client's credential."""
+    try:
+        client.admin.ping()
+    except UnauthenticatedError:
+        return False
+    return True

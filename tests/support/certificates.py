@@ -14,6 +14,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.tls import TlsFiles
 
+_DAY = dt.timedelta(days=1)
+USELESS = (
+    (-2 * _DAY, -_DAY, "tls.crt ended at"),
+    (_DAY, 2 * _DAY, "tls.crt is not valid before"),
+    (-_DAY, _DAY, "tls.crt is for clients only; give the server's"),
+)
+"""When a certificate of `forge` begins and ends, from now on, and why it is none for a server."""
+
 
 def files_in(directory: Path) -> TlsFiles:
     """The files of a directory that `Authority` made."""

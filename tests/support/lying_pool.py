@@ -213,7 +213,7 @@ _TEXTS = (
     "/etc/passwd",
 )
 _FLOATS = (0.0, -1.0, 1e308, float("inf"), float("nan"))
-_MAX_SIZE = 300
+_MAX_SIZE, _MAX_DIFFERENT = 300, 3
 
 
 def altered(message: Message, dice: random.Random) -> bytes:
@@ -296,9 +296,10 @@ def _extend(value: Any, field: FieldDescriptor, dice: random.Random, depth: int)
         for nth in range(size):
             value[dice.choice(_TEXTS) + str(nth)[: dice.randrange(3)]] = _scalar(content, None, dice)
     elif field.type == FieldDescriptor.TYPE_MESSAGE:
-        made = GetMessageClass(field.message_type)()
-        for _ in range(size if depth < 2 else 1):
-            value.append(_random_message(made, dice, depth + 1))
+        like, size = GetMessageClass(field.message_type)(), size if depth < 2 else 1
+        # Long lists repeat a few messages: to make each message at random takes most of the CPU time of a fuzz test.
+        different = [_random_message(like, dice, depth + 1) for _ in range(min(size, _MAX_DIFFERENT))]
+        value.extend(different[nth % len(different)] for nth in range(size))
     else:
         value.extend(_scalar(field, value[0] if len(value) else None, dice) for _ in range(size))
 

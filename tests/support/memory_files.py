@@ -15,6 +15,16 @@ def arena_file(pid: int) -> Path:
     return next(fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(fd) == name)
 
 
+def memory_files(pid: int) -> list[Path]:
+    """The same of all files of a server: the arena's, and those of tenants."""
+    name = f"/memfd:{NAME}{pid}"
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if os.readlink(path).removesuffix(" (deleted)").removesuffix("-tenant") == name:
+            found[path.stat().st_ino] = path
+    return list(found.values())
+
+
 def mapped_bytes(inode: int) -> int:
     """Bytes of an arena that this process has in its page tables, over all mappings; 0 if nothing is mapped."""
     nbytes, is_file = 0, False

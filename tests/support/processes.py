@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import PoolTimeoutError, UnavailableError
 from kvpool.tls import TlsFiles
 from testbed.ports import free_endpoint
+from tests.support.forked_server import ForkedServer
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
@@ -41,10 +43,13 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, **extra}
 
 
+def _with_data_port(flags: Sequence[str]) -> list[str]:
+    return [*flags, *(() if "--data-listen" in flags else ("--data-listen", "127.0.0.1:0"))]
+
+
 def server_command(*flags: str) -> list[str]:
     """A server's command; its data port is a free one unless `flags` say otherwise."""
-    data = () if "--data-listen" in flags else ("--data-listen", "127.0.0.1:0")
-    return [sys.executable, "-m", "kvpool_server", *flags, *data]
+    return [sys.executable, "-m", "kvpool_server", *_with_data_port(flags)]
 
 
 def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,11 +59,27 @@ def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> s
     )
 
 
+def run_server(*flags: str, timeout_s: float = STOP_DEADLINE_S, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a server that does not start, to its end; its data port is a free one unless `flags` say otherwise."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        for path in (out, err):
+            path.touch()
+        server = ForkedServer(_with_data_port(flags), clean_environment(**environment), out, err)
+        try:
+            status = server.wait(timeout_s)
+        finally:
+            server.kill()
+        return subprocess.CompletedProcess(["kvpool-server", *flags], status, out.read_text(), err.read_text())
+
+
 class ServerProcess:
     """One server. It listens on free ports unless `flags` say otherwise; another can be started at its endpoint.
 
     Args:
         tls, token_file: of the client that asks whether the server is there.
+        is_executed: runs the command in an interpreter of its own, for tests of a server's start and end. Other
+            servers are forked.
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
@@ -74,6 +95,7 @@ class ServerProcess:
         environment: Mapping[str, str] = {},
         tls: TlsFiles | None = None,
         token_file: str = "",
+        is_executed: bool = False,
     ):
         defaults = {
             "--listen": free_endpoint(),
@@ -85,10 +107,12 @@ class ServerProcess:
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))
         self._out, self._err = log_dir / f"server-{nth}.out", log_dir / f"server-{nth}.err"
-        started = time.monotonic()
+        started, whole = time.monotonic(), clean_environment(**environment)
         with self._out.open("w") as out, self._err.open("w") as err:
-            self._process = subprocess.Popen(
-                server_command(*missing, *flags), stdout=out, stderr=err, env=clean_environment(**environment)
+            self._process = (
+                subprocess.Popen(server_command(*missing, *flags), stdout=out, stderr=err, env=whole)
+                if is_executed
+                else ForkedServer(_with_data_port([*missing, *flags]), whole, self._out, self._err)
             )
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)

@@ -26,8 +26,9 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.grpc_server import RpcInterceptor
+from kvpool_server.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import SERVICE_NAME, PoolService, add_service
+from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.service_loop import CallContext, ServiceLoop
@@ -96,7 +97,7 @@ class WireService:
         self._interceptor = RpcInterceptor(
             SERVICE_NAME, metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None
         )
-        add_service(service, self)  # type: ignore[arg-type]
+        add_service(service, service.max_spec_bytes, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """What `add_service` calls of a gRPC server."""
@@ -144,7 +145,12 @@ class WireHouse:
         ids = itertools.count(first_id)
         self.clock = FakeClock()
         memory = np.zeros(arena_bytes, np.uint8)
-        arena = Arena(arena_bytes, extent_bytes, zero=lambda start, nbytes: memory[start : start + nbytes].fill(0))
+
+        def hand_over(start: int, nbytes: int, _: str) -> bool:
+            memory[start : start + nbytes] = 0
+            return True
+
+        arena = Arena(arena_bytes, extent_bytes, hand_over=hand_over)
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
         service = PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=_WHO)

@@ -2,8 +2,9 @@
 
 Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot's allocation until
 its last slot is freed. Where callers prove who they are, it also belongs to one tenant, and an extent with another
-tenant's bytes is zeroed before the new one gets a slot there. Otherwise everybody is one tenant, "", and nothing is
-ever zeroed. Bookkeeping of offsets, without memory but for `zero`. Not thread-safe: the pool's event loop owns it.
+tenant's bytes is handed over, as zeros, before the new one gets a slot there. Otherwise everybody is one tenant, "",
+and nothing is ever zeroed. Bookkeeping of offsets, without memory but for `hand_over`. Not thread-safe: the pool's
+event loop owns it.
 
 Invariants: every offset is either free or has exactly one owner. A slot is allocated only where no byte of another
 tenant lies.
@@ -11,6 +12,7 @@ tenant lies.
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +28,14 @@ MIN_EXTENTS = 4
 MAX_SLOTS_PER_EXTENT = 1 << 18
 """Bounds the bookkeeping: without it, a namespace of one-byte chunks would make lists as long as the arena."""
 ZEROED_AT_ONCE = 2 << 20
-"""Bytes that one call of `Arena.zero_some` clears, in less than 1 ms."""
+"""Bytes that one call of `Arena.zero_some` hands over, within about 1 ms."""
 
-Zero = Callable[[int, int], None]
-"""(start, nbytes): clears these bytes of the arena."""
+HandOver = Callable[[int, int, str], bool]
+"""(start, nbytes, tenant): clears these bytes of the arena, and makes them the tenant's memory.
+
+False: that is under way; call it again. Raises OutOfSpaceError if there is no memory: the bytes are nobody's then,
+until a later call for them returns True.
+"""
 
 
 class Extent:
@@ -58,8 +64,8 @@ class _Incoming:
 
     Attributes:
         num_puts: that wait for them.
-        zeroed, foreign: extents without, and with, another tenant's bytes. Of the first foreign one, `zeroed_bytes` are
-            clear.
+        zeroed, foreign: extents that are the tenant's, and that are not. Of the first foreign one, `zeroed_bytes` were
+            handed over.
     """
 
     num_puts: int = 0
@@ -81,7 +87,8 @@ class Arena:
         arena_bytes: rounded down to whole extents.
         extent_bytes: default: a 64th of the arena, at least 32 MiB, and at most a quarter of the arena.
         backed_bytes: how much can be allocated at first; default: all. See `back`.
-        zero: clears bytes; with it, each extent belongs to one tenant. None: everybody is the tenant "".
+        hand_over: see `HandOver`; with it, each extent belongs to one tenant. None: everybody is the tenant "".
+        unused_is_anybodys: whether tenants may get an extent that none has used without `hand_over`.
 
     Attributes:
         num_backed: extents that can be allocated.
@@ -92,21 +99,26 @@ class Arena:
         arena_bytes: int,
         extent_bytes: int | None = None,
         backed_bytes: int | None = None,
-        zero: Zero | None = None,
+        hand_over: HandOver | None = None,
+        *,
+        unused_is_anybodys: bool = True,
     ):
         if extent_bytes is None:
             wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
             extent_bytes = min(wanted, max(arena_bytes // MIN_EXTENTS, 1))
-            extent_bytes = max(extent_bytes // ALIGNMENT, 1) * ALIGNMENT if extent_bytes >= ALIGNMENT else extent_bytes
+            unit = next((each for each in (ALIGNMENT, mmap.PAGESIZE) if each <= extent_bytes), 1)
+            extent_bytes = extent_bytes // unit * unit
         self.extent_bytes = extent_bytes
         self.num_extents = arena_bytes // extent_bytes
         if not self.num_extents:
             raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
         self.arena_bytes = self.num_extents * extent_bytes
-        self.has_tenants = zero is not None
-        self._zero = zero
+        self.has_tenants = hand_over is not None
+        self._hand_over = hand_over
         self._extents: list[Extent | None] = [None] * self.num_extents
         self._bytes_of: list[str | None] = [None] * self.num_extents  # Whose bytes lie there; None: zeros.
+        # Nobody's: those that were handed over in part, and unused ones that are not anybody's.
+        self._nobodys = set() if unused_is_anybodys else set(range(self.num_extents))
         self.num_backed = 0
         self._unused: list[int] = []
         self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
@@ -222,17 +234,20 @@ class Arena:
         self._incoming[tenant].num_puts += 1
 
     def zero_some(self, tenant: str) -> bool:
-        """Clears some of the bytes of other tenants in what a tenant has claimed; True once none is left."""
+        """Hands over some of what a tenant has claimed, as zeros; True once nothing is left. Raises OutOfSpaceError."""
         incoming = self._incoming.get(tenant, _NOTHING)
         if not incoming.foreign:
             return True
-        assert self._zero is not None
+        assert self._hand_over is not None
         idx, start = incoming.foreign[0], incoming.zeroed_bytes
         nbytes = min(ZEROED_AT_ONCE, self.extent_bytes - start)
-        self._zero(idx * self.extent_bytes + start, nbytes)
+        self._nobodys.add(idx)
+        if not self._hand_over(idx * self.extent_bytes + start, nbytes, tenant):
+            return False
         incoming.zeroed_bytes += nbytes
         if incoming.zeroed_bytes == self.extent_bytes:
-            self._bytes_of[idx] = None
+            self._nobodys.remove(idx)
+            self._bytes_of[idx] = tenant
             incoming.zeroed.append(incoming.foreign.pop(0))
             incoming.zeroed_bytes = 0
         return not incoming.foreign
@@ -344,8 +359,8 @@ class Arena:
         return sum(extent.num_used * extent.slot_bytes for extent in self._extents if extent is not None)
 
     def _is_clean(self, idx: int, tenant: str) -> bool:
-        """Whether no other tenant's bytes lie in an unused extent."""
-        return self._bytes_of[idx] in (None, tenant)
+        """Whether a tenant may get an unused extent as it is: no other tenant's bytes lie there."""
+        return idx not in self._nobodys and self._bytes_of[idx] in (None, tenant)
 
     def _next_unused(self, tenant: str) -> int:
         """Removes an unused extent without another tenant's bytes, if possible one that was the tenant's before."""

@@ -24,81 +24,19 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from kvpool.errors import OutOfSpaceError
 from kvpool.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
+from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, last_use
+from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
-from kvpool_server.cache.eviction.partitions import Partition, Partitions, Victims, choose_victims, oldest_stamp
+from kvpool_server.cache.eviction.partitions import Partition, Partitions, Victims, choose_victims
 from kvpool_server.cache.quotas import Account
-
-DRAIN_S = 10.0
-
-SAMPLED_SLOTS = 32
-"""Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
-
-MAX_DONATED_SLOTS = 4_096
-"""Slots of an extent that is given up at once, within one put. A larger one is drained, some slots at a time."""
 
 MAX_COUNTED_SLOTS = 1_024
 """Slots of an extent whose holds are counted, to find the extent with the fewest."""
 
-MAX_SEARCHED_SLOTS = 1 << 16
-"""Slots that one put visits in search of extents without a held entry."""
-
 REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
-
-
-class ExtentDrain:
-    """Drains an extent for a slot size that has less than its share.
-
-    Where every extent of a busy size holds a leased entry, no extent can be given up at once, and perhaps none ever: a
-    new size would starve. So one extent is drained: none of its slots is allocated any more; entries without a hold are
-    evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
-    size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
-
-    An extent of another tenant is drained of leased entries as well: nobody can lease them again, so the extent is
-    empty when the leases have ended, whatever that tenant does.
-
-    Args:
-        longest_hold_s: how long a slot can stay held after its entry was dropped.
-
-    Attributes:
-        wanted_by: the tenant and slot size that wait for an extent.
-        is_active: whether an extent is being drained, or is reserved.
-    """
-
-    def __init__(self, arena: Arena, longest_hold_s: float):
-        self._arena = arena
-        self._longest_hold_s = longest_hold_s
-        self.wanted_by: tuple[str, int] | None = None
-        self.is_active = False
-        self._is_foreign = False
-        self._entries: deque[Entry] = deque()
-        self._ends_at = 0.0
-
-    def start(self, extent: Extent, now: float) -> None:
-        """Drains an extent for the size that waits for one."""
-        assert self.wanted_by is not None
-        tenant, slot_bytes = self.wanted_by
-        self._arena.start_drain(extent.start, slot_bytes, tenant)
-        self._entries = deque(filter(None, extent.owners))
-        self._is_foreign = extent.tenant != tenant
-        self._ends_at = now + DRAIN_S + (self._longest_hold_s if self._is_foreign else 0)
-        self.wanted_by, self.is_active = None, True
-
-    def victims(self, now: float, count: int) -> list[Entry]:
-        """Those of the next `count` entries that can be evicted now; ends the drain when its time is over."""
-        if now >= self._ends_at:
-            self._arena.end_drain()
-            self._entries, self.is_active = deque(), False
-        victims: list[Entry] = []
-        for _ in range(min(count, len(self._entries))):
-            entry = self._entries.popleft()
-            if entry.live and (entry.movable or (self._is_foreign and not entry.pending)):
-                victims.append(entry)
-            elif entry.live:
-                self._entries.append(entry)
-        return victims
 
 
 class NoRoomError(OutOfSpaceError):
@@ -138,6 +76,7 @@ class Placement:
         self._partitions = Partitions(policy)
         self._counters = counters
         self._last_used: dict[tuple[str, int], int] = {}
+        self._donations = Donations(arena, self._superseded, self._drain, self._last_used)
         self._stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
@@ -307,17 +246,13 @@ class Placement:
 
     def _drainable(self, tenant: str, slot_bytes: int) -> list[Extent]:
         """Those of the tenant that has most, for one with less than its share; else the tenant's of another size."""
-        arena, share = self._arena, self._share(tenant)
+        arena, share = self._arena, self._donations.share(tenant)
         num_held = arena.tenants()
         donor = max(num_held, key=num_held.__getitem__, default=tenant)
         if num_held.get(donor, 0) > share > num_held.get(tenant, 0):
             return list(arena.extents_of(donor))
         sizes = [size for size in arena.sizes(tenant) if size != slot_bytes]
         return max((arena.extents(size, tenant) for size in sizes), key=len, default=[])
-
-    def _share(self, tenant: str) -> int:
-        """How many extents each tenant has if all of them, and this one, have the same."""
-        return max(1, self._arena.num_extents // len({*self._arena.tenants(), tenant}))
 
     def drain_victims(self, now: float, count: int) -> list[Entry]:
         """Those of the next `count` entries of the extent that is being drained which no hold covers any more."""
@@ -350,7 +285,7 @@ class Placement:
         Leased entries as well, so that the extents are free when the leases have ended, whatever the tenant does.
         """
         surplus = self._arena.num_surplus(tenant)
-        extents = sorted(self._arena.extents_of(tenant), key=lambda extent: (extent.num_used, _last_use(extent)))
+        extents = sorted(self._arena.extents_of(tenant), key=lambda extent: (extent.num_used, last_use(extent)))
         for extent in extents[:surplus]:
             owners = itertools.islice(filter(None, extent.owners), MAX_COUNTED_SLOTS)
             chosen = (owner for owner in owners if owner.live and not owner.pending)
@@ -375,7 +310,7 @@ class Placement:
         mine = self._partitions.of_class(slot_class)
         short -= self._choose_superseded(mine, short, victims)
         per_extent = self._arena.slots_per_extent(slot_bytes)
-        for extent in self._donations(slot_class, mine, victims):
+        for extent in self._donations.extents(slot_class, mine, victims):
             if short <= 0:
                 return True
             if extent.num_used > MAX_DONATED_SLOTS:
@@ -386,121 +321,6 @@ class Placement:
             short -= per_extent
         return short <= 0 or choose_victims(mine, short, victims, self._stamp) == short
 
-    def _donations(self, slot_class: tuple[str, int], mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
-        """Extents that other tenants, then other sizes of the tenant, give up to this one, coldest first."""
-        given: set[int] = set()
-        searched = Searched()
-        if self._arena.has_tenants:
-            yield from self._donations_of_tenants(slot_class, given, searched)
-        yield from self._donations_of_sizes(slot_class, mine, victims, given, searched)
-
-    def _donations_of_tenants(
-        self, slot_class: tuple[str, int], given: set[int], searched: Searched
-    ) -> Iterator[Extent]:
-        """Extents of tenants with more than their share, until this one has its share, or reaches its quota."""
-        arena, (tenant, slot_bytes) = self._arena, slot_class
-        share = self._share(tenant)
-        wanted = min(share, arena.limit(tenant))
-        num_mine = arena.num_held(tenant) + arena.num_usable(slot_bytes, tenant)
-        num_held = arena.tenants()
-        num_held.pop(tenant, None)
-        unheld: dict[str, Iterator[Extent]] = {}
-        is_short = False
-        while num_mine < wanted and num_held:
-            donor = max(num_held, key=num_held.__getitem__)
-            if num_held[donor] <= share:
-                break
-            is_short = True
-            if donor not in unheld:
-                unheld[donor] = self._unheld(arena.extents_of(donor), given, searched)
-            extent = next(unheld[donor], None)
-            if extent is None:
-                del num_held[donor]
-                continue
-            num_held[donor] -= 1
-            num_mine += 1
-            given.add(extent.start)
-            yield extent
-        if is_short and num_mine < wanted and not self._drain.is_active:
-            self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
-        if not num_mine and share == 1:  # More tenants than extents: the tenant idle longest gives up one of its own.
-            idle = (
-                self._unheld(arena.extents_of(each), given, searched)
-                for each in sorted(num_held, key=self._last_use_of)
-            )
-            yield from itertools.islice(itertools.chain.from_iterable(idle), 1)
-
-    def _last_use_of(self, tenant: str) -> int:
-        return max((stamp for (each, _), stamp in self._last_used.items() if each == tenant), default=0)
-
-    def _donations_of_sizes(
-        self,
-        slot_class: tuple[str, int],
-        mine: Sequence[Partition],
-        victims: Victims,
-        given: set[int],
-        searched: Searched,
-    ) -> Iterator[Extent]:
-        """Extents that a tenant's other sizes give up to this one. Visits a size only when its turn has come."""
-        arena, (tenant, slot_bytes) = self._arena, slot_class
-        num_extents = {size: len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes}
-        if not num_extents:
-            return
-        num_mine = len(arena.extents(slot_bytes, tenant))
-        for extent in self._superseded.extents(arena, slot_class):
-            given.add(extent.start)
-            num_extents[extent.slot_bytes] -= 1
-            num_mine += 1
-            yield extent
-        num_shared = max(arena.num_held(tenant), min(self._share(tenant), arena.limit(tenant)))
-        share, before = max(1, num_shared // (len(num_extents) + 1)), dict(num_extents)
-        our_oldest = oldest_stamp(mine, victims)
-        last_used = {size: self._last_used.get((tenant, size), 0) for size in num_extents}
-        colder = [] if our_oldest is None else [size for size in num_extents if last_used[size] < our_oldest]
-        for size in sorted(colder, key=last_used.__getitem__):
-            del num_extents[size]
-            for extent in self._unheld(arena.extents(size, tenant), given, searched):
-                num_mine += 1
-                yield extent
-        unheld: dict[int, Iterator[Extent]] = {}
-        while num_mine < share and num_extents:
-            size = max(num_extents, key=num_extents.__getitem__)
-            if num_extents[size] <= share:
-                break
-            if size not in unheld:
-                unheld[size] = self._unheld(arena.extents(size, tenant), given, searched)
-            donated = next(unheld[size], None)
-            if donated is None:
-                del num_extents[size]
-                continue
-            num_extents[size] -= 1
-            num_mine += 1
-            yield donated
-        if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
-            self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
-        if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
-            for size in sorted(num_extents, key=last_used.__getitem__):
-                yield from self._unheld(arena.extents(size, tenant), given, searched)
-
-    def _unheld(self, extents: Iterable[Extent], given: Container[int], searched: Searched) -> Iterator[Extent]:
-        """Those of some extents without a leased or pending entry, coldest first, except those already given."""
-        for extent in sorted((each for each in extents if each.start not in given), key=_last_use):
-            if extent.num_used > MAX_DONATED_SLOTS or searched.is_unheld(extent):
-                yield extent
-
-
-class Searched:
-    """How many slots a put has visited in search of extents; beyond `MAX_SEARCHED_SLOTS` it takes all to be held."""
-
-    def __init__(self) -> None:
-        self._num_slots = 0
-
-    def is_unheld(self, extent: Extent) -> bool:
-        self._num_slots += len(extent.owners)
-        if self._num_slots > MAX_SEARCHED_SLOTS:
-            return False
-        return all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
-
 
 def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[Group, list[Entry]]:
     """The live ones of these entries, by group, of some groups."""
@@ -509,11 +329,6 @@ def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[
         if owner is not None and owner.live and owner.group in groups:
             found.setdefault(owner.group, []).append(owner)
     return found
-
-
-def _last_use(extent: Extent) -> int:
-    step = max(1, len(extent.owners) // SAMPLED_SLOTS)
-    return max((owner.used for owner in extent.owners[::step] if owner is not None), default=0)
 
 
 def _num_held(extent: Extent) -> int:

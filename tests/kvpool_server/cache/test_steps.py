@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
 from kvpool.types import BlockRun, Quota, ShardRange
-from kvpool_server.cache import pool as pool_module
+from kvpool_server.cache import entry_table, holds, lookups, pool
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -28,8 +28,14 @@ LIMITS = Limits(max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200)
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STEP_BLOCKS", "LOOKUP_STEP_BLOCKS", "SETTLED_PER_CALL"):
-        monkeypatch.setattr(pool_module, name, 2)
+    small = {
+        "STEP_BLOCKS": (pool, entry_table),
+        "LOOKUP_STEP_BLOCKS": (lookups,),
+        "SETTLED_PER_CALL": (pool, holds),
+    }
+    for name, modules in small.items():
+        for module in modules:
+            monkeypatch.setattr(module, name, 2)
     monkeypatch.setattr(placement, "REQUEUED_SLOTS", 2)
 
 

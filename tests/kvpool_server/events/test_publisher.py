@@ -23,7 +23,7 @@ from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import MAX_REPLAYS, Publisher
 from tests.support.events import Known, Listener, low_64_bits
-from tests.support.processes import ServerProcess, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, run_command, run_server, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 StartServer = Callable[..., ServerProcess]
@@ -189,7 +189,7 @@ def test_without_the_flag_nothing_is_published(shared_server: ServerProcess, tcp
 
 def test_a_port_that_is_taken_ends_the_server_with_one_sentence(pool_server: StartServer) -> None:
     taken = _endpoints(pool_server(*BOTH))[0]
-    done = run_command(*server_command("--kv-events", taken, "--listen", "127.0.0.1:0", "--http-listen", ""))
+    done = run_server("--kv-events", taken, "--listen", "127.0.0.1:0", "--http-listen", "")
     assert done.returncode == 2
     assert f"cannot listen on {taken} for KV events" in done.stderr and "give --kv-events" in done.stderr
     assert "Traceback" not in done.stderr

@@ -16,7 +16,7 @@ from kvpool.client import Client, Namespace
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PoolKey
-from tests.support.processes import ServerProcess, clean_environment, run_command, server_command, wait_for
+from tests.support.processes import ServerProcess, clean_environment, run_server, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 StartServer = Callable[..., ServerProcess]
@@ -321,7 +321,7 @@ def test_a_server_whose_predecessor_does_not_stop_says_so_and_harms_nothing(
         "--drain-ms",
         "0",
     )
-    done = run_command(*server_command(*flags, *tier), timeout_s=60)
+    done = run_server(*flags, *tier, timeout_s=60)
     assert done.returncode == 2 and "belongs to another running server" in done.stderr
     assert "stop that server, or give this one another path" in done.stderr and "Traceback" not in done.stderr
     wait_for(lambda: _demoted(client) == len(NAMES), "the old one goes on writing")
@@ -344,7 +344,7 @@ def test_a_server_that_waits_for_its_predecessor_ends_at_sigterm(pool_server: St
 def test_a_path_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "mount" / "kv"
     tier = f"file:{path},size=64MiB"
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"{path} does not exist; mount it, or add create=yes" in done.stderr
     assert not path.parent.exists(), "a missing mount was made on the disk below it"
@@ -376,7 +376,7 @@ def test_a_path_that_is_not_there_is_made_if_that_is_wanted(pool_server: StartSe
 )
 def test_what_cannot_be_is_said_at_the_start(tier: str, says: str) -> None:
     tiers = [flag for one in tier.split(" ") for flag in ("--tier", one)]
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", *tiers))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *tiers)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 

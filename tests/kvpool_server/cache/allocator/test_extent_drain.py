@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.types import BlockRun
-from kvpool_server.cache.allocator.placement import DRAIN_S
+from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.eviction import POLICIES, Policy
 from tests.support.tenants import EXTENT, House, Owner
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, OutOfSpaceError
 from kvpool.types import PutGrant, ShardRange
 from kvpool_server.cache.allocator import arena as arena_module
 from kvpool_server.cache.allocator.arena import Arena
@@ -29,12 +29,21 @@ WHOLE = ShardRange(0, 1)
 
 
 class Puts:
-    """A pool with memory, whose puts are done in steps. A byte is the number of the tenant that wrote it, plus 1."""
+    """A pool with memory, whose puts are done in steps. A byte is the number of the tenant that wrote it, plus 1.
 
-    def __init__(self) -> None:
+    Args:
+        has_files: whether tenants have memory of their own, so that also unused extents are handed over.
+
+    Attributes:
+        is_short: whether no memory can be handed over now.
+    """
+
+    def __init__(self, *, has_files: bool = False) -> None:
         ids = itertools.count(1)
         self.memory = np.zeros(EXTENT_BYTES * NUM_EXTENTS, np.uint8)
-        arena = Arena(self.memory.nbytes, EXTENT_BYTES, zero=self.zero)
+        self.has_files, self.is_short = has_files, False
+        self.holders = [""] * self.memory.nbytes
+        arena = Arena(self.memory.nbytes, EXTENT_BYTES, hand_over=self.hand_over, unused_is_anybodys=not has_files)
         self.pool = Pool(arena, FakeClock(), lambda: next(ids))
         self.num_zeroed = 0
         self.names = itertools.count()
@@ -47,10 +56,15 @@ class Puts:
             for size in SIZES
         }
 
-    def zero(self, start: int, nbytes: int) -> None:
+    def hand_over(self, start: int, nbytes: int, tenant: str) -> bool:
         assert nbytes <= STEP_BYTES
+        if self.is_short:
+            self.holders[start : start + nbytes] = [""] * nbytes
+            raise OutOfSpaceError("no memory")
         self.memory[start : start + nbytes] = 0
+        self.holders[start : start + nbytes] = [tenant] * nbytes
         self.num_zeroed += nbytes
+        return True
 
     def start(self, tenant: int, size: int, count: int) -> None:
         run = run_of(*(next(self.names) for _ in range(count)))
@@ -67,6 +81,8 @@ class Puts:
             for offset in end.value.offsets:
                 there = set(self.memory[offset : offset + size].tolist())
                 assert there <= {0, tenant + 1}, f"{TENANTS[tenant]} sees {there}"
+                holders = set(self.holders[offset : offset + size])
+                assert not self.has_files or holders == {TENANTS[tenant]}, f"{TENANTS[tenant]} is given {holders}'s"
                 self.memory[offset : offset + size] = tenant + 1
             self.pool.put_end(end.value.ticket_id, [0] * len(end.value.offsets))
         except KVPoolError:
@@ -78,9 +94,9 @@ class Puts:
 
 
 class HandOverMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.puts = Puts()
+    @initialize(has_files=st.booleans())
+    def begin(self, has_files: bool) -> None:
+        self.puts = Puts(has_files=has_files)
 
     @rule(tenant=st.sampled_from(range(len(TENANTS))), size=st.sampled_from(SIZES), count=st.integers(1, 6))
     def start(self, tenant: int, size: int, count: int) -> None:
@@ -96,6 +112,10 @@ class HandOverMachine(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         self.puts.give_up(data.draw(st.integers(0, len(self.puts.under_way) - 1)))
 
+    @rule(is_short=st.booleans())
+    def run_short(self, is_short: bool) -> None:
+        self.puts.is_short = is_short
+
     @rule(tenant=st.sampled_from(range(len(TENANTS))), size=st.sampled_from(SIZES))
     def clear(self, tenant: int, size: int) -> None:
         self.puts.pool.clear(self.puts.fingerprints[tenant, size])
@@ -105,6 +125,7 @@ class HandOverMachine(RuleBasedStateMachine):
         self.puts.pool.check_integrity()
 
     def teardown(self) -> None:
+        self.puts.is_short = False
         for _ in range(1_000):
             if not self.puts.under_way:
                 break
@@ -154,6 +175,22 @@ def test_its_own_extents_come_first_and_are_not_zeroed() -> None:
         assert not puts.under_way and not puts.num_zeroed
     puts.start(2, 24, 2)
     assert not puts.under_way and not puts.num_zeroed, "nobody has used the third extent"
+
+
+def test_an_extent_that_was_handed_over_in_part_is_nobodys() -> None:
+    """Neither its last owner nor the next one gets it before the whole of it was handed over."""
+    puts = Puts(has_files=True)
+    puts.start(0, 16, 12)
+    _finish(puts)
+    puts.pool.clear()
+    puts.start(1, 16, 12)
+    puts.is_short = True
+    _finish(puts)
+    assert not puts.pool.arena.tenants(), "the put was refused"
+    puts.is_short = False
+    puts.start(0, 16, 12)
+    _finish(puts)
+    assert puts.pool.arena.tenants() == {"acme": NUM_EXTENTS}
 
 
 def test_an_arena_of_one_tenant_is_never_zeroed() -> None:

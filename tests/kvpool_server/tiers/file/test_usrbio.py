@@ -18,7 +18,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.file.usrbio import UsrbioDisk
 from kvpool_server.tiers.tier import Tier
 from tests.contracts.tier_contract import PersistentTierContract
-from tests.support.processes import run_command, server_command
+from tests.support.processes import run_server
 
 
 class _Done:
@@ -85,5 +85,5 @@ def test_a_path_that_is_not_on_3fs_is_an_error(registered: set[int]) -> None:
 
 def test_without_the_package_the_server_says_what_is_missing(tmp_path: Path) -> None:
     tier = f"file:{tmp_path},size=64MiB,io=usrbio"
-    done = run_command(*server_command("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier))
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier)
     assert done.returncode == 2 and "io=usrbio needs the package hf3fs_fuse" in done.stderr

@@ -1,0 +1,44 @@
+"""Refuses files that the wrong users can read or write.
+
+The permissions are those of the file that a symbolic link leads to: a Kubernetes Secret's volume has links.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from kvpool.errors import ConfigError
+
+
+def require_private(path: str, what: str = "private key") -> None:
+    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
+    found = _stat(path)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o037 or (mode & 0o040 and found.st_uid):
+        raise ConfigError(
+            f"others can read the {what} {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
+            "(Kubernetes: defaultMode: 0440 in the secret's volume)"
+        )
+
+
+def require_owner_writes(path: str, danger: str) -> None:
+    """Raises ConfigError if a file's group, or others, can write it. They may read it.
+
+    Args:
+        danger: what those who can write the file could do, such as "add an operator's token".
+    """
+    mode = stat.S_IMODE(_stat(path).st_mode)
+    if mode & 0o022:
+        raise ConfigError(
+            f"{path} can be written by its group or others (mode {mode:04o}), who could {danger}; chmod go-w {path}"
+        )
+
+
+def _stat(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:  # A zero byte.
+        raise ConfigError(f"cannot read {path!r}: no file has such a name") from None

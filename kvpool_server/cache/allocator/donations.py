@@ -1,0 +1,179 @@
+"""Extents that tenants and slot sizes with more than their share give up, or that nobody has used for longest.
+
+Chooses only: the caller evicts what is in an extent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from kvpool_server.cache.allocator.arena import Arena, Extent
+from kvpool_server.cache.allocator.extent_drain import ExtentDrain
+from kvpool_server.cache.allocator.superseded import Superseded
+from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
+
+SAMPLED_SLOTS = 32
+"""Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
+
+MAX_DONATED_SLOTS = 4_096
+"""Slots of an extent that is given up at once, within one put. A larger one is drained, some slots at a time."""
+
+MAX_SEARCHED_SLOTS = 1 << 16
+"""Slots that one put visits in search of extents without a held entry."""
+
+
+Donor = TypeVar("Donor", str, int)
+
+
+class Donations:
+    """See the module.
+
+    Args:
+        last_used: the stamp of the last use of each tenant's slot size.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        superseded: Superseded,
+        drain: ExtentDrain,
+        last_used: Mapping[tuple[str, int], int],
+    ):
+        self._arena = arena
+        self._superseded = superseded
+        self._drain = drain
+        self._last_used = last_used
+
+    def share(self, tenant: str) -> int:
+        """How many extents each tenant has if all of them, and this one, have the same."""
+        return max(1, self._arena.num_extents // len({*self._arena.tenants(), tenant}))
+
+    def extents(self, slot_class: tuple[str, int], mine: Sequence[Partition], victims: Victims) -> Iterator[Extent]:
+        """Extents that other tenants, then other sizes of the tenant, give up to this one, coldest first.
+
+        Args:
+            slot_class: the tenant and slot size that need an extent.
+            mine: their partitions.
+            victims: what is to be evicted already.
+        """
+        given: set[int] = set()
+        searched = Searched()
+        if self._arena.has_tenants:
+            yield from self._of_tenants(slot_class, given, searched)
+        yield from self._of_sizes(slot_class, mine, victims, given, searched)
+
+    def _of_tenants(self, slot_class: tuple[str, int], given: set[int], searched: Searched) -> Iterator[Extent]:
+        """Extents of tenants with more than their share, until this one has its share, or reaches its quota."""
+        arena, (tenant, slot_bytes) = self._arena, slot_class
+        share = self.share(tenant)
+        wanted = min(share, arena.limit(tenant))
+        num_mine = arena.num_held(tenant) + arena.num_usable(slot_bytes, tenant)
+        num_held = arena.tenants()
+        num_held.pop(tenant, None)
+        is_short = num_mine < wanted and any(count > share for count in num_held.values())
+        surplus = self._surplus(num_held, share, arena.extents_of, given, searched)
+        for extent in itertools.islice(surplus, max(0, wanted - num_mine)):
+            num_mine += 1
+            given.add(extent.start)
+            yield extent
+        if is_short and num_mine < wanted and not self._drain.is_active:
+            self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
+        if not num_mine and share == 1:  # More tenants than extents: the tenant idle longest gives up one of its own.
+            idle = (
+                self._unheld(arena.extents_of(each), given, searched)
+                for each in sorted(num_held, key=self._last_use_of)
+            )
+            yield from itertools.islice(itertools.chain.from_iterable(idle), 1)
+
+    def _last_use_of(self, tenant: str) -> int:
+        return max((stamp for (each, _), stamp in self._last_used.items() if each == tenant), default=0)
+
+    def _of_sizes(
+        self,
+        slot_class: tuple[str, int],
+        mine: Sequence[Partition],
+        victims: Victims,
+        given: set[int],
+        searched: Searched,
+    ) -> Iterator[Extent]:
+        """Extents that a tenant's other sizes give up to this one. Visits a size only when its turn has come."""
+        arena, (tenant, slot_bytes) = self._arena, slot_class
+        num_extents = {size: len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes}
+        if not num_extents:
+            return
+        num_mine = len(arena.extents(slot_bytes, tenant))
+        for extent in self._superseded.extents(arena, slot_class):
+            given.add(extent.start)
+            num_extents[extent.slot_bytes] -= 1
+            num_mine += 1
+            yield extent
+        num_shared = max(arena.num_held(tenant), min(self.share(tenant), arena.limit(tenant)))
+        share, before = max(1, num_shared // (len(num_extents) + 1)), dict(num_extents)
+        our_oldest = oldest_stamp(mine, victims)
+        last_used = {size: self._last_used.get((tenant, size), 0) for size in num_extents}
+        colder = [] if our_oldest is None else [size for size in num_extents if last_used[size] < our_oldest]
+        for size in sorted(colder, key=last_used.__getitem__):
+            del num_extents[size]
+            for extent in self._unheld(arena.extents(size, tenant), given, searched):
+                num_mine += 1
+                yield extent
+        surplus = self._surplus(num_extents, share, lambda size: arena.extents(size, tenant), given, searched)
+        for extent in itertools.islice(surplus, max(0, share - num_mine)):
+            num_mine += 1
+            yield extent
+        if num_mine < share and any(count > share for count in before.values()) and not self._drain.is_active:
+            self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
+        if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
+            for size in sorted(num_extents, key=last_used.__getitem__):
+                yield from self._unheld(arena.extents(size, tenant), given, searched)
+
+    def _surplus(
+        self,
+        num_extents: dict[Donor, int],
+        share: int,
+        extents_of: Callable[[Donor], Iterable[Extent]],
+        given: Container[int],
+        searched: Searched,
+    ) -> Iterator[Extent]:
+        """Unheld extents of the donor with most, then again of the one with most, while it has more than its share.
+
+        Args:
+            num_extents: of each donor; a donor without another unheld extent is removed.
+        """
+        unheld: dict[Donor, Iterator[Extent]] = {}
+        while num_extents and num_extents[donor := max(num_extents, key=num_extents.__getitem__)] > share:
+            if donor not in unheld:
+                unheld[donor] = self._unheld(extents_of(donor), given, searched)
+            extent = next(unheld[donor], None)
+            if extent is None:
+                del num_extents[donor]
+            else:
+                num_extents[donor] -= 1
+                yield extent
+
+    def _unheld(self, extents: Iterable[Extent], given: Container[int], searched: Searched) -> Iterator[Extent]:
+        """Those of some extents without a leased or pending entry, coldest first, except those already given."""
+        for extent in sorted((each for each in extents if each.start not in given), key=last_use):
+            if extent.num_used > MAX_DONATED_SLOTS or searched.is_unheld(extent):
+                yield extent
+
+
+class Searched:
+    """How many slots a put has visited in search of extents; beyond `MAX_SEARCHED_SLOTS` it takes all to be held."""
+
+    def __init__(self) -> None:
+        self._num_slots = 0
+
+    def is_unheld(self, extent: Extent) -> bool:
+        self._num_slots += len(extent.owners)
+        if self._num_slots > MAX_SEARCHED_SLOTS:
+            return False
+        return all(owner is None or (owner.live and owner.movable) for owner in extent.owners)
+
+
+def last_use(extent: Extent) -> int:
+    """The stamp of the last use of an extent, of some of its slots."""
+    step = max(1, len(extent.owners) // SAMPLED_SLOTS)
+    return max((owner.used for owner in extent.owners[::step] if owner is not None), default=0)

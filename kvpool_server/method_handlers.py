@@ -1,0 +1,100 @@
+"""The handlers of the Pool service's methods for gRPC: bytes in, the method of a servicer, bytes out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from kvpool import wire
+from kvpool.errors import InvalidRequestError
+from kvpool.types import Piece
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolServicer
+from kvpool_server.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
+SERVICE_NAME: str = _SERVICE.full_name
+METHODS = frozenset(method.name for method in _SERVICE.methods)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def add_service(servicer: PoolServicer, max_spec_bytes: int, server: grpc.aio.Server) -> None:
+    """Registers a handler for each method of the service in the proto.
+
+    Args:
+        max_spec_bytes: the largest request of a method that sets what the server keeps.
+    """
+    inbox = Inbox()
+    handlers = {method.name: _handler(servicer, method, inbox, max_spec_bytes) for method in _SERVICE.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+def decode(message_type: type[_Message], message: bytes) -> _Message:
+    """Raises InvalidRequestError if the bytes are no such message."""
+    try:
+        return message_type.FromString(message)
+    except DecodeError:
+        raise _undecodable(message_type.DESCRIPTOR.name) from None
+
+
+def _decode_piece(message: bytes) -> Piece:
+    try:
+        return wire.decode_piece(message)
+    except DecodeError:
+        raise _undecodable("WriteRequest") from None
+
+
+def _undecodable(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto")
+
+
+_CODECS: dict[str, Callable[..., Any]] = {"Write": _decode_piece, "Read": wire.encode_piece}
+"""Payloads travel as `Piece`s: the protobuf library would copy each of them three times, `wire` copies it once."""
+
+
+def _handler(
+    servicer: PoolServicer, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
+    behavior = getattr(servicer, method.name)
+    message_type = GetMessageClass(method.input_type)
+    encode = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming and method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
+    if method.client_streaming:
+        decode_one = _CODECS.get(method.name) or functools.partial(decode, message_type)
+
+        async def of_stream(_: object, context: Context) -> Any:
+            async with aclosing(inbox.stream(context)) as messages:
+                return await behavior((decode_one(message) async for message in messages), context)
+
+        return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
+    most = {"OpenNamespace": max_spec_bytes, "SetQuotas": max_spec_bytes, "Lookup": MAX_LOOKUP_BYTES}.get(
+        method.name, MAX_CONTROL_BYTES
+    )
+
+    async def of_one(_: object, context: Context) -> Any:
+        request = decode(message_type, await inbox.receive(context, most))
+        REQUEST.set(request)
+        return await behavior(request, context)
+
+    async def replies(_: object, context: Context) -> AsyncIterator[Any]:
+        request = decode(message_type, await inbox.receive(context, most))
+        async with aclosing(behavior(request, context)) as messages:
+            async for message in messages:
+                yield message
+
+    if method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(replies, None, _CODECS.get(method.name, encode))
+    return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

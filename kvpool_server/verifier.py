@@ -1,0 +1,59 @@
+"""Recomputes the checksums of blocks in the arena, and drops blocks whose bytes have changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvpool.types import BlockRun
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.pool import Pool, is_corrupt
+from kvpool_server.cache.steps import Run
+from kvpool_server.cache.tier_access import pin
+
+log = structlog.get_logger()
+
+VERIFIED_BYTES = 64 << 20
+"""Bytes that a thread verifies before it looks whether the call was cancelled."""
+
+
+class Verifier:
+    """Verifies blocks of one pool, for one call at a time.
+
+    Args:
+        memory: the arena, uint8 [arena_bytes].
+        run: does work in steps.
+    """
+
+    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], run: Run):
+        self._pool = pool
+        self._memory = memory
+        self._run = run
+        self._verifying = asyncio.Semaphore(1)
+
+    async def verify(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[int, int]:
+        """Returns how many blocks were complete and how many of them were dropped.
+
+        A thread computes the checksums, under a lease that keeps the bytes in their place.
+        """
+        async with self._verifying:
+            entries = self._pool.complete(fingerprint, runs)
+            lease_id = pin(self._pool, entries)
+            corrupt: list[Entry] = []
+            try:
+                count = max(1, VERIFIED_BYTES // entries[0].group.spec.slot_bytes) if entries else 1
+                for start in range(0, len(entries), count):
+                    corrupt += await asyncio.to_thread(self._corrupt, entries[start : start + count])
+            finally:
+                self._pool.release([lease_id])
+        dropped = await self._run(self._pool.drop_corrupt_in_steps(corrupt))
+        if dropped:
+            log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
+        return len(entries), dropped
+
+    def _corrupt(self, entries: Sequence[Entry]) -> list[Entry]:
+        return [entry for entry in entries if is_corrupt(entry, lambda at, nbytes: self._memory[at : at + nbytes])]

@@ -1,0 +1,51 @@
+"""Files with secrets, and files that decide who may call: who may read and write them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.file_permissions import require_owner_writes, require_private
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666])
+def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    file.chmod(mode)
+    told = f"{file} can be written by its group or others (mode {mode:04o}), who could rule; chmod go-w {file}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        require_owner_writes(str(file), "rule")
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o444, 0o600, 0o640, 0o644, 0o755])
+def test_a_file_that_others_can_read_is_taken(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(mode)
+    require_owner_writes(str(tmp_path / "file"), "rule")
+
+
+@pytest.mark.parametrize("mode", [0o440, 0o640, 0o644])
+def test_a_secret_of_kubernetes_is_taken(tmp_path: Path, mode: int) -> None:
+    """Its volume is a directory that all may write, with links through `..data` to the files."""
+    revision = tmp_path / "..2026_11_22"
+    revision.mkdir()
+    (revision / "ca.crt").touch()
+    (revision / "ca.crt").chmod(mode)
+    (tmp_path / "..data").symlink_to(revision.name)
+    (tmp_path / "ca.crt").symlink_to("..data/ca.crt")
+    tmp_path.chmod(0o3777)
+    require_owner_writes(str(tmp_path / "ca.crt"), "rule")
+    (revision / "ca.crt").chmod(mode | 0o020)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        require_owner_writes(str(tmp_path / "ca.crt"), "rule")
+
+
+@pytest.mark.parametrize("path", ["nothing", "a\0b"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, path: str) -> None:
+    for check in (require_private, lambda path: require_owner_writes(path, "rule")):
+        with pytest.raises(ConfigError, match=r"cannot read .*(nothing|x00b)"):
+            check(str(tmp_path / path))
