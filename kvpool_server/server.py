@@ -19,7 +19,6 @@ from kvpool.quotas import parse_quota
 from kvpool.types import PoolStats
 from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.authentication import Who
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.reminders import HOUR_S, ends_of, repeat, warn_of_plaintext
 from kvpool_server.addresses import EVERYWHERE, cannot_listen, split_address
@@ -74,7 +73,6 @@ class Server:
         self.engine: Engine | None = None
         self.data: DataWorkers | None = None
         self._access: AccessControl | None = None
-        self._who: Who | None = None
         self._audit: AuditLog | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
@@ -109,14 +107,13 @@ class Server:
             self._open.push_async_callback(asyncio.to_thread, self._audit.close)
         if (files := tls_files(config)) is not None:
             self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
-            self._who = access.who
             self._open.push_async_callback(asyncio.to_thread, access.close)
             self._in_background(access.run())
             self._in_background(access.warn())
         if plaintext := plaintext_ports(config):
             self._in_background(repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
         self._permits = self._make_permits() if config.data_listen else None
-        self._memory = ArenaMemory(config, has_tenants=self._who is not None)
+        self._memory = ArenaMemory(config, has_tenants=self._access is not None)
         self.pool = self._make_pool()
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
@@ -232,9 +229,8 @@ class Server:
         engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
         self._open.callback(self._drop_engine)
         if config.mooncake == "rdma":
-            await (
-                self._memory.prefault.all()
-            )  # RDMA pins the memory; a failure there would not say that memory is short.
+            # RDMA pins the memory; a failure there would not say that memory is short.
+            await self._memory.prefault.all()
         try:
             await asyncio.to_thread(engine.register, self._memory.segment.whole)
         except TransferError as error:
@@ -246,6 +242,8 @@ class Server:
         self.engine = None  # Its threads end with the last reference, before the memory that they write to.
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
+        config, access = self.config, self._access
+        who = None if access is None else access.who
         service = PoolService(
             self._tiered,
             self._memory.segment.bytes,
@@ -254,15 +252,14 @@ class Server:
             metrics,
             self._stats,
             self._permits,
-            self._who,
+            who,
             self._turns,
             self._memory.of_tenant,
         )
-        config, access = self.config, self._access
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
         unix = config.unix_listen, config.unix_mode_bits
-        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, self._who, running, self._audit)
+        self._grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, who, running, self._audit)
         self._open.push_async_callback(self._grpc.stop)
         self.port = self._grpc.port
         await self._grpc.start()
