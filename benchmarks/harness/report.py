@@ -47,10 +47,10 @@ Mooncake is out of reach here: a bare TCP socket does not reach it either. A put
 it is sent, which adds to its time on two cores that sender and receiver keep busy.""",
     "tls": """What certificates and encryption cost: lookups and bytes over the data port, beside a server without
 TLS in the same run.""",
-    "tenants": """What it costs that each tenant's engines map their own extents alone. A put into extents that the tenant
-has costs what it costs in one domain. An extent that changes hands is given back to the system, and its new owner gets
-fresh pages of zeros, which its engines map anew: the kernel frees, clears and maps each page of 4 KiB once. Without
-`--unix-listen` nobody maps memory, and an extent that changes hands is only cleared.""",
+    "tenants": """What it costs that each tenant's engines map their own extents alone. A put into extents that the
+tenant has costs what it costs in one domain. An extent that changes hands is given back to the system, and its new
+owner gets fresh pages of zeros, which its engines map anew: the kernel frees, clears and maps each page of 4 KiB once.
+Without `--unix-listen` nobody maps memory, and an extent that changes hands is only cleared.""",
     "commit": """What came in one domain with authentication, limits and encryption: clients and servers of this commit
 and of bc2aeaf, before it, through shared memory. A lookup whose caller waits for the release is slower. The server
 receives a call's one message within a time and a size, which gRPC does for no handler of one request: a tenth more of
