@@ -35,6 +35,9 @@ PREDECESSOR_S = 15.0
 
 LOOK_EVERY_S = 0.5
 
+FREE_EVERY_S = 5.0
+"""How often pages are freed that engines have touched beside their tenants' extents."""
+
 
 class ArenaMemory:
     """One server's. Make it before the arena, then `create` it. The event loop owns it.
@@ -123,6 +126,12 @@ class ArenaMemory:
                 engine.session, engine.protocol, address, segment.nbytes, segment.nonce, segment.nonce_offset
             )
         return Offer(PIECE_BYTES, segment if self._is_everybodys else None, mooncake, data_port)
+
+    async def free_strays(self) -> None:
+        """Frees what engines have touched beside their tenants' extents, until cancelled."""
+        while self._tenants is not None:
+            await asyncio.sleep(FREE_EVERY_S)
+            self._tenants.free_strays()
 
     def of_tenant(self, tenant: str) -> SegmentInfo | None:
         """What a tenant's engines are offered that call through the Unix socket."""

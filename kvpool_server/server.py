@@ -139,6 +139,7 @@ class Server:
         await self._serve_grpc(metrics)
         self._in_background(self._expire())
         self._in_background(self._prefault_rest())
+        self._in_background(self._memory.free_strays())
         if self.data is not None:
             self._in_background(self.data.watch())
 

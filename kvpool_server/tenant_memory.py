@@ -25,7 +25,7 @@ import structlog
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.memory_socket import TOKEN_BYTES
-from kvpool.segment import NONCE_BYTES, Segment, create_file, punch, write_state
+from kvpool.segment import NONCE_BYTES, TRAILER_BYTES, Segment, create_file, punch, write_state
 from kvpool.types import SegmentInfo
 from kvpool_server.data_plane.extent_files import ExtentFiles
 
@@ -36,6 +36,9 @@ MAX_TENANTS = 64
 
 WAIT_S = 0.001
 """How long a call may hold the event loop."""
+
+_BLOCK_BYTES = 512
+"""Of `st_blocks`."""
 
 _SERVERS_OWN = 0
 """The number of the server's own file. Those of tenants follow."""
@@ -79,6 +82,8 @@ class TenantMemory:
         self._thread = ThreadPoolExecutor(1, "kvpool-hand-over")
         # By extent. A put that was given up leaves one here.
         self._jobs: dict[int, _Job] = {}
+        self._freeing: Future[None] = Future()
+        self._freeing.set_result(None)
 
     def info(self, tenant: str) -> SegmentInfo | None:
         """What a tenant's engines may map; None: nothing, because there are more tenants than files."""
@@ -133,6 +138,23 @@ class TenantMemory:
         fd = self.files.fds[number]
         self._segment.lay(fd, start, nbytes, huge=True)
         self._segment.populate(start, nbytes, fd)
+
+    def free_strays(self) -> None:
+        """Has the thread free pages that engines have touched where their tenant has no extents. Call it regularly."""
+        if not self._freeing.done():
+            return
+        strays: list[tuple[int, int]] = []
+        for number in self._number_of.values():
+            others = [idx for idx, holders in enumerate(self._holders) if number not in holders]
+            own_bytes = (len(self._holders) - len(others)) * self._extent_bytes + TRAILER_BYTES
+            if os.fstat(self.files.fds[number]).st_blocks * _BLOCK_BYTES > own_bytes:
+                strays += [(self.files.fds[number], idx) for idx in others]
+        if strays:  # An extent that its tenant gets meanwhile is handed over behind this job.
+            self._freeing = self._thread.submit(self._free, strays)
+
+    def _free(self, strays: list[tuple[int, int]]) -> None:
+        for fd, idx in strays:
+            punch(fd, idx * self._extent_bytes, self._extent_bytes)
 
     def _number(self, tenant: str) -> int:
         number = self._number_of.get(tenant)

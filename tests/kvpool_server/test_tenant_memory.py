@@ -18,6 +18,7 @@ from kvpool.segment import TRAILER_BYTES, Segment
 from kvpool_server.data_plane.extent_files import ExtentFiles
 from kvpool_server.tenant_memory import MAX_TENANTS, TenantMemory
 from tests.support.effort import effort
+from tests.support.processes import wait_for
 
 PAGE = TRAILER_BYTES
 EXTENT_BYTES, NUM_EXTENTS = 3 * PAGE, 4
@@ -104,12 +105,13 @@ class TenantMemoryMachine(RuleBasedStateMachine):
         self.owners = [""] * NUM_EXTENTS
         self.told: dict[int, tuple[str, int]] = {}  # By extent: the owner, and the state that its engines saw.
         self.given: set[int] = set()
+        self.is_written = [False] * NUM_EXTENTS
 
     @rule(idx=st.integers(0, NUM_EXTENTS - 1), tenant=st.sampled_from(TENANTS), num_parts=st.integers(1, 3),
           is_short=st.booleans())  # fmt: skip
     def hand_over(self, idx: int, tenant: str, num_parts: int, is_short: bool) -> None:
         """All of an extent, or a part, because the put is given up or has no memory."""
-        self.owners[idx] = ""
+        self.owners[idx], self.is_written[idx] = "", False
         self.told.pop(idx, None)
         for nth in range(num_parts):
             self.rig.segment.is_short = is_short and nth == num_parts - 1
@@ -132,6 +134,7 @@ class TenantMemoryMachine(RuleBasedStateMachine):
             self.rig.followed.follow(self.rig.worker)
             views = {"server": self.rig.segment, "worker": self.rig.worker, "engine": self.rig.engines[tenant]}
             views[by].bytes[_extent(idx)] = TENANTS.index(tenant) + 1
+            self.is_written[idx] = True
             for view in views.values():
                 assert (view.bytes[_extent(idx)] == TENANTS.index(tenant) + 1).all()
 
@@ -139,6 +142,10 @@ class TenantMemoryMachine(RuleBasedStateMachine):
     def stray(self, idx: int, tenant: str) -> None:
         """An engine writes where its tenant may have no extent."""
         self.rig.engines[tenant].bytes[_extent(idx)] = TENANTS.index(tenant) + 1
+
+    @rule()
+    def free_strays(self) -> None:
+        self.rig.memory.free_strays()
 
     @invariant()
     def nobody_sees_anothers_bytes(self) -> None:
@@ -150,6 +157,7 @@ class TenantMemoryMachine(RuleBasedStateMachine):
             if tenant:
                 seen = self.rig.segment.bytes[_extent(idx)]
                 assert set(seen.tolist()) <= {0, TENANTS.index(tenant) + 1}
+                assert seen.all() or not self.is_written[idx], "blocks were lost"
 
     @invariant()
     def engines_are_told_of_their_own_extents_alone(self) -> None:
@@ -188,6 +196,17 @@ def test_an_extent_that_has_left_is_empty_for_its_last_owner_and_what_it_writes_
     assert not rig.segment.bytes[_extent(1)].any() and not rig.engines["umbra"].bytes[_extent(1)].any()
     rig.hand_over(1, "acme")
     assert not acme.any(), "what an engine wrote in the meantime is gone"
+
+
+def test_what_engines_touch_beside_their_tenants_extents_is_freed(rig: Rig) -> None:
+    rig.hand_over(0, "acme")
+    for engine in rig.engines.values():
+        engine.bytes[:] = 1
+    assert rig.backed_bytes() > EXTENT_BYTES * NUM_EXTENTS
+    rig.memory.free_strays()
+    rig.memory.free_strays()
+    wait_for(lambda: rig.backed_bytes() == EXTENT_BYTES * NUM_EXTENTS, "the end of strays")
+    assert rig.engines["acme"].bytes[_extent(0)].all() and rig.segment.bytes[_extent(0)].all()
 
 
 def test_a_worker_follows_only_what_was_handed_over_in_full(rig: Rig) -> None:

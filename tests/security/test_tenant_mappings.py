@@ -146,14 +146,15 @@ def test_a_tenants_engines_find_what_others_of_it_stored_however_often_extents_c
         engines.check_mappings()
 
 
-def test_memory_stays_within_the_arena_and_what_engines_touched_elsewhere_goes(engines: Engines) -> None:
+def test_memory_stays_within_the_arena_whatever_engines_touch(engines: Engines) -> None:
     engines.fill("acme", "shm")
     assert engines.backed_bytes() == ARENA_BYTES
     engines.mapping("umbra")[:] = TENANTS["umbra"] | 7
-    assert engines.backed_bytes() == 2 * ARENA_BYTES, "pages of umbra's own, where it has no extents"
+    wait_for(lambda: engines.backed_bytes() == ARENA_BYTES, "the end of pages that umbra has no extents for", 30)
+    engines.check_mappings()
     engines.fill("umbra", "tcp")
     engines.fill("acme", "tcp")
-    assert engines.backed_bytes() == ARENA_BYTES
+    wait_for(lambda: engines.backed_bytes() == ARENA_BYTES, "the end of pages that were looked at", 30)
 
 
 def test_what_an_engine_writes_to_extents_that_it_has_lost_reaches_nobody(engines: Engines) -> None:

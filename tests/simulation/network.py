@@ -342,6 +342,7 @@ class SimTransport:
 
     name = "shm"
     one_sided = False
+    extents = None
     memory = None
 
     def __init__(self, server: SimServer):
