@@ -169,7 +169,8 @@ def test_a_number_out_of_bounds_is_named_with_them(cli: Cli, option: list[str], 
 def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, connect: Callable[..., Client]) -> None:
     server = pool_server("--memory", "1GiB")
     client = connect(server)
-    command = [KVPOOL, "ping", "--bandwidth", "--transport", "tcp", "--endpoint", server.endpoint]
+    # So much takes seconds.
+    command = [KVPOOL, "ping", "--bandwidth", "--mib", "768", "--transport", "tcp", "--endpoint", server.endpoint]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
         wait_for(lambda: client.admin.stats().counters["put_granted_blocks"], "the first blocks")
