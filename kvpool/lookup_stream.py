@@ -246,8 +246,8 @@ class _Stream:
 
     def close(self) -> None:
         is_own = threading.current_thread() is self._thread
+        self.finish()
         if self._released and not is_own:
-            self.finish()
             self._thread.join(FLUSH_S)
         self._call.cancel()
         if not is_own:
