@@ -1,9 +1,8 @@
 """The arena's memory: made at the start, handed out to clients on this host, and handed over between tenants.
 
 Where callers prove nothing, all of the arena is one file (memfd), which whoever may connect maps. Where they prove who
-they are, engines map their own tenant's memory (`tenant_memory.py`), through the Unix socket alone. They map nothing
-without a Unix socket, where Mooncake's Transfer Engine has registered the mapping, or where the system has no seals:
-then an extent that changes hands is zeroed.
+they are, engines map nothing, and an extent that changes hands is zeroed; with `--tenant-memory` they map their own
+tenant's memory (`tenant_memory.py`), through the Unix socket alone.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class ArenaMemory:
         check_fits(config.memory)
         self._config = config
         self._has_tenants = has_tenants
-        self._wants_files = config.tenants_share_memory
+        self._wants_files = config.tenant_memory
         self._tenants: TenantMemory | None = None
         hand_over = self._hand_over if has_tenants else None
         self.arena = Arena(config.memory, None, 0, hand_over, unused_is_anybodys=not self._wants_files)
@@ -82,8 +81,6 @@ class ArenaMemory:
         elif self._wants_files:
             self._tenants = TenantMemory(self.segment, self.arena.extent_bytes, lambda nbytes: free_bytes() >= nbytes)
             stack.callback(self._tenants.close)
-        elif self._has_tenants and self._config.unix_listen:
-            log.warning("engines share no memory through --unix-listen, because of --mooncake; their bytes are sent")
         self.prefault = Prefault(self.segment, self.arena)
         stack.push_async_callback(self.prefault.close)
 

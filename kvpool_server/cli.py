@@ -46,6 +46,7 @@ def serve(
     memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
     http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
     unix_listen: Annotated[str | None, typer.Option(help=_help("unix_listen"))] = None,
+    tenant_memory: Annotated[bool | None, typer.Option("--tenant-memory", help=_help("tenant_memory"))] = None,
     unix_mode: Annotated[str | None, typer.Option(help=_help("unix_mode"))] = None,
     data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
     data_workers: Annotated[str | None, typer.Option(help=_help("data_workers"))] = None,
@@ -139,7 +140,7 @@ async def _run(settings: ServerConfig) -> None:
         )
     endpoint = f"{host}:{server.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
-    shares_memory = settings.tenants_share_memory if settings.tls_cert else unix_endpoint
+    shares_memory = settings.tenant_memory if settings.tls_cert else unix_endpoint
     transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)
     if settings.log_format == "json":
         log.info(

@@ -60,8 +60,13 @@ class ServerConfig(BaseModel):
     unix_listen: str = Field(
         "",
         description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
-        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS engines "
-        "of role engine-write share what is their tenant's. Empty: none.",
+        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS see "
+        "--tenant-memory. Empty: none.",
+    )
+    tenant_memory: bool = Field(
+        False,
+        description="With TLS and --unix-listen: engines of role engine-write map their tenant's extents. Such an "
+        "engine reads no other tenant's blocks, but it can use up the host's memory and hold the server up.",
     )
     unix_mode: str = Field(
         "0600",
@@ -317,14 +322,6 @@ class ServerConfig(BaseModel):
     @property
     def unix_mode_bits(self) -> int:
         return int(self.unix_mode, 8)
-
-    @property
-    def tenants_share_memory(self) -> bool:
-        """Whether callers prove whose engines they are, and map their tenant's memory through the Unix socket.
-
-        Mooncake's Transfer Engine registers the memory that the arena has at the start: none of it may be replaced.
-        """
-        return bool(self.tls_cert and self.unix_listen) and self.mooncake == "off"
 
     @property
     def event_streams(self) -> list[StreamEndpoints]:

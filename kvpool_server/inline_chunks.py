@@ -12,8 +12,9 @@ import numpy.typing as npt
 from kvpool.errors import ChecksumError, InvalidRequestError
 from kvpool.hashing import checksum
 from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
+from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Run
+from kvpool_server.cache.steps import Run, finish
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 MAX_CHUNK_BYTES = 4 << 20
@@ -22,12 +23,13 @@ PROMOTION_TIMEOUT_S = 2.0
 """How long a get waits for a block to be promoted from a tier. The client has no lease, so it cannot look up again."""
 
 
-async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run: Run) -> PutStatus:
+async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run: Run, owner: Owner) -> PutStatus:
     """Stores a chunk in the arena. GRANTED: the chunk has been stored.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
         run: does work in steps.
+        owner: of the ticket.
 
     Raises:
         ChecksumError: the payload differs from its checksum.
@@ -45,10 +47,11 @@ async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run
         raise InvalidRequestError(
             f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have {nbytes}"
         )
-    grant = await run(pool.put_start_in_steps(key.namespace, [block], ShardRange(key.shard, 1), TTL_MS))
+    grant = await run(pool.put_start_in_steps(key.namespace, [block], ShardRange(key.shard, 1), TTL_MS, owner))
     for offset in grant.offsets:
+        pool.writable(grant.ticket_id, offset, nbytes, owner)
         memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)
-        pool.put_end(grant.ticket_id, [chunk.checksum])
+        finish(pool.put_end_in_steps(grant.ticket_id, [chunk.checksum], owner))
     return grant.statuses[0]
 
 

@@ -35,7 +35,7 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
-from kvpool_server.exposure import check_exposure, event_keys, plaintext_ports, tls_files
+from kvpool_server.exposure import check_exposure, check_tenant_memory, event_keys, plaintext_ports, tls_files
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
@@ -102,6 +102,7 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         check_exposure(config)
+        check_tenant_memory(config)
         if config.audit_log:
             self._audit = AuditLog(config.audit_log)
             self._open.push_async_callback(asyncio.to_thread, self._audit.close)

@@ -231,12 +231,11 @@ class PoolService(PoolServicer):
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         namespace, runs = self._reader.namespace(request.namespace), self._reader.runs(request.runs)
         shards = wire.decode_shards(request.shards)
-        now_ns = time.monotonic_ns()
         ttl_ms, owner = request.ticket_ttl_ms, _owner(context)
         grant = await self._turns.run(self._pool.put_start_in_steps(namespace, runs, shards, ttl_ms, owner))
         if grant.offsets:
             region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
-            deadline_ns = now_ns + grant.ticket_ttl_ms * 1_000_000
+            deadline_ns = time.monotonic_ns() + grant.ticket_ttl_ms * 1_000_000
             permit = self._permit(Kind.WRITE, grant.ticket_id, deadline_ns, region_bytes, grant.offsets, owner)
             grant = dataclasses.replace(grant, permit=permit)
         return wire.encode_grant(grant, self._boot_token)
@@ -310,13 +309,14 @@ class PoolService(PoolServicer):
         return pb.ReleaseResponse(boot_token=self._boot_token, num_released=released)
 
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
-        statuses = bytearray()
+        statuses, owner = bytearray(), _owner(context)
         async for request in requests:
             self._reader.check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
                 self._reader.key(message.key)
                 chunk = wire.decode_chunk(message)
-                statuses.append(status := await put_chunk(self._pool, self._memory, chunk, self._turns.run))
+                status = await put_chunk(self._pool, self._memory, chunk, self._turns.run, owner)
+                statuses.append(status)
                 if status is PutStatus.GRANTED:
                     self._metrics.add_bytes("write", len(chunk.payload))
                 if nth % INLINE_CHUNKS_PER_TURN == 0:

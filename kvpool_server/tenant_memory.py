@@ -103,12 +103,10 @@ class TenantMemory:
         idx, number = start // self._extent_bytes, self._number(tenant)
         job = self._jobs.get(idx)
         if job is None or job.part != (start, number):
-            if start % self._extent_bytes == 0:
-                for holder in self._holders[idx]:
-                    self._write_state(holder, idx, 0)  # First: engines must not pin pages that leave.
             # The thread works in the order of the calls: what a put has left unfinished comes first.
             self._holders[idx].add(number)
-            future = self._thread.submit(self._move, start, nbytes, number, set(self._holders[idx]))
+            state = next(self._states) if (start + nbytes) % self._extent_bytes == 0 else 0
+            future = self._thread.submit(self._move, start, nbytes, number, set(self._holders[idx]), state)
             job = self._jobs[idx] = _Job((start, number), future)
         if not wait([job.future], WAIT_S).done:
             return False
@@ -121,7 +119,6 @@ class TenantMemory:
         if (start + nbytes) % self._extent_bytes == 0:
             self._holders[idx] = {number}
             self.files.publish(idx, number)
-            self._write_state(number, idx, next(self._states))
         return True
 
     def _write_state(self, number: int, idx: int, state: int) -> None:
@@ -129,15 +126,31 @@ class TenantMemory:
         if number != _SERVERS_OWN:
             write_state(self.files.fds[number], self._segment.nbytes, idx, state)
 
-    def _move(self, start: int, nbytes: int, number: int, holders: set[int]) -> None:
-        """In the thread: moves a part of an extent from whatever file holds it to another."""
-        if start % self._extent_bytes == 0 and not self._has_free(nbytes):
-            raise MemoryError("no free memory")  # The kernel would not refuse: it would end a process.
+    def _move(self, start: int, nbytes: int, number: int, holders: set[int], state: int) -> None:
+        """In the thread, because engines can lock their file: moves a part of an extent to another file.
+
+        Args:
+            holders: the files in which the extent may have pages.
+            state: that engines see once the part was moved; 0: further parts follow.
+        """
+        idx = start // self._extent_bytes
+        if start % self._extent_bytes == 0:
+            self._check_free(nbytes)
+            for holder in holders:
+                self._write_state(holder, idx, 0)  # First: engines must not pin pages that leave.
         for holder in holders:  # Also what the new owner's engines have written where it had no extent.
             punch(self.files.fds[holder], start, nbytes)
+        self._check_free(nbytes)  # Engines may have pinned what was there.
         fd = self.files.fds[number]
         self._segment.lay(fd, start, nbytes, huge=True)
         self._segment.populate(start, nbytes, fd)
+        if state:
+            self._write_state(number, idx, state)
+
+    def _check_free(self, nbytes: int) -> None:
+        """Raises MemoryError without free memory. The kernel would not refuse: it would end a process."""
+        if not self._has_free(nbytes):
+            raise MemoryError("no free memory")
 
     def free_strays(self) -> None:
         """Has the thread free pages that engines have touched where their tenant has no extents. Call it regularly."""

@@ -71,7 +71,7 @@ def main(rounds: Annotated[int, typer.Option(help="Rounds of each measure.")] = 
         unix = directory / "kvpool"
         flags = ["--tls-cert", server.cert, "--tls-key", server.key, "--tls-client-ca", server.ca]
         plain, _ = stack.enter_context(server_process(MEMORY))
-        stack.enter_context(server_process(MEMORY, *flags, "--unix-listen", str(unix), tls=operator))
+        stack.enter_context(server_process(MEMORY, *flags, "--unix-listen", str(unix), "--tenant-memory", tls=operator))
 
         one_domain = Engine(plain, None, source, sink)
         engines = []

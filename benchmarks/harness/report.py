@@ -49,8 +49,8 @@ it is sent, which adds to its time on two cores that sender and receiver keep bu
 TLS in the same run.""",
     "tenants": """What it costs that each tenant's engines map their own extents alone. A put into extents that the
 tenant has costs what it costs in one domain. An extent that changes hands is given back to the system, and its new
-owner gets fresh pages of zeros, which its engines map anew: the kernel frees, clears and maps each page of 4 KiB once.
-Without `--unix-listen` nobody maps memory, and an extent that changes hands is only cleared.""",
+owner gets fresh pages of zeros, which its engines map anew: the kernel frees, clears and maps each of its small pages.
+Without `--tenant-memory` nobody maps memory, and an extent that changes hands is only cleared.""",
     "commit": """What came in one domain with authentication, limits and encryption: clients and servers of this commit
 and of bc2aeaf, before it, through shared memory. A lookup whose caller waits for the release is slower. The server
 receives a call's one message within a time and a size, which gRPC does for no handler of one request: a tenth more of

@@ -100,6 +100,13 @@ class Ticket(Hold):
     shards: ShardRange
     stamp: int = 0
 
+    def restart(self, deadline: float) -> None:
+        """Gives a ticket that is not live yet all of its time, although the put has waited for room."""
+        self.deadline = deadline
+        if deadline < math.inf:
+            for entry in self.entries:
+                entry.pending_until = max(entry.pending_until, deadline)
+
 
 Held = TypeVar("Held", Lease, Ticket)
 

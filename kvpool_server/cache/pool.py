@@ -283,6 +283,8 @@ class Pool:
                     while not self.arena.zero_some(group.tenant):
                         yield
                 statuses += reserved
+            if has_claims:
+                ticket.restart(self._clock() + ttl_s)
             is_reserved = True
         except NoRoomError as error:
             holders = self._holds.describe(group.tenant, self._quarantine, now, error.account)

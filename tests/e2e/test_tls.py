@@ -31,7 +31,7 @@ def test_tenants_share_a_server_and_nothing_else(
     authority = Authority.create(tmp_path / "pki")
     operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
     unix = tmp_path / "kvpool"
-    flags = [*server_flags(authority.issue_server([])), "--unix-listen", str(unix)]
+    flags = [*server_flags(authority.issue_server([])), "--unix-listen", str(unix), "--tenant-memory"]
     server = pool_server("--memory", "256MiB", *flags, tls=operator)
     # Memory goes through the Unix socket alone, and to engines alone that may write.
     shares_memory = transport == "shm"

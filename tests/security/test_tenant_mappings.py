@@ -54,7 +54,8 @@ class Engines:
             return {"tls": files_in(authority.issue_principal(Principal(tenant, role)))}
 
         self.server = ServerProcess(
-            directory, "--memory", str(ARENA_BYTES), "--unix-listen", str(socket_path), "--grace-ms", "100",
+            directory, "--memory", str(ARENA_BYTES), "--unix-listen", str(socket_path), "--tenant-memory",
+            "--grace-ms", "100",
             *server_flags(authority.issue_server([])), **identity(Role.OPERATOR),
         )  # fmt: skip
         stack.callback(self.server.stop)

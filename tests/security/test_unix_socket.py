@@ -24,7 +24,7 @@ from kvpool.wire import decode_offer
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, server_flags
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
@@ -75,7 +75,12 @@ Deploy = Callable[..., Deployment]
 
 @pytest.fixture
 def deploy(tmp_path: Path, socket_dir: Path, pool_server: StartServer) -> Deploy:
-    return lambda proof, *flags: Deployment(tmp_path, socket_dir / "socket", pool_server, proof, *flags)
+    """Engines share memory with the server unless other flags are given."""
+
+    def start(proof: str, *flags: str) -> Deployment:
+        return Deployment(tmp_path, socket_dir / "socket", pool_server, proof, *(flags or ["--tenant-memory"]))
+
+    return start
 
 
 def _offers(client: Client, principal: Principal) -> list[Offer]:
@@ -127,14 +132,30 @@ def test_over_tcp_nobody_gets_memory(deploy: Deploy) -> None:
             assert not any(offer.segment for offer in _offers(client, principal))
 
 
-def test_where_mooncake_has_registered_the_memory_nobody_gets_any(deploy: Deploy) -> None:
-    pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    deployment = deploy("certificates", "--mooncake", "tcp", "--mooncake-trusted-network")
+def test_without_tenant_memory_nobody_gets_any(deploy: Deploy) -> None:
+    deployment = deploy("certificates", "--memory", "64MiB")
     for principal in (ENGINE, *OTHERS):
         with deployment.client(principal) as client:
             assert not any(offer.segment for offer in _offers(client, principal))
     assert deployment.path.exists() and not os.path.lexists(memory_path(str(deployment.path)))
-    assert "engines share no memory through --unix-listen, because of --mooncake" in deployment.server.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--unix-listen", "s"], "callers have no tenant; give --tls-cert, too"),
+        (server_flags(Path("pki")), "reaches nobody; give --unix-listen, too"),
+        ([*server_flags(Path("pki")), "--unix-listen", "s", "--mooncake", "tcp", "--mooncake-trusted-network"],
+         "--tenant-memory with --mooncake tcp: its Transfer Engine has registered the whole arena"),
+        ([*server_flags(Path("pki")), "--unix-listen", "s", "--tier", "file:/no/such,size=1GiB"],
+         "--tenant-memory with --tier file: bytes that come up from a tier lie in the arena before they are verified"),
+    ],
+)  # fmt: skip
+def test_what_tenant_memory_needs(flags: list[str], told: str) -> None:
+    done = run_server(
+        "--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB", "--tenant-memory", *flags
+    )  # fmt: skip
+    assert done.returncode == 2 and told in " ".join(done.stderr.split())
 
 
 def test_new_certificates_reach_each_of_the_servers_ports(deploy: Deploy) -> None:
