@@ -16,6 +16,7 @@ from kvpool.certificates import read_pem
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
 from kvpool.tls import TlsFiles
+from kvpool.unix_socket import socket_path
 
 _VERIFY_FAILED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([a-zA-Z -]+)")
 _NEW_ONE = "make a new one with `kvpool certs issue`"
@@ -30,6 +31,11 @@ def explain(details: str, config: ClientConfig) -> str:
             "with --tls-cert, or leave out tls (--tls)"
         )
     if "Hostname Verification Check failed" in details:
+        if socket_path(config.endpoint):
+            return (
+                f"the certificate of {where} does not name 'localhost', which it needs on a Unix socket; make one with "
+                "`kvpool certs issue DIR --host localhost`"
+            )
         host = config.endpoint.rpartition(":")[0].strip("[]")
         return (
             f"the certificate of {where} does not name {host!r}; give a name that it has as endpoint, or make one with "

@@ -306,7 +306,10 @@ class PoolRpc:
         self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
     ) -> pb.GetRequest:
         if not lease_id:
-            raise LeaseExpiredError("lease_id is 0: the lookup found no block, so there is nothing to get")
+            raise LeaseExpiredError(
+                "lease_id is 0: the lookup found no block, or the server refused the lease because there are too many "
+                "(kvpool_refused_leases_total); release leases, and look up again"
+            )
         return pb.GetRequest(
             lease_id=lease_id,
             namespace=namespace.fingerprint,

@@ -308,8 +308,12 @@ class ServerConfig(BaseModel):
             subjects = [quota.subject for quota in map(parse_quota, value) if quota.limit_bytes]
         except InvalidRequestError as error:
             raise ValueError(str(error)) from None
-        if len(set(subjects)) < len(value):
-            raise ValueError("a subject is given twice, or with 0 bytes; give each subject once, with a size")
+        for part in value:
+            if not parse_quota(part).limit_bytes:
+                raise ValueError(f"{part} gives a size of 0; leave it out: a subject without a quota has no bound")
+        for subject in subjects:
+            if subjects.count(subject) > 1:
+                raise ValueError(f"{subject} has two quotas; give one")
         return value
 
     @field_validator("memory")

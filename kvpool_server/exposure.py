@@ -14,7 +14,8 @@ _WAY_OUT = "--insecure-network where all on the network are trusted"
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:
     """The files of TLS; None: plaintext. Raises ConfigError unless callers are authenticated then."""
-    proofs = [each for each in (config.tls_client_ca, config.tokens, config.oidc_issuer) if each]
+    ways = {"--tls-client-ca": config.tls_client_ca, "--tokens": config.tokens, "--oidc-issuer": config.oidc_issuer}
+    proofs = [flag for flag, value in ways.items() if value]
     if not (config.tls_cert or config.tls_key or proofs):
         domain = "" if config.trust_domain == DEFAULT_DOMAIN else config.trust_domain
         given = {"--deny": config.deny, "--identity-limits": config.identity_limits, "--trust-domain": domain}
@@ -26,11 +27,11 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
                 )
         return None
     if not (config.tls_cert and config.tls_key):
-        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither without")
+        raise ConfigError("TLS needs --tls-cert and --tls-key; give both, or neither")
     if len(proofs) != 1:
         raise ConfigError(
             "TLS needs one way to authenticate callers: give either --tls-client-ca, for certificates, or --tokens, or "
-            "--oidc-issuer"
+            f"--oidc-issuer; given: {', '.join(proofs) or 'none'}"
         )
     if config.trust_domain != DEFAULT_DOMAIN and not config.tls_client_ca:
         raise ConfigError(

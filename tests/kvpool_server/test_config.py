@@ -51,6 +51,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
         ("unix_mode", "0660", "0660"),
+        ("tenant_memory", True, True),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),
         ("mooncake_host", "10.0.0.1", "10.0.0.1"),
@@ -201,8 +202,8 @@ def test_quotas_may_be_a_list(toml: Path) -> None:
     ("quota", "says"),
     [
         (["acme=1GiB"], "quota subject 'acme' is none; give tenant:NAME"),
-        (["tenant:a=1GiB", "tenant:a=2GiB"], "a subject is given twice"),
-        (["tenant:a=0"], "with 0 bytes"),
+        (["tenant:a=1GiB", "tenant:a=2GiB"], "tenant:a has two quotas"),
+        (["tenant:a=0"], "tenant:a=0 gives a size of 0"),
         (["tenant:a=much"], "'much' is not a size"),
     ],
 )
