@@ -31,10 +31,12 @@ from kvpool.data_port import (
     time_out,
 )
 from kvpool.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
+from kvpool.hashing import checksum
+from kvpool.inline_chunks import InlineChunks
 from kvpool.principal import Principal, Role
 from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.tcp_connection import Peer
-from kvpool.types import ShardRange
+from kvpool.types import Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server import inbox
@@ -46,7 +48,7 @@ from kvpool_server.inbox import Inbox
 from tests.security.conftest import Deploy
 from tests.security.test_access import Deployment
 from tests.support.processes import run_server, wait_for
-from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 BLOCK_BYTES = 256
 ACME = "spiffe://kvpool.local/kvpool/acme/engine-write"
@@ -207,6 +209,10 @@ def test_an_identity_has_as_many_tickets_as_its_limit(limited: Limited) -> None:
     tickets = [put(client, "acme", f"new {nth}") for nth, client in enumerate((first, second, first))]
     with pytest.raises(KVPoolError, match=f"3 puts of {ACME} are under way"):
         put(second, "acme", "one more")
+    content = payload("inline", BLOCK_BYTES).tobytes()
+    key = PoolKey(limited.namespaces["acme"].fingerprint, 0, block_hash("inline"), 0)
+    with pytest.raises(KVPoolError, match=f"3 puts of {ACME} are under way"):
+        InlineChunks(first.rpc).put([Chunk(key, content, checksum(content))])
     assert put(other, "umbra", "new")
     assert second.rpc.put_revoke(tickets[0])
     assert put(second, "acme", "one more")

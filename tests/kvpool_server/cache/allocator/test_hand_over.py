@@ -44,7 +44,8 @@ class Puts:
         self.has_files, self.is_short = has_files, False
         self.holders = [""] * self.memory.nbytes
         arena = Arena(self.memory.nbytes, EXTENT_BYTES, hand_over=self.hand_over, unused_is_anybodys=not has_files)
-        self.pool = Pool(arena, FakeClock(), lambda: next(ids))
+        self.clock = FakeClock()
+        self.pool = Pool(arena, self.clock, lambda: next(ids))
         self.num_zeroed = 0
         self.names = itertools.count()
         self.under_way: list[tuple[int, int, Steps[PutGrant]]] = []
@@ -191,6 +192,26 @@ def test_an_extent_that_was_handed_over_in_part_is_nobodys() -> None:
     puts.start(0, 16, 12)
     _finish(puts)
     assert puts.pool.arena.tenants() == {"acme": NUM_EXTENTS}
+
+
+def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
+    puts = Puts()
+    puts.start(0, 16, 12)
+    _finish(puts)
+    puts.pool.clear()
+    steps = puts.pool.put_start_in_steps(puts.fingerprints[1, 16], [run_of("block")], WHOLE, ticket_ttl_ms=10_000)
+    next(steps)
+    puts.clock.advance(60)
+    with pytest.raises(StopIteration) as ended:
+        while True:
+            next(steps)
+    grant: PutGrant = ended.value.value
+    assert grant.ticket_ttl_ms == 10_000
+    puts.clock.advance(9)
+    (offset,) = grant.offsets
+    puts.pool.writable(grant.ticket_id, offset, 16)
+    assert puts.pool.put_end(grant.ticket_id, [0]).num_complete == 1
+    puts.pool.check_integrity()
 
 
 def test_an_arena_of_one_tenant_is_never_zeroed() -> None:
