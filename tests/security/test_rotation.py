@@ -427,6 +427,19 @@ def test_a_file_is_read_again_when_others_can_no_longer_write_it(tmp_path: Path)
     assert deny_list.denies(credential)
 
 
+def test_a_file_that_is_repaired_to_what_it_was_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvpool.watched_files")
+    denied, errors = tmp_path / "denied", list[ConfigError | None]()
+    denied.touch()
+    deny_list = DenyList(str(denied), errors.append)
+    for mode in (0o666, 0o662, 0o644, 0o640):  # Two that are refused, then two that are not.
+        denied.chmod(mode)
+        assert deny_list.look(at_once=True) == 0
+    assert [error is None for error in errors] == [True, False, False, True]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    assert caplog.messages[-1] == f"read again: {denied}"
+
+
 @given(
     st.lists(
         st.tuples(
