@@ -103,12 +103,18 @@ class Authority:
         return self._issue_server(self.directory / "server", hosts, days)
 
     def issue_server_of(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
-        """As `issue_server`, for the server whose first host is that of `hosts`; another one's is in `servers/HOST`."""
+        """A certificate of the server that the first host names; it keeps the names of the one that it replaces.
+
+        The first server's is in `server`, another one's in `servers/HOST`. Returns the directory.
+        """
         first = str(host_names(hosts)[0].value)
-        server = self.directory / "server" / CERTIFICATE_NAME
-        if not server.exists() or first in {*read_certificates(server)[0].names} - {*LOCAL_HOSTS}:
-            return self.issue_server(hosts, days)
-        return self._issue_server(self.directory / "servers" / first, hosts, days)
+        directory = self.directory / "server"
+        names = _names_in(directory)
+        # Every server has the local names: they name the first server only if its first name is local, too.
+        if names and first not in ({*names} if names[0] in LOCAL_HOSTS else {*names} - {*LOCAL_HOSTS}):
+            directory = self.directory / "servers" / first
+            names = _names_in(directory)
+        return self._issue_server(directory, (*names, *hosts), days)
 
     def _issue_server(self, directory: Path, hosts: Sequence[str], days: int) -> Path:
         return self._issue(directory, "kvpool-server", host_names((*hosts, *LOCAL_HOSTS)), _SERVER, days)
@@ -144,6 +150,12 @@ class Authority:
         write_whole(directory / KEY_NAME, _key_pem(key), secret=True)
         write_whole(directory / CERTIFICATE_NAME, _pem(certificate))
         return directory
+
+
+def _names_in(directory: Path) -> tuple[str, ...]:
+    """The names of a directory's certificate; empty if the directory has none."""
+    certificate = directory / CERTIFICATE_NAME
+    return read_certificates(certificate)[0].names if certificate.exists() else ()
 
 
 def read_certificates(path: Path) -> list[CertificateFacts]:
@@ -219,7 +231,7 @@ def _name(common_name: str) -> x509.Name:
 
 def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
     """Hosts as a certificate names them. Raises InvalidRequestError, which names the host that is none."""
-    return [_host_name(host) for host in dict.fromkeys(hosts)]
+    return list(dict.fromkeys(map(_host_name, hosts)))
 
 
 def _host_name(host: str) -> x509.GeneralName:

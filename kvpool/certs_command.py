@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from kvpool.certificates import CA_DAYS, LEAF_DAYS, Authority, CertificateFacts, host_names, read_certificates
+from kvpool.certificates import (
+    CA_DAYS,
+    CERTIFICATE_NAME,
+    LEAF_DAYS,
+    Authority,
+    CertificateFacts,
+    host_names,
+    read_certificates,
+)
 from kvpool.errors import InvalidRequestError
 from kvpool.holdings import duration_text, printable
 from kvpool.option_bounds import within
@@ -58,7 +66,8 @@ def issue(
 ) -> None:
     """Make further certificates with the directory's authority, or new ones before the old ones end.
 
-    A server whose first --host is not in DIR/server gets DIR/servers/HOST.
+    A server whose first --host is not in DIR/server gets DIR/servers/HOST. A new certificate of a server keeps the
+    names of the one that it replaces.
     """
     principals = [*(_of_no_tenant(domain) if operator else []), *_of_tenants(tenant or [], domain)]
     if not host and not principals:
@@ -132,4 +141,5 @@ def _issue(authority: Authority, hosts: list[str], principals: list[Principal], 
 
 def _print_made(directories: list[Path]) -> None:
     for directory in directories:
-        typer.echo(f"made {directory}/{{ca.crt,tls.crt,tls.key}}")
+        (facts,) = read_certificates(directory / CERTIFICATE_NAME)
+        typer.echo(printable(f"made {directory}/{{ca.crt,tls.crt,tls.key}} for {', '.join(facts.names)}"))

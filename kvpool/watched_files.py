@@ -26,7 +26,8 @@ class WatchedFiles(Generic[Value]):
 
     Args:
         read: reads the files. Raises ConfigError if they cannot be used; so does the constructor.
-        when_read: called after each reading, also the first, with the error of files that cannot be used.
+        when_read: called with None after the first reading, after each that changes the value, and after the first that
+            succeeds again; called with the error after each that fails.
 
     Attributes:
         paths: of the files.
@@ -49,6 +50,7 @@ class WatchedFiles(Generic[Value]):
         self._seen = self._stamps()
         self.value = read()
         self.version = 0
+        self._is_refused = False
         self._look_at = clock() + LOOK_EVERY_S
         when_read(None)
 
@@ -69,11 +71,15 @@ class WatchedFiles(Generic[Value]):
                 value = self._read()
             except ConfigError as error:
                 log.warning("new files cannot be used, and what they held before stays in force: %s", error)
+                self._is_refused = True
                 self._when_read(error)
                 return self.version
-            if value != self.value:
+            was_refused, self._is_refused = self._is_refused, False
+            is_new = value != self.value
+            if is_new:
                 self.value = value
                 self.version += 1
+            if is_new or was_refused:
                 log.info("read again: %s", ", ".join(self.paths))
                 self._when_read(None)
             return self.version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from collections.abc import Awaitable, Callable, Sequence, Set
 from pathlib import Path
@@ -69,8 +70,6 @@ class AccessControl:
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
         self._watch = AccessWatch(self._watched, self.running, expire_owned)
-        identity = self.credentials.value
-        log.info("the server's certificate", names=identity.names, ends_at=str(identity.tls.ends_at))
 
     def _ask_who(self) -> Who:
         """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
@@ -109,7 +108,8 @@ class AccessControl:
         await self._watch.run()
 
     async def warn(self) -> None:
-        """Warns once a day of certificates that end soon, until cancelled."""
+        """Warns once a day of certificates that end soon, until cancelled; the first time after a day."""
+        await asyncio.sleep(DAY_S)  # `credentials` has warned when it read the files.
         await repeat(lambda: warn_of_ends(self.credentials.value.tls, dt.datetime.now(dt.UTC)), DAY_S)
 
     def look_at_once(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
+import structlog
 from cryptography import x509
 
 from kvpool.certificates import CertificateFacts, facts_of
@@ -15,6 +16,9 @@ from kvpool.errors import ConfigError
 from kvpool.file_permissions import require_owner_writes
 from kvpool.tls import TlsFiles, TlsIdentity, read_identity
 from kvpool.watched_files import WatchedFiles
+from kvpool_server.access.reminders import warn_of_ends
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
     no client would take: one that has ended, is not valid yet, or is for clients only. While the server runs, such
     files leave those before them in force.
 
+    Each successful reading logs the certificate's names and end, and warns of certificates that end soon.
+
     Connections that exist keep what they were made with; those made after a change get the new files.
 
     Args:
@@ -47,7 +53,14 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
 
     def __init__(self, files: TlsFiles, when_read: Callable[[ConfigError | None], None] = lambda _: None):
         self._asks_certificate = bool(files.ca)
-        super().__init__(files.paths, lambda: _read_server(files), when_read=when_read)
+
+        def tell(error: ConfigError | None) -> None:
+            if error is None:
+                log.info("the server's certificate", names=self.value.names, ends_at=str(self.value.tls.ends_at))
+                warn_of_ends(self.value.tls, dt.datetime.now(dt.UTC))
+            when_read(error)
+
+        super().__init__(files.paths, lambda: _read_server(files), when_read=tell)
 
     def for_grpc(self) -> grpc.ServerCredentials:
         """Credentials that require a client's certificate where the files name authorities of clients.

@@ -114,7 +114,15 @@ def test_another_server_gets_a_directory_of_its_own(authority: Authority, host: 
     assert other == authority.directory / "servers" / host.strip("[]")
     assert authority.issue_server_of([host, "more.example"]) == other
     assert (first / "tls.crt").read_bytes() == before
-    assert read_certificates(other / "tls.crt")[0].names[1] == "more.example"
+    assert "more.example" in read_certificates(other / "tls.crt")[0].names
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]", "localhost"])
+def test_a_first_server_of_local_names_is_renewed(authority: Authority, host: str) -> None:
+    first = authority.issue_server_of([host])
+    assert authority.issue_server_of([host]) == first == authority.issue_server_of(["127.0.0.1", "a.example"])
+    assert sorted(read_certificates(first / "tls.crt")[0].names) == sorted(["a.example", *LOCAL_HOSTS])
+    assert not (authority.directory / "servers").exists()
 
 
 def test_only_the_owner_reads_keys(authority: Authority) -> None:
@@ -201,6 +209,22 @@ def test_issue_leaves_the_first_servers_certificate(tmp_path: Path) -> None:
     before = (pki / "server/tls.crt").read_bytes()
     assert _run("issue", pki, "--host", "b.example").startswith(f"made {pki}/servers/b.example/")
     assert (pki / "server/tls.crt").read_bytes() == before
+
+
+@pytest.mark.parametrize("host", ["kv1", "kv2"])
+@pytest.mark.parametrize("server", ["server", "servers/kv1"])
+def test_a_new_certificate_keeps_the_names_of_the_old_one(tmp_path: Path, host: str, server: str) -> None:
+    pki, hosts = tmp_path / "pki", ["--host", "kv1", "--host", "kv2"]
+    if server == "server":
+        _run("init", pki, *hosts)
+        told = _run("issue", pki, "--host", host, "--host", "new")
+    else:
+        _run("init", pki, "--host", "a.example")
+        _run("issue", pki, *hosts)
+        told = _run("issue", pki, "--host", "kv1", "--host", host, "--host", "new")
+    (after,) = read_certificates(pki / server / "tls.crt")
+    assert sorted(after.names) == sorted(["kv1", "kv2", "new", *LOCAL_HOSTS])
+    assert told.splitlines() == [f"made {pki}/{server}/{{ca.crt,tls.crt,tls.key}} for {', '.join(after.names)}"]
 
 
 def test_issue_adds_a_tenant(tmp_path: Path) -> None:

@@ -414,6 +414,23 @@ def test_a_useless_certificate_leaves_the_one_before_in_force(
     assert errors[-1] is None
 
 
+def test_a_new_certificate_is_told_and_warned_of_as_at_start(pool_server: StartServer, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    files = authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR))
+    server = pool_server(*server_flags(authority.issue_server([])), tls=files_in(files))
+
+    def told(text: str) -> list[str]:
+        return [line for line in server.stderr.splitlines() if text in line]
+
+    assert len(told("the server's certificate")) == 1 and not told("a certificate ends soon")
+    authority.issue_server(["renewed.example"], days=20)
+    os.kill(server.pid, signal.SIGHUP)
+    wait_for(lambda: told("a certificate ends soon"), "the warning")
+    (warning,), (_, line) = told("a certificate ends soon"), told("the server's certificate ")
+    assert "certificate=server" in warning and "days_left=19" in warning
+    assert "renewed.example" in line and "ends_at=" in line
+
+
 def test_a_file_is_read_again_when_others_can_no_longer_write_it(tmp_path: Path) -> None:
     denied = tmp_path / "denied"
     denied.touch()
@@ -425,6 +442,19 @@ def test_a_file_is_read_again_when_others_can_no_longer_write_it(tmp_path: Path)
     denied.chmod(0o644)
     deny_list.look(at_once=True)
     assert deny_list.denies(credential)
+
+
+def test_a_file_that_is_repaired_to_what_it_was_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvpool.watched_files")
+    denied, errors = tmp_path / "denied", list[ConfigError | None]()
+    denied.touch()
+    deny_list = DenyList(str(denied), errors.append)
+    for mode in (0o666, 0o662, 0o644, 0o640):  # Two that are refused, then two that are not.
+        denied.chmod(mode)
+        assert deny_list.look(at_once=True) == 0
+    assert [error is None for error in errors] == [True, False, False, True]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    assert caplog.messages[-1] == f"read again: {denied}"
 
 
 @given(
