@@ -171,7 +171,9 @@ def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, 
     client = connect(server)
     # So much takes seconds.
     command = [KVPOOL, "ping", "--bandwidth", "--mib", "768", "--transport", "tcp", "--endpoint", server.endpoint]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # What a shell without job control runs in the background ignores this signal, and so do the children.
+    heeds = ["env", "--default-signal=INT", *command]
+    process = subprocess.Popen(heeds, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
         wait_for(lambda: client.admin.stats().counters["put_granted_blocks"], "the first blocks")
         process.send_signal(signal.SIGINT)

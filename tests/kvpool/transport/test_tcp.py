@@ -417,7 +417,7 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
 
 @pytest.mark.usefixtures("on_cores")
 def test_nobody_writes_into_the_callers_arrays_once_a_get_has_failed(server: ServerProcess, connect: Connect) -> None:
-    stored = Stored(connect(server, transport="tcp", stall_timeout_ms=300))
+    stored = Stored(connect(server, transport="tcp", stall_timeout_ms=1_000))
     arrays = [np.full(MIB, 0xEE, np.uint8) for _ in range(24)]
     lease_id = stored.client.lookup(stored.namespace, [stored.run]).lease_id
     workers = workers_of(server)
