@@ -28,6 +28,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server import http, inbox
 from kvpool_server.cache.limits import Limits
+from tests.support.connections import is_open
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
@@ -268,19 +269,11 @@ def test_silent_http_connections_are_closed_and_probes_answered(pool_server: Sta
         opened = [stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(200)]
         with urllib.request.urlopen(f"{server.http_url}/healthz", timeout=10) as answer:
             assert answer.status == 200
-        assert any(map(_is_open, opened)), "the probe was answered only when the others had been closed"
+        assert any(map(is_open, opened)), "the probe was answered only when the others had been closed"
         assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) <= before + http.MAX_THREADS
         for connection in opened:
             connection.settimeout(CLOSED_S)
             assert not connection.recv(1)
-
-
-def _is_open(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return bool(connection.recv(1))
-    except BlockingIOError:
-        return True
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -25,6 +25,7 @@ from kvpool_server.exposure import check_exposure
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, forge, server_flags
+from tests.support.connections import is_open
 from tests.support.processes import ServerProcess, wait_for
 
 TIMEOUT_S = 10.0
@@ -136,7 +137,7 @@ def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secur
     silent = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(2 * http.MAX_CONNECTIONS)]
     try:
         assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")
-        assert any(map(_is_open, silent)), "the probe was answered only when the others had been closed"
+        assert any(map(is_open, silent)), "the probe was answered only when the others had been closed"
         for each in silent:
             each.settimeout(CLOSED_S)
             with contextlib.suppress(ConnectionResetError):
@@ -144,16 +145,6 @@ def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secur
     finally:
         for each in silent:
             each.close()
-
-
-def _is_open(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return bool(connection.recv(1))
-    except BlockingIOError:
-        return True
-    except ConnectionResetError:
-        return False
 
 
 def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None:
