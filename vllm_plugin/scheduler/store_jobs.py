@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,9 @@ RELIEF_S = 0.05
 """A request that lacks blocks waits for dropped stores for so many steps, and for so long, before vLLM preempts another
 request: their report takes a step, with asynchronous scheduling two; one that has begun must end first."""
 
+SURE_WITHIN_S = 2.0
+"""A request that has finished keeps its blocks at most this long until the files of its adapter have been checked."""
+
 
 @dataclass(slots=True)
 class Storing:
@@ -46,6 +49,8 @@ class Storing:
         is_held: it waits for the output of a step (`PeerLoads`), and no rank has been told of it.
         dropped_at: monotonic seconds and step at which it was dropped; None if it was not.
         has_failed: a rank has reported that it did not store it.
+        is_sure: whether its blocks surely hold what their names say; no rank is told of it before. None: they do.
+        sure_by: monotonic seconds; a job that is not sure by then is dropped.
     """
 
     request: Request
@@ -54,6 +59,8 @@ class Storing:
     is_held: bool = False
     dropped_at: tuple[float, int] | None = None
     has_failed: bool = False
+    is_sure: Callable[[], bool] | None = None
+    sure_by: float = 0.0
 
     @property
     def is_sent(self) -> bool:
@@ -104,10 +111,17 @@ class StoreJobs:
         self._unpin_budget = budget = self.step_blocks
         if not may_store:
             self.drop_unsent()
-        jobs = []
-        while self._unsent and budget > 0:
-            jobs.append(self._unsent.popleft())
-            budget -= jobs[-1].num_blocks
+        jobs: list[StoreJob] = []
+        for job in list(self._unsent):
+            if budget <= 0:
+                break
+            storing = self._storing[job.job_id]
+            if storing.is_sure is None or storing.is_sure():
+                self._unsent.remove(job)
+                jobs.append(job)
+                budget -= job.num_blocks
+            elif time.monotonic() >= storing.sure_by:
+                self._drop(storing)
         return jobs, budget
 
     def add(self, request: Request, parts: list[GroupBlocks], adapter: bytes) -> StoreJob:
@@ -117,8 +131,14 @@ class StoreJobs:
         self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job
 
-    def queue(self, job: StoreJob) -> None:
-        """Leaves a job of a request that has finished to a later step."""
+    def queue(self, job: StoreJob, is_sure: Callable[[], bool] | None = None) -> None:
+        """Leaves a job of a request that has finished to a later step.
+
+        Args:
+            is_sure: see `Storing`; asked in each step, for `SURE_WITHIN_S`.
+        """
+        storing = self._storing[job.job_id]
+        storing.is_sure, storing.sure_by = is_sure, time.monotonic() + SURE_WITHIN_S
         self._unsent.append(job)
 
     def sent(self, jobs: list[StoreJob]) -> None:

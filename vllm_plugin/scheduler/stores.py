@@ -165,10 +165,12 @@ class Stores:
             tables: its block tables, to store the blocks that its steps have left; None: nothing more is stored.
         """
         tracked = self.tracked.pop(request_id, None)
-        if tracked is None or tables is None or not tracked.may_store or not self._is_adapter_sure(tracked):
+        if tracked is None or tables is None or not tracked.may_store or not self._names.are_known(tracked.request):
             return
+        # A short answer ends before its adapter's files have been checked.
+        is_sure = None if self._is_adapter_sure(tracked) else lambda: self._is_adapter_sure(tracked)
         while (job := self._job(tracked, tables, (), self._jobs.step_blocks)) is not None:
-            self._jobs.queue(job)
+            self._jobs.queue(job, is_sure)
 
     def distrust(self, request: Request) -> None:
         """A request whose blocks could not be tracked stores nothing."""

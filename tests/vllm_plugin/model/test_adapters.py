@@ -202,6 +202,33 @@ def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore
     assert one.ask(other) == 96
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_answer_that_ends_before_the_adapters_files_are_checked_is_stored_after_that(
+    core: MakeCore, lora: LoRARequest, changes: bool
+) -> None:
+    time.sleep(CLOCK_STEP_S)
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    request.lora_request = lora
+    wait_for(lambda: one.ask(request) is not None, "the adapter to be read")
+    one.allocate(request, 0)
+    assert one.step((request, 100)).stores == []
+    if changes:
+        Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+    one.finish(request)
+    held = one.side.held()
+    assert held["jobs"] == 1 and held["requests"] == 0
+    stored: list[StoreJob] = []
+
+    def has_ended() -> bool:
+        one.side.stats()
+        stored.extend(one.step().stores)
+        return bool(stored) or one.side.held()["jobs"] == 0
+
+    wait_for(has_ended, "a look at the files")
+    assert len(stored) == (0 if changes else 1)
+
+
 def test_what_an_adapter_computed_whose_files_have_changed_is_not_stored(core: MakeCore, lora: LoRARequest) -> None:
     """Nobody was asked whether it is current: such a request is computed without a lookup."""
     time.sleep(CLOCK_STEP_S)
