@@ -40,6 +40,14 @@ COUNTERS = {
     "connected_grpc": "Times that the scheduler or a rank connected to the pool with transport grpc, the slow one.",
     "connected_mooncake": "Times that the scheduler or a rank connected to the pool with transport mooncake.",
 }
+LABELLED = {
+    "computed_tokens": (
+        "cause",
+        "Prompt tokens that the engine computed, by what kept them from being loaded; all causes together are vLLM's "
+        "vllm:prompt_tokens_by_source with source local_compute.",
+    ),
+}
+"""Counters with a label: name -> label, HELP. `KVPoolStats` has one sum a value of the label, named `counter:value`."""
 GAUGES = {
     "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",
     "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset, or in doubt, are in use.",
@@ -110,6 +118,12 @@ class Recorder:
             with self._lock:
                 self._data[name] = self._data.get(name, 0) + count
 
+    def add_computed(self, cause: str, num_tokens: int) -> None:
+        """Prompt tokens that were computed for a cause."""
+        with self._lock:
+            name = f"computed_tokens:{cause}"
+            self._data[name] = self._data.get(name, 0) + num_tokens
+
     def observe(self, name: str, seconds: float) -> None:
         assert name in HISTOGRAMS, name
         with self._lock:
@@ -153,6 +167,10 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             for cls, glosses, options in kinds
             for name, gloss in glosses.items()
         }
+        self.labelled = {
+            name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=[*labelnames, label])
+            for name, (label, gloss) in LABELLED.items()
+        }
         for labels in per_engine_labelvalues.values():
             for metric in self.metrics.values():
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
@@ -161,7 +179,10 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in (transfer_stats_data or {}).items():
-            if name in COUNTERS:
+            counter, _, of = name.partition(":")
+            if counter in self.labelled:
+                self.labelled[counter].labels(*labels, of).inc(value)
+            elif name in COUNTERS:
                 self.metrics[name].labels(*labels).inc(value)
             elif name in GAUGES:
                 self.metrics[name].labels(*labels).set(value)

@@ -31,10 +31,13 @@ def server_rows() -> list[Row]:
 
 def engine_rows() -> list[Row]:
     """What the connector adds to vLLM's metrics. Imports vLLM."""
-    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
+    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED
 
     kinds = {"counter": COUNTERS, "gauge": GAUGES, "histogram": HISTOGRAMS}
-    return [_row(f"vllm:kvpool_{name}", kind, text) for kind, texts in kinds.items() for name, text in texts.items()]
+    rows = [_row(f"vllm:kvpool_{name}", kind, text) for kind, texts in kinds.items() for name, text in texts.items()]
+    return rows + [
+        (f"vllm:kvpool_{name}_total{{{label}=}}", "counter", text) for name, (label, text) in LABELLED.items()
+    ]
 
 
 def _row(name: str, kind: str, text: str) -> Row:
