@@ -19,10 +19,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_plugin.causes import Cause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.hit_rules import Found, longest
-from vllm_plugin.scheduler.computed_tokens import Cause, ComputedTokens
+from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups, Reply
 from vllm_plugin.scheduler.pool_contents import PoolContents

@@ -6,51 +6,18 @@ vLLM counts the tokens that a request computes when it gives its first output, b
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvpool.types import MissCause
+from vllm_plugin.causes import Cause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.request_lookup import RequestLookup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-class Cause(enum.Enum):
-    """The label `cause` of `vllm:kvpool_computed_tokens_total`."""
-
-    LAST_BLOCK = "last_block"
-    """The block of the last token: its logits are what the request is waiting for."""
-    NEVER_STORED = "never_stored"
-    BEING_WRITTEN = "being_written"
-    EVICTED = "evicted"
-    REMOVED = "removed"
-    CORRUPT = "corrupt"
-    PUT_FAILED = "put_failed"
-    OTHER_NAMESPACE = "other_namespace"
-    IN_TIER = "in_tier"
-    """A tier of the pool has the block, and did not bring it up in time."""
-    WINDOW_OR_STATE = "window_or_state"
-    """The pool has the tokens' blocks, and not the window or the state from which the engine could go on."""
-    DECLINED = "declined"
-    """Loading would have taken longer than computing."""
-    LOAD_FAILED = "load_failed"
-    LOOKUP_FAILED = "lookup_failed"
-    """The lookup failed, or its answer was late."""
-    WAITING = "too_many_waiting"
-    """Too many other requests waited for lookups, room or a tier."""
-    POOL_AWAY = "pool_away"
-    """No connection to the pool, or its breaker is open."""
-    ADAPTER = "adapter"
-    """The request has a LoRA adapter whose blocks are not shared."""
-    NOT_ASKED = "not_asked"
-    """The request must not use stored KV (its prompt's log-probabilities are wanted), or its engine only stores."""
-    SHARING_OFF = "sharing_off"
-    """A reset is under way, or the engine's ranks disagree."""
 
 
 _OF_SERVER = {cause: Cause[cause.name] for cause in MissCause}
@@ -136,7 +103,7 @@ class ComputedTokens:
             if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
                 del self._prompts[request_id]
                 for cause, count in causes.items():
-                    self._recorder.add_computed(cause.value, count)
+                    self._recorder.add_computed(cause, count)
 
     def finished(self, request_id: str) -> None:
         """A request has ended; one that gave no output is not counted, as vLLM does not count it."""

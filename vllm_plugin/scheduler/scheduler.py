@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_plugin.causes import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
@@ -16,7 +17,7 @@ from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
-from vllm_plugin.scheduler.computed_tokens import Cause, ComputedTokens
+from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
