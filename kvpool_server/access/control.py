@@ -18,6 +18,7 @@ from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Certificates, Tokens, Who
 from kvpool_server.access.caller import check_scrape
+from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.identity_limits import IdentityLimitsFile
@@ -127,6 +128,7 @@ class AccessControl:
             check_scrape(caller)
         except KVPoolError as error:
             if self._audit is not None:
+                caller = error.principal if isinstance(error, RefusedCredentialError) else caller
                 status = status_of(error).name
                 self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
             raise
