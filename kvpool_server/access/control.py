@@ -65,18 +65,23 @@ class AccessControl:
         self._watched.append(self.credentials)
         self.limits_of: Callable[[str], IdentityLimits] = default_limits
         if path := config.identity_limits:
-            limits = IdentityLimitsFile(path, self._when_read("identity limits", path))
+            limits = IdentityLimitsFile(path, self._when_read("identity limits", path), self._domain)
             self._watched.append(limits)
             self.limits_of = limits.of
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
         self._watch = AccessWatch(self._watched, self.running, expire_owned)
 
+    @property
+    def _domain(self) -> str | None:
+        """The trust domain of all callers; None: the server's own tokens may be of any."""
+        return None if self._config.tokens else self._config.trust_domain
+
     def _ask_who(self) -> Who:
         """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
         config, denied = self._config, None
         if path := config.deny:
-            denied = DenyList(path, self._when_read("deny list", path))
+            denied = DenyList(path, self._when_read("deny list", path), self._domain)
             self._watched.append(denied)
         if path := config.tokens:
             tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=self._when_read("tokens", path))
