@@ -35,7 +35,14 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
-from kvpool_server.exposure import check_exposure, check_tenant_memory, event_keys, plaintext_ports, tls_files
+from kvpool_server.exposure import (
+    check_exposure,
+    check_tenant_memory,
+    check_unix_mode,
+    event_keys,
+    plaintext_ports,
+    tls_files,
+)
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
@@ -102,6 +109,7 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         check_exposure(config)
+        check_unix_mode(config)
         check_tenant_memory(config)
         if config.audit_log:
             self._audit = AuditLog(config.audit_log)
