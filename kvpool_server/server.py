@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
-from kvpool.quotas import parse_quota
+from kvpool.quotas import beyond_memory, parse_quota
 from kvpool.types import PoolStats
 from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
@@ -181,6 +181,8 @@ class Server:
             pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
+        if warning := beyond_memory(pool.quotas(), arena.arena_bytes):
+            log.warning(warning)
         return pool
 
     def _serve_http(self) -> RpcMetrics:
