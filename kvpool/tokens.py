@@ -29,6 +29,7 @@ ID_DIGITS = 12
 """Of a token's digest, with which people name it."""
 LOCK_S = 5.0
 """How long a change waits for another change of the same file."""
+_RETRY_S = 0.02
 _SECRET_BYTES = 32
 _UNITS = {"h": 1, "d": 24, "w": 7 * 24}
 _TOKEN = re.compile(PREFIX + r"[A-Za-z0-9_-]{43}")
@@ -183,7 +184,7 @@ def _open_locked(path: Path, flags: int) -> int:
             os.close(fd)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        time.sleep(LOCK_S / 100)
+        time.sleep(_RETRY_S)
     raise ConfigError(f"another process has locked {path} for {LOCK_S:g} s; end it, or try again")
 
 

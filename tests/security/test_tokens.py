@@ -272,8 +272,9 @@ def test_an_id_that_is_not_one_tokens_revokes_nothing(tmp_path: Path, token_id: 
     assert file.read_text() == before
 
 
-def test_changes_of_a_file_at_once_lose_none(tmp_path: Path) -> None:
+def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revocation that another one overwrites would bring its token back."""
+    monkeypatch.setattr(tokens, "LOCK_S", 60.0)
     file = tmp_path / "tokens"
     old, new = ([create_token(ENGINE, DAY)[1] for _ in range(20)] for _ in range(2))
     for record in old:
