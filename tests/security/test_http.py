@@ -87,6 +87,26 @@ def test_metrics_are_for_the_roles_that_may_see_all_tenants(secured: Secured, ro
         assert refused["caller"] == str(_principal(role))
 
 
+def test_a_denied_scraper_is_named_in_the_audit_log(tmp_path: Path) -> None:
+    denied, authority = tmp_path / "denied", Authority.create(tmp_path / "pki")
+    operator, metrics = (
+        files_in(authority.issue_principal(_principal(role))) for role in (Role.OPERATOR, Role.METRICS)
+    )
+    denied.write_text(f"{_principal(Role.METRICS)}\n")
+    audit = tmp_path / "audit.json"
+    flags = ("--audit-log", str(audit), "--deny", str(denied), *server_flags(authority.issue_server([])))
+    server = ServerProcess(tmp_path, *flags, tls=operator)
+    try:
+        status, text = _get(f"{server.http_url}/metrics", operator.ca, metrics)
+        assert status == 401 and "kvpool_" not in text
+        wait_for(lambda: "/metrics" in audit.read_text(), "the refusal")
+    finally:
+        server.stop()
+    refused = [json.loads(line) for line in audit.read_text().splitlines()][-1]
+    assert (refused["call"], refused["outcome"]) == ("/metrics", "UNAUTHENTICATED")
+    assert refused["caller"] == str(_principal(Role.METRICS))
+
+
 def test_a_stranger_learns_the_servers_state_and_nothing_else(secured: Secured, tmp_path: Path) -> None:
     assert secured.url.startswith("https://")
     assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")

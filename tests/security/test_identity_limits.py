@@ -72,7 +72,7 @@ def test_the_page_tells_the_limits() -> None:
 def _read(tmp_path: Path, text: str) -> tuple[IdentityLimits, dict[str, IdentityLimits]]:
     path = tmp_path / "limits.toml"
     path.write_text(text)
-    return read_limits(path)
+    return read_limits(path, "kvpool.local")
 
 
 def test_a_file_has_limits_of_all_and_of_some(tmp_path: Path) -> None:
@@ -85,13 +85,23 @@ def test_a_file_has_limits_of_all_and_of_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("lease = 5", "unknown limit lease; the limits are leases, leased_blocks, tickets, streams, connections"),
+        (
+            "leased_blocks = 5\nlease = 5",
+            "limits.toml, line 2: unknown limit lease; the limits are leases, leased_blocks, tickets, streams, conn",
+        ),
         ("leases = 0", "leases = 0; give a whole number"),
         ("leases = true", "leases = True; give a whole number"),
         ("leases = 1.5", "leases = 1.5"),
         ("leases = '5'", "leases = '5'"),
-        ("[acme]\nleases = 5", "'acme' is not spiffe://"),
-        (f'["{ACME}"]\nnope = 5', f"{ACME}: unknown limit nope"),
+        ("[acme]\nleases = 5", "line 1: 'acme' is not spiffe://"),
+        (f'leases = 5\n# nope = 5\n\n["{ACME}"]\nnope = 5', f"limits.toml, line 5, {ACME}: unknown limit nope"),
+        (f'leases = 5\n"{ACME}" = {{nope = 5}}', f"limits.toml, line 2, {ACME}: unknown limit nope"),
+        (f"leases = 5\n['{ACME}']\nleases = 5\ntickets = 0", f"limits.toml, line 4, {ACME}: tickets = 0"),
+        ('leases = 5\n["spiffe://other/kvpool/acme/metrics"]', "limits.toml, line 2: .*role metrics belongs to no"),
+        (
+            'leases = 5\n["spiffe://other/kvpool/acme/engine-read"]',
+            "limits.toml, line 2: .* can be no caller: .* domain kvpool.local; give spiffe://kvpool.local/kvpool/acme/",
+        ),
         ("leases", "is not TOML"),
     ],
 )

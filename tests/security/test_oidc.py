@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvpool.certificates import Authority
 from kvpool.client import Client
@@ -271,7 +272,14 @@ class Fetched:
 
     def __init__(self, url: str):
         self.errors: list[str] = []
-        self.keys = IssuerKeys(url, lambda error: self.errors.append(str(error)) if error is not None else None)
+        self.num_good = 0
+        self.keys = IssuerKeys(url, self._when_read)
+
+    def _when_read(self, error: ConfigError | None) -> None:
+        if error is None:
+            self.num_good += 1
+        else:
+            self.errors.append(str(error))
 
     def fails(self, told: str) -> None:
         wait_for(lambda: any(told in error for error in self.errors), told, 15)
@@ -327,6 +335,27 @@ def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, f
     issuer.answers.clear()
     issuer.keys = {"keys": document["keys"][:1]}
     wait_for(lambda: set(keys.value) == {"RS256"}, "the keys that are left", 15)
+
+
+def test_an_issuer_that_answers_again_is_told_once(issuer: Issuer, fetched: Fetched) -> None:
+    wait_for(lambda: fetched.num_good == 1, "the first keys", 15)
+    with capture_logs() as logs:
+        document, issuer.keys = issuer.keys, {"keys": []}
+        fetched.fails("no signing key")
+        fetched.fails("no signing key")
+        issuer.keys = document
+        wait_for(lambda: fetched.num_good == 2, "the recovery", 15)
+        asked: list[None] = []
+
+        def count(handler: http.server.BaseHTTPRequestHandler) -> None:
+            asked.append(None)
+            issuer.reply(handler, document)
+
+        issuer.answers["/keys"] = count
+        wait_for(lambda: len(asked) >= 3, "further fetches", 15)
+    told = [(line["log_level"], line["event"]) for line in logs]
+    assert told[-1] == ("info", "the keys of the OIDC issuer can be fetched again")
+    assert [level for level, _ in told].count("info") == 1 and fetched.num_good == 2 and fetched.keys.version == 1
 
 
 def test_an_issuer_with_another_certificate_is_not_believed(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,36 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
     assert {line["call"] for line in ended} >= {"LookupStream", "Write", "PutChunks", "Read"}
 
 
+def test_a_tenant_is_denied_in_one_line_and_the_audit_log_names_its_callers(deployment: Deployment) -> None:
+    reader = files_in(deployment.authority.issue_principal(Principal("acme", Role.ENGINE_READ)))
+    writer, other = deployment.issued("acme"), deployment.issued("acme-2")
+    with deployment.client(reader) as reads, deployment.client(writer) as writes, deployment.client(other) as others:
+        streams = Streams(writes, "acme")
+        reads.admin.ping()
+        since = time.monotonic()
+        deployment.denied.write_text("tenant:acme  # has left\n")
+        streams.check_ended(since)
+        for client in (reads, writes):
+            with pytest.raises(UnauthenticatedError, match="deny list"):
+                client.admin.ping()
+        others.admin.ping()
+        streams.close()
+    lines = [json.loads(line) for line in deployment.audit.read_text().splitlines()]
+    pings = {line["caller"] for line in lines if line["call"] == "Ping" and line["outcome"] == "UNAUTHENTICATED"}
+    assert pings == {str(ENGINE), str(Principal("acme", Role.ENGINE_READ))}
+
+
+def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment: Deployment) -> None:
+    deployment.denied.write_text(f"# two\n{Principal('acme', Role.ENGINE_WRITE, 'kvpool.lcoal')}\n")
+    os.kill(deployment.server.pid, signal.SIGHUP)
+    told = f"{deployment.denied}, line 2: 'spiffe://kvpool.lcoal/kvpool/acme/engine-write' can be no caller"
+    wait_for(lambda: told in deployment.server.stderr, "the refusal in the log")
+    assert f"trust domain kvpool.local; give {ENGINE}" in deployment.server.stderr
+    deployment.denied.write_text(f"{ENGINE}\n")
+    os.kill(deployment.server.pid, signal.SIGHUP)
+    wait_for(lambda: f"read again: {deployment.denied}" in deployment.server.stderr, "the mended file")
+
+
 @pytest.mark.more
 def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deployment: Deployment) -> None:
     stolen = deployment.issued("acme")
@@ -553,21 +583,39 @@ def test_a_client_that_hangs_up_is_not_mistaken_for_one_that_is_refused() -> Non
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("acme", "line 2: neither a SPIFFE ID nor"),
+        ("acme", "'acme' is neither a tenant nor a SPIFFE ID nor"),
+        ("tenants:acme", "'tenants:acme' is neither"),
+        ("tenant:", "tenant '' cannot be"),
+        ("tenant:_", "tenant '_' cannot be"),
+        ("tenant: acme", "tenant ' acme' cannot be"),
+        ("spiffe:/kvpool.local/kvpool/acme/metrics", "'spiffe:/kvpool.local/kvpool/acme/metrics' is neither"),
         ("spiffe://kvpool.local/kvpool/acme/root", "no role 'root'"),
-        ("ab" * 31, "line 2: neither"),
+        ("spiffe://kvpool.local/kvpool/acme/operator", "role operator belongs to no tenant"),
+        ("spiffe://other/kvpool/acme/engine-read", "domain kvpool.local; give spiffe://kvpool.local/kvpool/acme/"),
+        ("ab" * 31, "an entry of 62 characters is neither"),
+        ("SHA1 Fingerprint=" + "AB:" * 19 + "AB", "is neither"),
     ],
 )
 def test_a_deny_list_with_a_wrong_line_names_it(tmp_path: Path, line: str, told: str) -> None:
     (tmp_path / "denied").write_text(f"# first\n{line}\n")
-    with pytest.raises(ConfigError, match=told):
-        DenyList(str(tmp_path / "denied"))
+    with pytest.raises(ConfigError, match=f"denied, line 2: .*{told}"):
+        DenyList(str(tmp_path / "denied"), domain="kvpool.local")
+
+
+def test_the_servers_own_tokens_may_be_denied_in_any_trust_domain(tmp_path: Path) -> None:
+    elsewhere = Principal("acme", Role.ENGINE_READ, "other")
+    (tmp_path / "denied").write_text(f"{elsewhere}\n")
+    ends_at = dt.datetime.now(dt.UTC) + DAY
+    found = DenyList(str(tmp_path / "denied"))
+    assert found.denies(Credential(elsewhere, "digest", ends_at)) and not found.denies(
+        Credential(ENGINE, "digest", ends_at)
+    )
 
 
 def test_a_token_in_the_deny_list_is_not_printed(tmp_path: Path) -> None:
     token = create_token(ENGINE, DAY)[0]
     (tmp_path / "denied").write_text(token)
-    with pytest.raises(ConfigError, match="line 1: neither") as raised:
+    with pytest.raises(ConfigError, match="line 1: an entry of 50 characters is neither") as raised:
         DenyList(str(tmp_path / "denied"))
     assert token not in str(raised.value)
 
