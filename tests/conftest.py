@@ -19,7 +19,7 @@ from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.effort import EFFORT
 from tests.support.processes import ServerProcess
 
-# `make test` tries the same inputs each time, so that a change is judged by what it changes; more effort tries new ones.
+# `make test` tries the same inputs each time: a change is judged by what it changes. More effort tries new ones.
 settings.register_profile(
     "kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, derandomize=EFFORT == 1
 )
