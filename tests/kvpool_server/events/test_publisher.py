@@ -22,7 +22,7 @@ from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import MAX_REPLAYS, Publisher
-from tests.support.events import Known, Listener, low_64_bits
+from tests.support.events import Known, Listener, follow, low_64_bits
 from tests.support.processes import ServerProcess, run_command, run_server, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -201,7 +201,7 @@ def test_the_command_prints_what_is_published(pool_server: StartServer, connect:
     client = connect(server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     _put(client, namespace, "a")
-    done = run_command(KVPOOL, "events", endpoint, "--replay", replay, "--seconds", "1")
+    done = follow(2, KVPOOL, "events", endpoint, "--replay", replay)
     assert done.returncode == 0 and done.stderr.startswith("kvpool: following ") and done.stderr.count("\n") == 1
     cleared, stored = (json.loads(line) for line in done.stdout.splitlines())
     assert cleared["events"] == [{"type": "AllBlocksCleared"}]

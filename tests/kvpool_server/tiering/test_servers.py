@@ -23,7 +23,7 @@ StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
 CHUNK, SHARDS = 16 << 10, 4
 SLOT = CHUNK * SHARDS
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def _spec() -> NamespaceSpec:
@@ -295,7 +295,7 @@ def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
         _put(client, client.open_namespace(spec), LATER)
         assert not starting.done()
         old.terminate()
-        new = starting.result(timeout=60)
+        new = starting.result(timeout=120)
     try:
         assert old.wait() == 0
         client = connect(new)
