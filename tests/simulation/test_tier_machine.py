@@ -273,7 +273,7 @@ class TierMachine(RuleBasedStateMachine):
         if idle:
             after = self.world.there()
             assert not (np.array(before) & ~np.array(after)).any(), "a crash has lost blocks that were written"
-            # The journal lists corrupt blocks that reads have dropped until the next write: a crash has them read again.
+            # Until its next write the journal lists corrupt blocks that reads have dropped: they are read once more.
             assert np.sum(after) - np.sum(before) <= num_dropped, "a crash has found blocks"
 
     @rule(seed=st.integers(0, 1 << 32), ops=st.integers(0, 12), chain=chains, sync=st.booleans())
