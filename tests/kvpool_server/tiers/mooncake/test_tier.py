@@ -39,7 +39,7 @@ from tests.support.processes import run_command, server_command
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 MakeCluster = Callable[..., Cluster]
-ENDS_S = 5.0
+ENDS_S = 15.0
 
 
 def _config(master: str, segment_bytes: int = 0, protocol: str = "tcp") -> StoreConfig:
@@ -329,7 +329,7 @@ def test_a_master_that_is_not_there_is_said_at_the_start(who: str) -> None:
             began_at = time.monotonic()
             with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*start mooncake_master first"):
                 await MooncakeTier(_config(f"127.0.0.1:{port}")).open()
-            assert time.monotonic() - began_at < 13
+            assert time.monotonic() - began_at < 40
 
     run(test)
 
