@@ -54,7 +54,7 @@ def _metrics(server: ServerProcess) -> dict[str, float]:
 
 
 def test_a_server_answers_soon_on_a_busy_machine_too(pool_server: StartServer) -> None:
-    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 10
+    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 20
 
 
 def test_the_server_says_how_to_point_vllm_at_it(shared_server: ServerProcess) -> None:

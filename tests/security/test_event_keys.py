@@ -287,7 +287,7 @@ class Bench:
         for flush in flushes:
             flush()
 
-    def subscriber(self, name: str, stream: str = "", timeout_ms: int = 5_000) -> Subscriber:
+    def subscriber(self, name: str, stream: str = "", timeout_ms: int = 20_000) -> Subscriber:
         return Subscriber(*self.stream(stream or name), timeout_ms=timeout_ms, keys=self.keys.of(name))
 
     def listener(self, name: str) -> Listener:

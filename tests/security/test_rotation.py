@@ -84,14 +84,14 @@ class Streams:
         run = wire.encode_runs([run_of("block")])
         lookup = pb.LookupRequest(namespace=namespace.fingerprint, runs=run, lease_ttl_ms=TTL_MS)
         self._begun = threading.Semaphore(0)
-        self.lease_id = self.stub.Lookup(lookup, timeout=10).lease_id
+        self.lease_id = self.stub.Lookup(lookup, timeout=30).lease_id
         one = wire.encode_shards(ShardRange(0, 1))
         get = pb.GetRequest(lease_id=self.lease_id, namespace=namespace.fingerprint, runs=run, shards=one)
-        self.get = lambda: self.stub.Get(get, timeout=10)
+        self.get = lambda: self.stub.Get(get, timeout=30)
         (offset,) = wire.decode_located(self.get()).offsets
         new = wire.encode_runs([run_of("new")])
         put = pb.PutStartRequest(namespace=namespace.fingerprint, runs=new, shards=one, ticket_ttl_ms=TTL_MS)
-        self.stub.PutStart(put, timeout=10)
+        self.stub.PutStart(put, timeout=30)
         read = pb.ReadRequest(lease_id=self.lease_id, offsets=[offset] * NUM_PIECES, region_bytes=CHUNK)
         self.outcomes: dict[str, Outcome] = {
             "LookupStream": self._run(lambda: list(self.stub.LookupStream(self._one(lookup), timeout=60))),
@@ -100,7 +100,7 @@ class Streams:
             "Read": self._run(lambda: self._read_slowly(read)),
         }
         for _ in self.outcomes:
-            assert self._begun.acquire(timeout=10)
+            assert self._begun.acquire(timeout=30)
 
     def _one(self, message: Any) -> Iterator[Any]:
         if message is not None:

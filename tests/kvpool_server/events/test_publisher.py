@@ -328,7 +328,7 @@ def test_closing_publishes_what_is_left_and_ends_the_thread() -> None:
         bench.publisher.close()
         bench.publisher.close()
         heard: list[Any] = []
-        while subscriber._sub.poll(1_000) and low_64_bits(block_hash("last")) not in heard:
+        while low_64_bits(block_hash("last")) not in heard and subscriber._sub.poll(10_000):
             for event in json.loads(json.dumps(_payload(subscriber)))[1]:
                 heard += event.get("block_hashes", [])  # The stream may begin with AllBlocksCleared.
     assert low_64_bits(block_hash("last")) in heard
