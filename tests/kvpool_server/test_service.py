@@ -416,7 +416,7 @@ def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Co
         assert not lookup(pb.LookupRequest(release=[leases[0], leases[0], 0, (1 << 64) - 1]), timeout=10).hits
         assert client.admin.stats().num_leases == 3
         found = lookup(
-            pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=1_000),
+            pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=10_000),
             timeout=10,
         )
         assert found.lease_id and client.admin.stats().num_leases == 2
@@ -685,7 +685,7 @@ def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: 
 def test_a_lease_that_runs_out_during_the_read_is_an_error(
     shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
 ) -> None:
-    client = connect(shared_server, transport="shm", lease_ttl_ms=500)
+    client = connect(shared_server, transport="shm", lease_ttl_ms=2_000)
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     lease_id = client.lookup(namespace, [run]).lease_id
@@ -771,7 +771,7 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
     namespace = client.open_namespace(spec)
     run = run_of("a", "b")
     writer = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.vanishing_writer", server.endpoint, spec.salt, "2000"],
+        [sys.executable, "-m", "tests.support.vanishing_writer", server.endpoint, spec.salt, "5000"],
         stdout=subprocess.PIPE, text=True, env=clean_environment(PYTHONPATH=":".join(sys.path)),
     )  # fmt: skip
     assert writer.stdout is not None
