@@ -144,8 +144,9 @@ def test_what_one_call_changes_is_few_messages(
     names = [f"block {nth}" for nth in range(500)]
     client.put_blocks(namespace, run_of(*names), [payload(name, 100) for name in names])
     listener.wait_for(_known(namespace, *names))
-    # One for each turn of the event loop that the call takes, and its turns are of a millisecond.
-    assert 1 <= len(listener.messages[1:]) <= 10
+    # One for each turn of the event loop that the call takes. Its turns are of a millisecond, in which a busy machine
+    # may do little; without turns there would be a message for each block.
+    assert 1 <= len(listener.messages[1:]) <= len(names) // 10
     assert {len(message.events) for message in listener.messages[1:]} == {1}
 
 
