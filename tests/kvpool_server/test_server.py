@@ -209,9 +209,10 @@ def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, conn
     runs, shard = wire.encode_runs([run_of("a")]), wire.encode_shards(ShardRange(0, 1))
     get = pb.GetRequest(lease_id=lease_id, namespace=namespace.fingerprint, runs=runs, shards=shard)
     (offset,) = wire.decode_located(client.rpc.stub.Get(get, timeout=10)).offsets
-    read = pb.ReadRequest(lease_id=lease_id, offsets=[offset] * 50, region_bytes=1 << 20)
+    # Far more than gRPC takes in for a client that a busy machine pauses: 50 MiB have been on their way before.
+    read = pb.ReadRequest(lease_id=lease_id, offsets=[offset] * 2_000, region_bytes=1 << 20)
     for _ in range(20):
-        call = client.rpc.stub.Read(read, timeout=10)
+        call = client.rpc.stub.Read(read, timeout=60)
         next(call)
         call.cancel()
     line = 'kvpool_rpc_seconds_count{method="Read",status="CANCELLED"} 20.0'
