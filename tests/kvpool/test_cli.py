@@ -187,7 +187,7 @@ def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, 
     with process:
         wait_for(lambda: client.admin.stats().counters["put_granted_blocks"], "the first blocks")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode != 0 and "Traceback" not in err
     assert [info.num_entries for info in client.admin.namespaces()] == [0]
 
