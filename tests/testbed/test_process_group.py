@@ -36,10 +36,10 @@ if __name__ == "__main__":
     "forked server": """
 import pathlib, time
 from tests.support.processes import ServerProcess
+from tests.support.workers import workers_of
 if __name__ == "__main__":
     server = ServerProcess(pathlib.Path("logs"))
-    children = "".join(path.read_text() for path in pathlib.Path(f"/proc/{server.pid}/task").glob("*/children"))
-    print(children.split()[0], flush=True)
+    print(workers_of(server)[0], flush=True)
     time.sleep(600)
 """,
 }
