@@ -142,8 +142,8 @@ def check_permission(client: Client) -> None:
     if missing := sorted(_CALLS - {*caller.methods}):
         raise PermissionDeniedError(
             f"{caller.principal} may not call {', '.join(missing)}, which a measurement needs to find room and to "
-            f"remove its blocks; --bandwidth is for the role {Role.OPERATOR}: give its certificate, such as "
-            "--tls pki/operator"
+            f"remove its blocks; --bandwidth needs the role {Role.OPERATOR}: give its certificate (kvpool --tls "
+            "pki/operator ping ...) or its token (--token-file); `kvpool ping` alone works with every role"
         )
 
 

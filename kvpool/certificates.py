@@ -16,6 +16,7 @@ import datetime as dt
 import ipaddress
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,11 +255,12 @@ def _key_pem(key: _PrivateKey) -> bytes:
     )
 
 
-def write_whole(path: Path, text: bytes, secret: bool = False) -> None:
+def write_whole(path: Path, text: bytes, secret: bool = False, like: os.stat_result | None = None) -> None:
     """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
 
     Args:
         secret: only the file's owner may read it.
+        like: of a file whose owner, group and mode the new one gets; None: the caller's, and those of `secret`.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -266,6 +268,9 @@ def write_whole(path: Path, text: bytes, secret: bool = False) -> None:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if secret else 0o644)
         try:
             with open(fd, "wb") as file:
+                if like is not None:
+                    os.fchown(fd, like.st_uid, like.st_gid)
+                    os.fchmod(fd, stat.S_IMODE(like.st_mode))
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

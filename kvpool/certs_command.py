@@ -21,7 +21,7 @@ from kvpool.certificates import (
 from kvpool.errors import InvalidRequestError
 from kvpool.holdings import duration_text, printable
 from kvpool.option_bounds import within
-from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
+from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
 
 DEFAULT_TENANT = "default"
 
@@ -33,7 +33,9 @@ Hosts = Annotated[
     typer.Option("--host", help="DNS name or address by which clients reach the server. Repeat for several."),
 ]
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Make this tenant's certificates. Repeatable.")]
-Domain = Annotated[str, typer.Option(help="Trust domain in the principals' SPIFFE IDs.")]
+Domain = Annotated[
+    str, typer.Option(help=f"{ABOUT_DOMAINS} Servers take certificates of one domain alone (--trust-domain).")
+]
 Days = Annotated[int, typer.Option(callback=within(1, CA_DAYS - 1), help="Days for which the certificates are valid.")]
 
 

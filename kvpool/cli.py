@@ -32,11 +32,12 @@ from kvpool.bandwidth_report import row_of, text_of
 from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.client import Client
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS, ClientConfig
-from kvpool.errors import InvalidRequestError, KVPoolError, PoolTimeoutError
+from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError, PoolTimeoutError
 from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, differences
 from kvpool.option_bounds import within
-from kvpool.quotas import parse_quota, size_text
+from kvpool.principal import Role
+from kvpool.quotas import beyond_memory, parse_quota, size_text
 from kvpool.tls import TlsFiles
 from kvpool.types import HASH_BYTES, PoolStats, Quota, TierStats
 from kvpool.version import __version__
@@ -76,7 +77,9 @@ def ping(
     bandwidth: Annotated[
         bool,
         typer.Option(
-            "--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards; for operators."
+            "--bandwidth",
+            help="Measure puts and gets, with blocks that are removed afterwards. With TLS this needs the role "
+            f"{Role.OPERATOR}, also on an engine's host.",
         ),
     ] = False,
     mib: Annotated[
@@ -120,7 +123,9 @@ def ping(
         found |= {"transport": choice.transport.name, "route": choice.route, "why": choice.why}
         if not as_json:
             typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
-            typer.echo(f"bytes would travel by {choice.route}: {choice.why}")
+            # The route of a fallback has a reason, which `why` has, too.
+            route = f"{choice.transport.name} (slow)" if choice.is_fallback else choice.route
+            typer.echo(f"bytes would travel by {route}: {choice.why}")
         if bandwidth:
             chosen = None if namespace is None else _info(client, namespace)
             if chosen is None:
@@ -288,6 +293,9 @@ def quota(
             raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
     with _client(endpoint) as client:
         found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
+        warning = _beyond_memory(client, found)
+    if warning:
+        typer.echo(f"kvpool: {warning}", err=True)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(quota) for quota in found], indent=2))
         return
@@ -299,6 +307,14 @@ def quota(
         share = f"{each.used_bytes / each.limit_bytes:.0%}"
         table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
     Console().print(table)
+
+
+def _beyond_memory(client: Client, quotas: Sequence[Quota]) -> str:
+    """As `beyond_memory`; empty for a tenant's operator, to whom the server tells neither its memory nor all quotas."""
+    try:
+        return beyond_memory(quotas, client.admin.stats().arena_bytes) if quotas else ""
+    except PermissionDeniedError:
+        return ""
 
 
 @app.command(context_settings={"allow_extra_args": True})  # To name the option that is missing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from kvpool.errors import InvalidRequestError
@@ -23,6 +24,22 @@ def parse_quota(text: str) -> Quota:
     quota = Quota(kind + colon + (name.lower() if kind == "namespace" else name), _nbytes(text, size))
     quota.check()
     return quota
+
+
+def beyond_memory(quotas: Sequence[Quota], arena_bytes: int) -> str:
+    """A warning if tenants' quotas, or namespaces', together are more than the memory; empty: they are not.
+
+    An excess below a 64th does not count: the server rounds its memory, and what tenants may hold, down to extents.
+    """
+    for kind in ("tenant", "namespace"):
+        wanted = sum(quota.limit_bytes for quota in quotas if quota.subject.startswith(f"{kind}:"))
+        if wanted - arena_bytes > arena_bytes // 64:
+            return (
+                f"the quotas of {kind}s add up to {size_text(wanted)}, and the pool's memory is "
+                f"{size_text(arena_bytes)}: a {kind} below its quota may lose blocks to others; lower the quotas, or "
+                "give the server more --memory"
+            )
+    return ""
 
 
 def _nbytes(text: str, size: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,15 +11,13 @@ import typer
 
 from kvpool.certificates import write_whole
 from kvpool.errors import InvalidRequestError
-from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
-from kvpool.tokens import append_record, create_token, parse_lifetime
+from kvpool.holdings import duration_text, printable
+from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
+from kvpool.tokens import TokenRecord, append_record, create_token, parse_lifetime, read_records, remove_record
 
-app = typer.Typer(no_args_is_help=True, help="Make bearer tokens, for callers that have no certificate.")
+app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens, of callers without a certificate.")
 
-
-@app.callback()
-def _group() -> None:
-    """Make bearer tokens, for callers that have no certificate."""
+TokensFile = Annotated[Path, typer.Argument(metavar="FILE", help="The server's file of tokens (--tokens).")]
 
 
 @app.command()
@@ -28,7 +28,7 @@ def create(
     ],
     tenant: Annotated[str, typer.Option(help="Whose it is; for the roles of a tenant.")] = "",
     expires: Annotated[str, typer.Option(help="Lifetime: hours, days or weeks, such as 12h, 90d or 4w.")] = "90d",
-    domain: Annotated[str, typer.Option(help="Trust domain.")] = DEFAULT_DOMAIN,
+    domain: Annotated[str, typer.Option(help=ABOUT_DOMAINS)] = DEFAULT_DOMAIN,
     out: Annotated[
         Path | None, typer.Option(help="Write the token to this file, which only its owner can read; or print it.")
     ] = None,
@@ -44,6 +44,55 @@ def create(
         typer.echo(token)
     else:
         write_whole(out, f"{token}\n".encode(), secret=True)
+    typer.echo(f"kvpool: {record.principal} until {_minute(record.ends_at)}; nobody can print it again", err=True)
+
+
+@app.command("list")
+def list_tokens(file: TokensFile, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the tokens of a server's file: the id, whose each is, when it was made, and when it ends; no secrets."""
+    found = sorted(read_records(file).values(), key=lambda record: (str(record.principal), record.ends_at))
+    if as_json:
+        typer.echo(json.dumps([_row(record) for record in found], indent=2))
+        return
+    for record in found:
+        typer.echo("\n    ".join(map(printable, _lines(record))))
+    if not found:
+        typer.echo(f"no tokens in {file}")
+
+
+@app.command()
+def revoke(
+    file: TokensFile,
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `kvpool token list` shows it.")],
+) -> None:
+    """Take a token out of a server's file, so that the server refuses it."""
+    record = remove_record(file, token_id)
     typer.echo(
-        f"kvpool: {record.principal} until {record.ends_at:%Y-%m-%d %H:%M} UTC; nobody can print it again", err=True
+        f"revoked {record.id} of {record.principal}; a server that has this file refuses the token, and ends its calls "
+        "under way, within 10 seconds"
     )
+
+
+def _lines(record: TokenRecord) -> list[str]:
+    left_s = (record.ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+    when = f"in {duration_text(left_s)}" if left_s > 0 else f"{duration_text(-left_s)} ago"
+    created = "" if record.created_at is None else f"created {_minute(record.created_at)}; "
+    ends = f"{'ends' if left_s > 0 else 'ENDED'} {_minute(record.ends_at)}, {when}"
+    return [f"{record.id}  {record.principal}", created + ends]
+
+
+def _row(record: TokenRecord) -> dict[str, str | None]:
+    principal, created_at = record.principal, record.created_at
+    return {
+        "id": record.id,
+        "sha256": record.digest,
+        "principal": str(principal),
+        "tenant": principal.tenant if principal.role.has_tenant else None,
+        "role": principal.role,
+        "created_at": None if created_at is None else created_at.isoformat(),
+        "ends_at": record.ends_at.isoformat(),
+    }
+
+
+def _minute(moment: dt.datetime) -> str:
+    return f"{moment.astimezone(dt.UTC):%Y-%m-%d %H:%M} UTC"

@@ -68,7 +68,8 @@ _ERROR_OF = {status: error for error, status in _STATUS_OF.items() if error is n
 
 
 def status_of(error: errors.KVPoolError) -> grpc.StatusCode:
-    return _STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL)
+    """The status of an error's class, or of the nearest class that it is derived from."""
+    return next((_STATUS_OF[each] for each in type(error).__mro__ if each in _STATUS_OF), grpc.StatusCode.INTERNAL)
 
 
 MAX_ERROR_CHARS = 2_000

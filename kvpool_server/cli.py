@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import structlog
 import typer
+from rich.markup import escape
 
 from kvpool.config import is_loopback
 from kvpool.errors import ConfigError
@@ -32,7 +33,7 @@ log = structlog.get_logger()
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
     shown = "1GiB" if name == "memory" else "none" if field.default in ("", ()) else field.default
-    return f"{field.description} (default: {shown})"
+    return escape(f"{field.description} (default: {shown})")  # Rich would take pyjwt[crypto] for markup.
 
 
 def _version(wanted: bool) -> None:

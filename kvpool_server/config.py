@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -21,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.principal import ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
+from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
 from kvpool.quotas import parse_quota
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
@@ -32,7 +33,8 @@ from kvpool_server.tiers.registry import parse
 from kvpool_server.toml_file import read_toml
 
 ENV_PREFIX = "KVPOOL_"
-_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS"}
+_SEE_HELP = "see kvpool-server --help"
+_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
 
 # The names and values of service links, behind the Service's own name; see `service_links`.
 _HOST = "_SERVICE_HOST"
@@ -70,8 +72,9 @@ class ServerConfig(BaseModel):
     )
     unix_mode: str = Field(
         "0600",
-        description="Permissions of both Unix sockets, in octal: who may connect may read and write the pool. 0660 for "
-        "a common group, 0666 for everybody who sees the path.",
+        description="With --unix-listen: permissions of both Unix sockets, in octal. 0660 for a common group, 0666 for "
+        "everybody who sees the path. Whoever may connect may read and write the pool; with TLS, whoever may connect "
+        "also needs a certificate or token.",
     )
     data_listen: str = Field(
         "127.0.0.1:50053",
@@ -96,8 +99,8 @@ class ServerConfig(BaseModel):
     )
     trust_domain: str = Field(
         DEFAULT_DOMAIN,
-        description="With --tls-client-ca: trust domain of callers' certificates (spiffe://DOMAIN/kvpool/...); others "
-        "are refused. Tokens are not restricted to a domain.",
+        description=f"{ABOUT_DOMAINS} With --tls-client-ca, certificates of other domains are refused; tokens are not "
+        "restricted to a domain.",
     )
     tokens: str = Field(
         "",
@@ -117,8 +120,8 @@ class ServerConfig(BaseModel):
     oidc_role_claim: str = Field("kvpool_role", description="Claim with the caller's role, such as engine-write.")
     deny: str = Field(
         "",
-        description="File of SPIFFE IDs, and of SHA-256 digests of certificates and tokens, a line each, that are "
-        "refused although they are good. A change ends calls under way within 10 seconds. Empty: none.",
+        description="File of tenants (tenant:NAME), SPIFFE IDs, and SHA-256 digests of certificates and tokens, a line "
+        "each, that are refused although they are good. A change ends calls under way within 10 seconds. Empty: none.",
     )
     audit_log: str = Field(
         "",
@@ -358,8 +361,6 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
             source = f"--{key.replace('_', '-')}"
         elif key in from_environment:
             source = ENV_PREFIX + key.upper()
-        field = ServerConfig.model_fields.get(key)
-        wanted = f". {field.description}" if field is not None else ""
         if first["type"] == "literal_error":
             choices = first["ctx"]["expected"].replace("'", "")
             raise ConfigError(f"unknown {key} {first['input']!r} ({source}); choose {choices}") from None
@@ -368,7 +369,7 @@ def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str
             wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
         elif fix := instead_of(first):
             wrong = f"not possible; give {fix}"
-        raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}{wanted}") from None
+        raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}; {_SEE_HELP}") from None
 
 
 def _check_endpoint(text: str) -> str:
@@ -420,8 +421,10 @@ def _refuse_unknown(values: dict[str, Any], source: str, prefix: str = "") -> No
     for key in values:
         if key not in ServerConfig.model_fields:
             shown = prefix + (key.upper() if prefix else key)
-            known = ", ".join(ServerConfig.model_fields)
-            raise ConfigError(f"{source}: unknown key {shown}; the keys are {known}")
+            known = [prefix + (name.upper() if prefix else name) for name in ServerConfig.model_fields]
+            nearest = difflib.get_close_matches(shown, known, 1)
+            meant = f"did you mean {nearest[0]}? " if nearest else ""
+            raise ConfigError(f"{source}: unknown key {shown}; {meant}{_SEE_HELP}")
 
 
 def service_links(environ: Mapping[str, str]) -> frozenset[str]:

@@ -47,6 +47,15 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
 
+def check_unix_mode(config: ServerConfig) -> None:
+    """Raises ConfigError if permissions are given for sockets that the server does not open."""
+    if "unix_mode" in config.model_fields_set and not config.unix_listen:
+        raise ConfigError(
+            f"--unix-mode {config.unix_mode} has no effect without a Unix socket; give --unix-listen PATH, too, or "
+            "leave it out"
+        )
+
+
 def check_tenant_memory(config: ServerConfig) -> None:
     """Raises ConfigError if tenants' engines are to map memory that they must not, or cannot, map."""
     if not config.tenant_memory:

@@ -22,6 +22,7 @@ from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
 from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, check_call
+from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
@@ -110,7 +111,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         """Ends a call with an error."""
         status = wire.status_of(error)
         if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
-            self._audit.write(name, status.name, caller=CALLER.get(), peer=context.peer(), why=str(error))
+            caller = error.principal if isinstance(error, RefusedCredentialError) else CALLER.get()
+            self._audit.write(name, status.name, caller=caller, peer=context.peer(), why=str(error))
         await context.abort(status, str(error))
 
     def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
-from kvpool.quotas import parse_quota
+from kvpool.quotas import beyond_memory, parse_quota
 from kvpool.types import PoolStats
 from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
@@ -35,7 +35,14 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
-from kvpool_server.exposure import check_exposure, check_tenant_memory, event_keys, plaintext_ports, tls_files
+from kvpool_server.exposure import (
+    check_exposure,
+    check_tenant_memory,
+    check_unix_mode,
+    event_keys,
+    plaintext_ports,
+    tls_files,
+)
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
@@ -102,6 +109,7 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         check_exposure(config)
+        check_unix_mode(config)
         check_tenant_memory(config)
         if config.audit_log:
             self._audit = AuditLog(config.audit_log)
@@ -173,6 +181,8 @@ class Server:
             pool.set_quotas([parse_quota(text) for text in config.quota])
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
+        if warning := beyond_memory(pool.quotas(), arena.arena_bytes):
+            log.warning(warning)
         return pool
 
     def _serve_http(self) -> RpcMetrics:

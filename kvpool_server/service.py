@@ -22,6 +22,7 @@ from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
 from kvpool.principal import Role
+from kvpool.quotas import beyond_memory
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
@@ -403,7 +404,10 @@ class PoolService(PoolServicer):
             raise InvalidRequestError(f"{len(request.quotas)} quotas in one message; give at most {most}")
         await self._turns.run(self._pool.set_quotas_in_steps(wire.decode_quotas(request.quotas)))
         log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
-        return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(self._pool.quotas()))
+        quotas = self._pool.quotas()
+        if warning := beyond_memory(quotas, self._pool.arena.arena_bytes):
+            log.warning(warning)
+        return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(quotas))
 
 
 def _check_deadline(context: Context) -> None:

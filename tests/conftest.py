@@ -16,9 +16,13 @@ from hypothesis import HealthCheck, settings
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.v1.pool_pb2_grpc import PoolStub
+from tests.support.effort import EFFORT
 from tests.support.processes import ServerProcess
 
-settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# `make test` tries the same inputs each time: a change is judged by what it changes. More effort tries new ones.
+settings.register_profile(
+    "kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, derandomize=EFFORT == 1
+)
 settings.load_profile("kvpool")
 
 os.umask(0o022)  # Servers refuse files that a group can write, as some users' default has it.

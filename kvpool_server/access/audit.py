@@ -53,7 +53,7 @@ class AuditLog:
 
         Args:
             outcome: the call's gRPC status.
-            caller: None where callers are not authenticated, or have failed to.
+            caller: None where callers are not authenticated, or have not proved who they are.
             peer: the address that the call came from.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """

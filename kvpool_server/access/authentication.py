@@ -11,7 +11,7 @@ from kvpool.errors import UnauthenticatedError
 from kvpool.principal import DEFAULT_DOMAIN
 from kvpool.tokens import TokenRecord, digest_of
 from kvpool.watched_files import WatchedFiles
-from kvpool_server.access.credential import Credential, of_certificate
+from kvpool_server.access.credential import Credential, RefusedCredentialError, of_certificate
 from kvpool_server.access.deny_list import DenyList
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -65,11 +65,14 @@ class Certificates:
 
     def checked(self, credential: Credential) -> Credential:
         if credential.has_ended:
-            raise UnauthenticatedError(f"the client's certificate ended at {credential.ends_at}; renew it")
+            raise RefusedCredentialError(
+                f"the client's certificate ended at {credential.ends_at}; renew it", credential
+            )
         if credential.principal.domain != self._trust_domain:
-            raise UnauthenticatedError(
+            raise RefusedCredentialError(
                 f"{credential.principal} is of trust domain {credential.principal.domain}, and this server takes "
-                f"{self._trust_domain}; use a certificate of that domain, or see --trust-domain"
+                f"{self._trust_domain}; use a certificate of that domain, or see --trust-domain",
+                credential,
             )
         return not_denied(credential, self._denied)
 
@@ -101,8 +104,9 @@ class Tokens:
         if record is None or record.principal != credential.principal:
             raise _unknown_token()
         if credential.has_ended:  # Told to those who have proved that they know the secret.
-            raise UnauthenticatedError(
-                f"the call's token ended at {credential.ends_at:%Y-%m-%d %H:%M} UTC; make another: kvpool token create"
+            raise RefusedCredentialError(
+                f"the call's token ended at {credential.ends_at:%Y-%m-%d %H:%M} UTC; make another: kvpool token create",
+                credential,
             )
         return not_denied(credential, self._denied)
 
@@ -125,7 +129,9 @@ def _unknown_token() -> UnauthenticatedError:
 
 
 def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
-    """The credential. Raises UnauthenticatedError if it is denied."""
+    """The credential. Raises RefusedCredentialError if it is denied."""
     if denied is not None and denied.denies(credential):
-        raise UnauthenticatedError(f"{credential.principal} or its credential is on the server's deny list")
+        raise RefusedCredentialError(
+            f"{credential.principal}, its tenant or its credential is on the server's deny list", credential
+        )
     return credential

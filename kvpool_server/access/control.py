@@ -18,6 +18,7 @@ from kvpool.wire import status_of
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Certificates, Tokens, Who
 from kvpool_server.access.caller import check_scrape
+from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.identity_limits import IdentityLimitsFile
@@ -64,18 +65,23 @@ class AccessControl:
         self._watched.append(self.credentials)
         self.limits_of: Callable[[str], IdentityLimits] = default_limits
         if path := config.identity_limits:
-            limits = IdentityLimitsFile(path, self._when_read("identity limits", path))
+            limits = IdentityLimitsFile(path, self._when_read("identity limits", path), self._domain)
             self._watched.append(limits)
             self.limits_of = limits.of
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
         self._watch = AccessWatch(self._watched, self.running, expire_owned)
 
+    @property
+    def _domain(self) -> str | None:
+        """The trust domain of all callers; None: the server's own tokens may be of any."""
+        return None if self._config.tokens else self._config.trust_domain
+
     def _ask_who(self) -> Who:
         """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
         config, denied = self._config, None
         if path := config.deny:
-            denied = DenyList(path, self._when_read("deny list", path))
+            denied = DenyList(path, self._when_read("deny list", path), self._domain)
             self._watched.append(denied)
         if path := config.tokens:
             tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=self._when_read("tokens", path))
@@ -127,6 +133,7 @@ class AccessControl:
             check_scrape(caller)
         except KVPoolError as error:
             if self._audit is not None:
+                caller = error.principal if isinstance(error, RefusedCredentialError) else caller
                 status = status_of(error).name
                 self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
             raise

@@ -36,6 +36,18 @@ class Credential:
         return self.ends_at <= dt.datetime.now(dt.UTC)
 
 
+class RefusedCredentialError(UnauthenticatedError):
+    """A credential proves whose it is, and is not in force: denied, ended, or of another trust domain.
+
+    Attributes:
+        principal: whose it is, for the audit log.
+    """
+
+    def __init__(self, message: str, credential: Credential):
+        super().__init__(message)
+        self.principal = credential.principal
+
+
 @functools.lru_cache(MAX_PARSED)
 def of_certificate(certificate: bytes) -> Credential:
     """The credential that a verified certificate is.

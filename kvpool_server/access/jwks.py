@@ -80,7 +80,7 @@ class IssuerKeys:
 
     Args:
         issuer: https://…
-        when_read: called after each fetch that changed something or failed.
+        when_read: called after each fetch that changed something or failed, and after the first that succeeds again.
 
     Attributes:
         value: the keys; empty before the first answer.
@@ -92,6 +92,7 @@ class IssuerKeys:
         self._when_read = when_read
         self._wanted, self._is_closed = threading.Event(), False
         self._texts: bytes = b""
+        self._is_refused = False
         self.value: Keys = {}
         self.version = 0
         self._thread = threading.Thread(target=self._run, name="kvpool-jwks", daemon=True)
@@ -117,6 +118,7 @@ class IssuerKeys:
                 self._fetch()
                 rest_s = REFETCH_S
             except ConfigError as error:
+                self._is_refused = True
                 log.warning("the keys of the OIDC issuer cannot be fetched; the server tries again", why=str(error))
                 self._when_read(error)
                 rest_s = RETRY_S
@@ -136,9 +138,13 @@ class IssuerKeys:
             raise ConfigError(f"{discovery} is of another issuer, {issuer!r}; give that as --oidc-issuer")
         text = _get(uri)
         keys = parse_keys(text, uri)
-        if text != self._texts:
+        was_refused, self._is_refused = self._is_refused, False
+        if is_new := text != self._texts:
             self._texts, self.value = text, keys
             self.version += 1
+        if was_refused:
+            log.info("the keys of the OIDC issuer can be fetched again", issuer=self._issuer)
+        if is_new or was_refused:
             self._when_read(None)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.access.authentication import Context, authorization_of, bearer_token, not_denied
-from kvpool_server.access.credential import Credential
+from kvpool_server.access.credential import Credential, RefusedCredentialError
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import ALGORITHMS, Keys
 
@@ -91,10 +91,12 @@ class IssuedTokens:
 
     def checked(self, credential: Credential) -> Credential:
         if credential.has_ended:
-            raise UnauthenticatedError("the call's token has ended; get another from the issuer")
+            raise RefusedCredentialError("the call's token has ended; get another from the issuer", credential)
         known = self._verified.get(credential.digest)
         if known is not None and known[1] not in self._keys.value:
-            raise UnauthenticatedError("the issuer has withdrawn the key of the call's token; get another token")
+            raise RefusedCredentialError(
+                "the issuer has withdrawn the key of the call's token; get another token", credential
+            )
         return not_denied(credential, self._denied)
 
     def _verify(self, token: str, digest: str) -> tuple[Credential, str]:

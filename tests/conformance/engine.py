@@ -34,7 +34,7 @@ class RecordedEngine(ToyEngine):
         toy: options of `ToyEngine`.
     """
 
-    def __init__(self, config: VllmConfig, hook_limit_s: float = 2.0, drain_limit_s: float = 15.0, **toy: Any):
+    def __init__(self, config: VllmConfig, hook_limit_s: float = 5.0, drain_limit_s: float = 30.0, **toy: Any):
         self._drain_limit_s = drain_limit_s
         self.recording = Recording(hook_limit_s, world_size=toy.get("tp_size", 1))
         specs = toy.get("specs") or (full_attention(),)

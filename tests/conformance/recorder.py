@@ -88,7 +88,7 @@ class Recording:
         hook_limit_s: how long a hook may take.
     """
 
-    hook_limit_s: float = 2.0
+    hook_limit_s: float = 5.0
     world_size: int = 1
     num_groups: int = 1
     events: list[Call | Note] = field(default_factory=list)

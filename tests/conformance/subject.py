@@ -35,8 +35,8 @@ class Subject:
     hits: bool = True
     stall: Callable[[], AbstractContextManager[Any]] = nullcontext
     spoil: Callable[[], None] | None = None
-    hook_limit_s: float = 2.0
-    drain_limit_s: float = 15.0
+    hook_limit_s: float = 5.0
+    drain_limit_s: float = 30.0
     specs: Sequence[KVCacheSpec] = ()
 
     def configure(self, config: VllmConfig) -> VllmConfig:

@@ -19,7 +19,7 @@ from kvpool.types import PutStatus, ShardRange
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 REGION_BYTES = 96
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from testbed.engine import BLOCK_TOKENS
+from testbed.process_group import lead
 
 TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_SPINLOOP_EXT": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_SPINLOOP_EXT": "1"}
 Answer = dict[str, Any]
 """{"cached": prompt tokens that were not computed, "tokens", "logprobs"}."""
 
@@ -26,14 +27,14 @@ class AsyncEngine(AbstractContextManager["AsyncEngine"]):
     """A running engine; as a context manager its processes are gone afterwards.
 
     Args:
-        options: of `AsyncEngineArgs`.
+        options: of `AsyncEngineArgs`; without `kv_cache_memory_bytes` vLLM takes most of the memory.
         log_path: gets what vLLM logs.
     """
 
     def __init__(self, model: Path, transfer: dict[str, Any], options: dict[str, Any], log_path: Path):
         self._log_path = log_path
         # A session of its own, so that `kill` reaches vLLM's own processes, and nobody else's.
-        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=os.setsid)
+        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=lead)
         arguments = {"model": str(model), "kv_transfer_config": transfer, **options}
         self._pid = self._process.submit(os.getpid)
         self._started = self._process.submit(_start, arguments, str(log_path))

@@ -1,20 +1,23 @@
 """Beside another connector, vLLM asks all of them, loads from the first that has something, and stores with all.
 
-The other one is a second kvpool, or vLLM's own ExampleConnector, which keeps files. The counters tell who loads.
+The other one is a second kvpool, or vLLM's own ExampleConnector, which keeps files. The engine counts what it loads
+from kvpool, from all of its pools together; each server counts the bytes that it sends over TCP.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from testbed.engine import BLOCK_TOKENS, EngineSpec, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
@@ -28,13 +31,15 @@ from tests.e2e.conftest import (
     running,
     wait_until_nothing_is_held,
 )
-from tests.support.processes import ServerProcess
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain, one_by_one
 
 pytestmark = [pytest.mark.vllm, MORE]
 
 LENGTHS = (150, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]
+FROM_POOL = sum(FULL), sum(FULL) // BLOCK_TOKENS
+"""Tokens and blocks of full hits on every prompt, in a model with one group."""
 
 
 def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -46,8 +51,32 @@ def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def loaded_blocks(server: ServerProcess) -> int:
-    return pool_stats(server).counters.get("get_blocks", 0)
+class Loaded(NamedTuple):
+    """What an engine has loaded from kvpool: tokens by its scheduler's count, blocks and bytes by its worker's."""
+
+    tokens: int
+    blocks: int
+    nbytes: int
+
+
+def loaded(engine: Engine) -> Loaded:
+    """Since the engine's start, from all of its pools together."""
+    metrics = engine.metrics()
+    assert not metrics["vllm:kvpool_load_failures"]
+    return Loaded(*(int(metrics[f"vllm:kvpool_{name}"]) for name in ("hit_tokens", "loaded_blocks", "loaded_bytes")))
+
+
+def sent_bytes(server: ServerProcess) -> int:
+    """Payload bytes that readers have received from the server over TCP."""
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=60) as page:
+        series = r'^kvpool_transferred_bytes_total{direction="read",transport="tcp"} (\S+)$'
+        (value,) = re.findall(series, page.read().decode(), re.MULTILINE)
+        return int(float(value))
+
+
+def assert_sent(nbytes: int, server: ServerProcess) -> None:
+    wait_for(lambda: sent_bytes(server) >= nbytes, f"{nbytes} bytes to be sent")
+    assert sent_bytes(server) == nbytes
 
 
 def clear(server: ServerProcess) -> None:
@@ -67,7 +96,8 @@ def servers(pool_server: StartServer) -> Iterator[tuple[ServerProcess, ServerPro
 @pytest.mark.parametrize("shape", ["gemma3", "llama"])
 def test_two_pools(shape: str, servers: tuple[ServerProcess, ServerProcess], tmp_path: Path, shapes_dir: Path) -> None:
     first, second = servers
-    transfer = multi(*(kvpool_transfer_config(server.endpoint, **PATIENT) for server in servers))
+    # Over shared memory a server would not know what is read.
+    transfer = multi(*(kvpool_transfer_config(server.endpoint, transport="tcp", **PATIENT) for server in servers))
     spec = EngineSpec(write(shape, shapes_dir), transfer, FLOAT32, in_process=True)
     prompts = [prompt(length, f"{shape} {length} in two pools") for length in LENGTHS]
     with running(tmp_path, spec, spec) as (writer, reader):
@@ -75,23 +105,26 @@ def test_two_pools(shape: str, servers: tuple[ServerProcess, ServerProcess], tmp
         drain(writer)
         entries = [pool_stats(server).num_entries for server in servers]
         assert entries[0] == entries[1] >= sum(FULL) // BLOCK_TOKENS
-        assert (loaded_blocks(first), loaded_blocks(second)) == (0, 0)
+        assert loaded(writer) == (0, 0, 0)
 
         warm = one_by_one(reader, prompts)
         assert [answer.cached_tokens for answer in warm] == FULL
         assert_same(warm, cold)
+        once = loaded(reader)
+        assert once.tokens == sum(FULL) and once.blocks >= sum(FULL) // BLOCK_TOKENS and once.nbytes > 0
+        # The engine's count is of both pools: bytes that the second had sent would be missing from the first's.
+        assert_sent(once.nbytes, first)
+        assert not sent_bytes(second), "the pool that was not chosen has been read"
         drain(reader)
-        before = loaded_blocks(first)
-        assert before > 0 and loaded_blocks(second) == 0, "the one that was not chosen has loaded"
 
         clear(first)
         warm = one_by_one(reader, prompts)
         assert [answer.cached_tokens for answer in warm] == FULL
         assert_same(warm, cold)
+        assert loaded(reader) == tuple(2 * each for each in once)
+        assert_sent(once.nbytes, second)
+        assert sent_bytes(first) == once.nbytes
         drain(reader)
-        assert loaded_blocks(first) == before and loaded_blocks(second) > 0
-        # What the second had, the first has not: it was loaded, not computed.
-        drain(writer)
 
 
 @pytest.mark.parametrize("ours", ["first", "second"])
@@ -111,13 +144,13 @@ def test_beside_another_connector(ours: str, pool_server: StartServer, tmp_path:
         cold = one_by_one(engine, prompts)
         drain(engine)
         assert pool_stats(server).num_entries >= sum(FULL) // BLOCK_TOKENS and any(files.iterdir())
+        assert loaded(engine) == (0, 0, 0)
         warm = one_by_one(engine, prompts)
         assert_same(warm, cold)
         assert [answer.cached_tokens for answer in warm] == FULL
+        assert loaded(engine)[:2] == (FROM_POOL if ours == "first" else (0, 0))
         drain(engine)
-        assert (loaded_blocks(server) > 0) == (ours == "first")
         # Without the first, the second.
-        before = loaded_blocks(server)
         if ours == "first":
             clear(server)
         else:
@@ -126,8 +159,8 @@ def test_beside_another_connector(ours: str, pool_server: StartServer, tmp_path:
         warm = one_by_one(engine, prompts)
         assert_same(warm, cold)
         assert [answer.cached_tokens for answer in warm] == FULL
+        assert loaded(engine)[:2] == FROM_POOL
         drain(engine)
-        assert (loaded_blocks(server) > before) == (ours == "second")
         wait_until_nothing_is_held(server)
 
 

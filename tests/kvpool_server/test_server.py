@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool import wire
 from kvpool.client import Client
-from kvpool.types import ShardRange
+from kvpool.rpc import Namespace
+from kvpool.types import PutGrant, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.counters import COUNTERS
@@ -53,7 +54,7 @@ def _metrics(server: ServerProcess) -> dict[str, float]:
 
 
 def test_a_server_answers_soon_on_a_busy_machine_too(pool_server: StartServer) -> None:
-    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 10
+    assert min(pool_server("--memory", "64MiB").started_s for _ in range(3)) < 20
 
 
 def test_the_server_says_how_to_point_vllm_at_it(shared_server: ServerProcess) -> None:
@@ -72,46 +73,54 @@ def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer, so
 
 
 def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--drain-ms", "10000")
-    client = connect(server)
+    server = pool_server("--drain-ms", "60000")
+    client = connect(server, transport="shm")
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
     grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
     go_on = threading.Event()
 
     def pieces() -> Iterator[pb.WriteRequest]:
         for at in (0, 32):
-            yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0] + at, payload=bytes(32))
-            assert go_on.wait(10)
+            yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0] + at, payload=b"x" * 32)
+            assert go_on.wait(60)
 
     with grpc.insecure_channel(server.endpoint) as channel:
-        call = PoolStub(channel).Write.future(pieces(), timeout=20)
-        wait_for(lambda: client.admin.stats().num_tickets == 1, "the ticket")
+        call = PoolStub(channel).Write.future(pieces(), timeout=120)
+        _wait_for_the_first_piece(namespace, grant)
         server.terminate()
         wait_for(lambda: _http(f"{server.http_url}/healthz")[0] == 503, "/healthz says that the server drains")
         assert _http(f"{server.http_url}/healthz") == (503, "draining\n")
         assert not call.done()
         go_on.set()
-        assert call.result(timeout=10).nbytes == 64
+        assert call.result(timeout=60).nbytes == 64
     assert server.wait() == 0
 
 
 def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--drain-ms", "100")
-    client = connect(server)
+    client = connect(server, transport="shm")
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
     grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
     go_on = threading.Event()
 
     def pieces() -> Iterator[pb.WriteRequest]:
-        yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=bytes(32))
-        go_on.wait(20)
+        yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=b"x" * 32)
+        go_on.wait(120)
 
     with grpc.insecure_channel(server.endpoint) as channel:
-        call = PoolStub(channel).Write.future(pieces(), timeout=20)
+        call = PoolStub(channel).Write.future(pieces(), timeout=120)
+        _wait_for_the_first_piece(namespace, grant)
         server.terminate()
         assert server.wait() == 0
         go_on.set()
-        assert isinstance(call.exception(timeout=10), grpc.RpcError)
+        assert isinstance(call.exception(timeout=60), grpc.RpcError)
+
+
+def _wait_for_the_first_piece(namespace: Namespace, grant: PutGrant) -> None:
+    """Until the server has written it into the arena, that is until the call is under way there."""
+    memory = namespace.transport.memory
+    assert memory is not None
+    wait_for(lambda: memory[grant.offsets[0]] == ord("x"), "the first piece")
 
 
 def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: ServerProcess) -> None:
@@ -185,10 +194,10 @@ def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, conn
             stub.PutEnd(pb.PutEndRequest(ticket_id=1), timeout=10)
         with pytest.raises(grpc.RpcError):
             list(stub.Read(pb.ReadRequest(lease_id=1, offsets=[0], region_bytes=1), timeout=10))
-    text = _http(f"{server.http_url}/metrics")[1]
-    assert 'kvpool_rpc_seconds_count{method="PutEnd",status="ABORTED"} 1.0' in text
-    assert 'kvpool_rpc_seconds_count{method="Read",status="ABORTED"} 1.0' in text
-    assert 'method="Read",status="OK"' not in text
+    for method in ("PutEnd", "Read"):  # A call is counted a moment after its client has heard of its end.
+        line = f'kvpool_rpc_seconds_count{{method="{method}",status="ABORTED"}} 1.0'
+        wait_for(lambda line=line: line in _http(f"{server.http_url}/metrics")[1], line)
+    assert 'method="Read",status="OK"' not in _http(f"{server.http_url}/metrics")[1]
 
 
 def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, connect: Connect) -> None:
@@ -200,9 +209,10 @@ def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, conn
     runs, shard = wire.encode_runs([run_of("a")]), wire.encode_shards(ShardRange(0, 1))
     get = pb.GetRequest(lease_id=lease_id, namespace=namespace.fingerprint, runs=runs, shards=shard)
     (offset,) = wire.decode_located(client.rpc.stub.Get(get, timeout=10)).offsets
-    read = pb.ReadRequest(lease_id=lease_id, offsets=[offset] * 50, region_bytes=1 << 20)
+    # Far more than gRPC takes in for a client that a busy machine pauses: 50 MiB have been on their way before.
+    read = pb.ReadRequest(lease_id=lease_id, offsets=[offset] * 2_000, region_bytes=1 << 20)
     for _ in range(20):
-        call = client.rpc.stub.Read(read, timeout=10)
+        call = client.rpc.stub.Read(read, timeout=60)
         next(call)
         call.cancel()
     line = 'kvpool_rpc_seconds_count{method="Read",status="CANCELLED"} 20.0'

@@ -196,9 +196,10 @@ def test_a_server_that_stops_answering_holds_a_lookup_to_its_deadline_and_its_la
     pool_server: StartServer, connect: Connect
 ) -> None:
     server = pool_server("--memory", "1MiB")
-    client = connect(server, timeout_ms=300)
-    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
-    run = _store(client, namespace, "a")
+    patient, client = connect(server), connect(server, timeout_ms=300)
+    namespace = patient.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    run = _store(patient, namespace, "a")
+    wait_for(lambda: _answers(client), "its connection")
     late: list[int] = []
     os.kill(server.pid, signal.SIGSTOP)
     try:
@@ -207,7 +208,7 @@ def test_a_server_that_stops_answering_holds_a_lookup_to_its_deadline_and_its_la
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError):
             pending.result()
-        assert time.monotonic() - started < 5 and pending.done()
+        assert time.monotonic() - started < 10 and pending.done()
         with pytest.raises(PoolTimeoutError):
             client.lookup(namespace, [run])
     finally:
@@ -220,7 +221,7 @@ def test_a_server_that_stops_answering_holds_a_lookup_to_its_deadline_and_its_la
 
     pending.on_done(release)
     wait_for(lambda: late, "the late answer")
-    client.release(late)
+    assert patient.release(late) == 1
 
 
 def test_lookups_under_way_fail_when_the_server_dies_and_the_next_ones_find_its_successor(
@@ -238,18 +239,18 @@ def test_lookups_under_way_fail_when_the_server_dies_and_the_next_ones_find_its_
     for each in pending:
         with pytest.raises(UnavailableError):
             each.result(timeout_s=10)
-    again = pool_server("--listen", endpoint)
+    again = pool_server("--listen", endpoint, "--drain-ms", "60000")
     wait_for(lambda: _answers(client), "the client's reconnection")
     with pytest.raises(UnknownNamespaceError):
         client.lookup(namespace, [run])
     assert client.lookup(client.open_namespace(spec), [run]).hits[0].num_leading == 0
     started = time.monotonic()
     again.stop()
-    assert time.monotonic() - started < 5, "an idle stream of lookups must not hold up the end"
+    assert time.monotonic() - started < 30, "an idle stream of lookups must not hold up the end"
 
 
 def test_a_server_ends_at_once_while_clients_ask(pool_server: StartServer) -> None:
-    server = pool_server("--memory", "1MiB", "--drain-ms", "30000")
+    server = pool_server("--memory", "1MiB", "--drain-ms", "60000")
     asked = threading.Semaphore(0)
 
     def ask() -> None:
@@ -271,13 +272,13 @@ def test_a_server_ends_at_once_while_clients_ask(pool_server: StartServer) -> No
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert taken_s < 15, "a lookup that was being answered holds up the end"
+    assert taken_s < 30, "a lookup that was being answered holds up the end"
 
 
 def test_a_closed_client_leaves_no_thread(pool_server: StartServer) -> None:
     server = pool_server("--memory", "1MiB")
     before = set(threading.enumerate())
-    client = Client(ClientConfig(server.endpoint))
+    client = Client(ClientConfig(server.endpoint, timeout_ms=10_000))
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
     client.lookup(namespace, [run_of("a")])
     client.close()
@@ -415,7 +416,7 @@ def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Co
         assert not lookup(pb.LookupRequest(release=[leases[0], leases[0], 0, (1 << 64) - 1]), timeout=10).hits
         assert client.admin.stats().num_leases == 3
         found = lookup(
-            pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=1_000),
+            pb.LookupRequest(release=leases[1:3], namespace=namespace.fingerprint, runs=runs, lease_ttl_ms=10_000),
             timeout=10,
         )
         assert found.lease_id and client.admin.stats().num_leases == 2
@@ -684,7 +685,7 @@ def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: 
 def test_a_lease_that_runs_out_during_the_read_is_an_error(
     shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
 ) -> None:
-    client = connect(shared_server, transport="shm", lease_ttl_ms=500)
+    client = connect(shared_server, transport="shm", lease_ttl_ms=2_000)
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     lease_id = client.lookup(namespace, [run]).lease_id
@@ -770,7 +771,7 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
     namespace = client.open_namespace(spec)
     run = run_of("a", "b")
     writer = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.vanishing_writer", server.endpoint, spec.salt, "2000"],
+        [sys.executable, "-m", "tests.support.vanishing_writer", server.endpoint, spec.salt, "5000"],
         stdout=subprocess.PIPE, text=True, env=clean_environment(PYTHONPATH=":".join(sys.path)),
     )  # fmt: skip
     assert writer.stdout is not None
@@ -936,13 +937,13 @@ def test_an_address_that_does_not_resolve_is_named() -> None:
 def test_a_server_that_does_not_answer_costs_no_more_than_the_deadline(pool_server: StartServer) -> None:
     server = pool_server("--memory", "1MiB")
     with Client(ClientConfig(endpoint=server.endpoint, timeout_ms=200)) as client:
-        client.admin.ping()
+        wait_for(lambda: _answers(client), "its connection")
         os.kill(server.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
             with pytest.raises(PoolTimeoutError, match=f"kvpool-server at {server.endpoint} did not answer in time"):
                 client.admin.ping()
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 10  # Without its deadline it would wait until the server goes on.
         finally:
             os.kill(server.pid, signal.SIGCONT)
 

@@ -235,14 +235,14 @@ def test_who_proves_nothing_is_not_heard(deployment: Deployment, tmp_path: Path,
         files = forge(deployment.pki, tmp_path / "forged", uris, starts_in=-2 * DAY, ends_in=-DAY)
     elif fault == "not yet valid":
         files = forge(deployment.pki, tmp_path / "forged", uris, starts_in=DAY, ends_in=2 * DAY)
-    with Client(deployment.config(files, timeout_ms=2_000)) as client, pytest.raises(UnavailableError):
+    with Client(deployment.config(files)) as client, pytest.raises(UnavailableError):
         client.admin.ping()
 
 
 def test_a_client_does_not_talk_to_who_is_no_server(deployment: Deployment, tmp_path: Path) -> None:
     files = deployment.files(Role.ENGINE_WRITE)
     foreign = Authority.create(tmp_path / "foreign").directory / "ca" / "ca.crt"
-    config = deployment.config(TlsFiles(str(foreign), files.cert, files.key), timeout_ms=2_000)
+    config = deployment.config(TlsFiles(str(foreign), files.cert, files.key))
     with Client(config) as client, pytest.raises(UnavailableError):
         client.admin.ping()
 

@@ -22,16 +22,13 @@ from kvpool_server.access import command
 from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
 from kvpool_server.access.command import follow
 from tests.security.test_access import DAY
+from tests.support.audit_log import entries
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
 app = typer.Typer()
 app.command()(follow)
-
-
-def _entries(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
@@ -55,8 +52,8 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     with Client(ClientConfig(server.endpoint, tls=operator, timeout_ms=10_000)) as client:
         client.admin.set_quotas([Quota("tenant:acme", 1 << 30)])
         client.admin.clear()
-    wait_for(lambda: len(_entries(log)) == 6, "six lines")
-    read, opened, denied, unknown, quotas, cleared = _entries(log)
+    wait_for(lambda: len(entries(log)) == 6, "six lines")
+    read, opened, denied, unknown, quotas, cleared = entries(log)
     assert (read["caller"], read["call"], read["outcome"], read["what"]) == (None, READ, "OK", "certificates")
     who = "spiffe://kvpool.local/kvpool/acme/engine-write"
     assert (opened["caller"], opened["call"], opened["outcome"], opened["model"]) == (who, "OpenNamespace", "OK", model)
@@ -65,7 +62,7 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     assert (unknown["caller"], unknown["call"], unknown["outcome"]) == (None, "Ping", "UNAUTHENTICATED")
     assert quotas["quotas"] == f"tenant:acme={1 << 30}"
     assert (cleared["namespace"], cleared["count"]) == ("all", 1)
-    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in _entries(log)[1:])
+    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in entries(log)[1:])
     assert "\x1b" not in log.read_text()
     shown = CliRunner().invoke(app, [str(log), "--seconds", "0.01"], catch_exceptions=False)
     lines = shown.output.splitlines()
@@ -85,20 +82,20 @@ def test_a_flood_is_counted_and_not_written(tmp_path: Path) -> None:
     now[0] = 1.0
     log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
     log.close()
-    entries = _entries(tmp_path / "audit.json")
-    assert len(entries) == LINES_A_SECOND + 1
-    assert entries[-1]["dropped_before"] == dropped
+    lines = entries(tmp_path / "audit.json")
+    assert len(lines) == LINES_A_SECOND + 1
+    assert lines[-1]["dropped_before"] == dropped
 
 
 def test_a_rotated_log_goes_on_in_its_place(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     log = AuditLog(str(path))
     log.write("Ping", "OK", caller=None, peer="-")
-    wait_for(lambda: len(_entries(path)) == 1, "the first line")
+    wait_for(lambda: len(entries(path)) == 1, "the first line")
     path.rename(tmp_path / "audit.json.1")
     log.write("Stats", "OK", caller=None, peer="-")
     log.close()
-    assert [entry["call"] for entry in _entries(path)] == ["Stats"]
+    assert [entry["call"] for entry in entries(path)] == ["Stats"]
 
 
 def test_who_follows_a_log_goes_on_when_it_is_away_for_a_moment(

@@ -31,7 +31,7 @@ from kvpool_server.events.streams import EventStreams, StreamEndpoints
 from kvpool_server.exposure import check_exposure
 from tests.support.certificates import files_in, server_flags
 from tests.support.clock import FakeClock
-from tests.support.events import Known, Listener, low_64_bits
+from tests.support.events import Known, Listener, follow, low_64_bits
 from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -252,14 +252,12 @@ def test_what_passes_names_no_block_in_clear(deployment: Deployment) -> None:
 
 def test_the_command_follows_with_keys(deployment: Deployment) -> None:
     stream, keys = deployment.streams["umbra"], deployment.keys.directory
-    command = ("events", stream[0], "--replay", stream[1], "--seconds", "1")
-    done = run_command(
-        KVPOOL, *command, "--key", str(keys / "umbra2.key_secret"), "--server-key", str(keys / "server.key")
-    )
+    command = (KVPOOL, "events", stream[0], "--replay", stream[1])
+    done = follow(2, *command, "--key", str(keys / "umbra2.key_secret"), "--server-key", str(keys / "server.key"))
     assert done.returncode == 0, done.stderr
     assert str(low_64_bits(block_hash("umbra"))) in done.stdout
     assert str(low_64_bits(block_hash("acme"))) not in done.stdout
-    done = run_command(KVPOOL, *command, "--key", str(keys / "umbra2.key_secret"))
+    done = run_command(*command, "--key", str(keys / "umbra2.key_secret"))
     assert done.returncode == 1 and "--key and --server-key belong together" in done.stderr
 
 
@@ -289,7 +287,7 @@ class Bench:
         for flush in flushes:
             flush()
 
-    def subscriber(self, name: str, stream: str = "", timeout_ms: int = 5_000) -> Subscriber:
+    def subscriber(self, name: str, stream: str = "", timeout_ms: int = 20_000) -> Subscriber:
         return Subscriber(*self.stream(stream or name), timeout_ms=timeout_ms, keys=self.keys.of(name))
 
     def listener(self, name: str) -> Listener:

@@ -37,7 +37,7 @@ from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 StartServer = Callable[..., ServerProcess]
 MIB = 1 << 20
 IDLE_STREAMS_BYTES = 256 * MIB
-PING_S = 5.0
+PING_S = 30.0
 """Far more than a call takes, because the test's machine is shared; a stalled server answers none."""
 CHUNK = 64
 CLOSED_S = http.CONNECTION_S + 20.0
@@ -62,7 +62,7 @@ def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
 
     def ping() -> None:
         nonlocal peak, longest
-        with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
+        with Client(ClientConfig(server.endpoint, timeout_ms=int(1000 * PING_S))) as client:
             while not ended.wait(0.02):
                 began = time.monotonic()
                 try:
@@ -80,7 +80,7 @@ def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(2 * PING_S)
     assert not failures and longest < PING_S
     assert peak - before < most_bytes, f"the server's memory grew by {(peak - before) / MIB:.0f} MiB"
 
@@ -240,7 +240,7 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
     streams = [calls.begin("LookupStream") for _ in range(20)]
     wait_for(lambda: calls.ended == set(streams[:12]), "the end of those that have been idle longest")
-    with Client(ClientConfig(f"127.0.0.1:{server.port}", transport="grpc")) as client:
+    with Client(ClientConfig(f"127.0.0.1:{server.port}", transport="grpc", timeout_ms=10_000)) as client:
         question = LookupQuestion(name, [], 1 << 20, [run_of(0)], False, 1_000, False, False)
         assert client.rpc._lookups(question, 10.0).lease_id
         streams += [calls.begin("LookupStream") for _ in range(20)]
@@ -278,9 +278,12 @@ def test_silent_http_connections_are_closed_and_probes_answered(pool_server: Sta
 
 def _is_closed(connection: socket.socket) -> bool:
     try:
+        connection.sendall(b"G")
         return not connection.recv(1)
     except TimeoutError:
         return False
+    except ConnectionError:  # A byte came after the server had closed it.
+        return True
 
 
 def test_an_http_request_that_trickles_in_is_cut_off(pool_server: StartServer) -> None:
@@ -291,7 +294,6 @@ def test_an_http_request_that_trickles_in_is_cut_off(pool_server: StartServer) -
         ends_at = time.monotonic() + CLOSED_S
         while not _is_closed(slow):
             assert time.monotonic() < ends_at
-            slow.sendall(b"G")
 
 
 # KV events
@@ -309,5 +311,5 @@ def test_a_huge_frame_to_the_event_ports_is_not_buffered(pool_server: StartServe
                 peer.send(bytes(300 * MIB))
                 asking.connect(found[2])
                 asking.send_multipart((b"", bytes(8)))
-                assert asking.poll(10_000), "a replay is not answered"
+                assert asking.poll(60_000), "a replay is not answered"
                 time.sleep(1)  # Nothing tells when the frame has gone through.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import ssl
 import time
@@ -24,6 +23,7 @@ from kvpool_server.config import ServerConfig
 from kvpool_server.exposure import check_exposure
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
+from tests.support.audit_log import entries
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.connections import is_open
 from tests.support.processes import ServerProcess, wait_for
@@ -82,9 +82,28 @@ def test_metrics_are_for_the_roles_that_may_see_all_tenants(secured: Secured, ro
     may = role in (Role.METRICS, Role.OPERATOR)
     assert (status, "kvpool_arena_bytes" in text) == ((200, True) if may else (403, False))
     if not may:
-        refused = [json.loads(line) for line in secured.audit.read_text().splitlines()][-1]
+        mine = str(_principal(role))
+        (refused,) = wait_for(lambda: [each for each in entries(secured.audit) if each["caller"] == mine], "the line")
         assert (refused["call"], refused["outcome"]) == ("/metrics", "PERMISSION_DENIED")
-        assert refused["caller"] == str(_principal(role))
+
+
+def test_a_denied_scraper_is_named_in_the_audit_log(tmp_path: Path) -> None:
+    denied, authority = tmp_path / "denied", Authority.create(tmp_path / "pki")
+    operator, metrics = (
+        files_in(authority.issue_principal(_principal(role))) for role in (Role.OPERATOR, Role.METRICS)
+    )
+    denied.write_text(f"{_principal(Role.METRICS)}\n")
+    audit = tmp_path / "audit.json"
+    flags = ("--audit-log", str(audit), "--deny", str(denied), *server_flags(authority.issue_server([])))
+    server = ServerProcess(tmp_path, *flags, tls=operator)
+    try:
+        status, text = _get(f"{server.http_url}/metrics", operator.ca, metrics)
+        assert status == 401 and "kvpool_" not in text
+        (refused,) = wait_for(lambda: [each for each in entries(audit) if each["call"] == "/metrics"], "the refusal")
+    finally:
+        server.stop()
+    assert refused["outcome"] == "UNAUTHENTICATED"
+    assert refused["caller"] == str(_principal(Role.METRICS))
 
 
 def test_a_stranger_learns_the_servers_state_and_nothing_else(secured: Secured, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_an_answer_that_is_none_costs_the_process_and_nothing_else(misdeed: str,
             tracemalloc.stop()
             assert channel.memory.min() == 1
         assert not process.is_alive and not mark.exists()
-        assert peak < 4 * MIB and taken_s < DEADLINE_S + 5
+        assert peak < 4 * MIB and taken_s < DEADLINE_S + 20  # The process would take a minute.
     finally:
         process.end()
 

@@ -28,14 +28,10 @@ from kvpool.transport.choice import Choice, choose
 from kvpool.types import SegmentInfo
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import decode_offer
+from tests.support.memory_files import descriptors
 
 NBYTES = 1 << 20
 NONCE, TOKEN = os.urandom(NONCE_BYTES), os.urandom(TOKEN_BYTES)
-
-
-def _descriptors() -> set[tuple[str, str]]:
-    """Number and file of each descriptor of this process; gRPC closes those of other tests late."""
-    return {(fd.name, os.readlink(fd)) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
 
 
 def _memfd(nbytes: int = NBYTES + TRAILER_BYTES, seals: int = -1, nonce: bytes = NONCE) -> int:
@@ -178,11 +174,11 @@ def test_what_is_not_the_announced_memory_is_never_mapped_and_always_closed(what
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_refused_server_costs_the_client_no_descriptor(what: str) -> None:
     make, reply, _ = HOSTILE[what]
-    before = _descriptors()
+    before = descriptors()
     info = SegmentInfo(NBYTES, NONCE, NBYTES, TOKEN)
     with _memory_socket(make, reply), pytest.raises(TransferError, match="no shared memory: "):
         Segment.attach(receive_memory(abstract_name(TOKEN), TOKEN, 5.0), info)
-    assert _descriptors() <= before
+    assert descriptors() <= before
 
 
 def test_an_honest_answer_is_taken() -> None:

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvpool.certificates import Authority
 from kvpool.client import Client
@@ -239,9 +240,9 @@ def test_a_token_is_good_no_longer_than_its_key() -> None:
 
 def test_a_token_that_ends_is_found_out_although_it_is_remembered() -> None:
     callers = _callers(_all_keys())
-    header = [f"Bearer {_token(URL, exp=int(time.time()) - SKEW_S + 2)}"]
+    header = [f"Bearer {_token(URL, exp=int(time.time()) - SKEW_S + 5)}"]
     credential = callers.of_request(None, header)
-    wait_for(lambda: credential.has_ended, "its end", 10)
+    wait_for(lambda: credential.has_ended, "its end")
     for ask in (lambda: callers.of_request(None, header), lambda: callers.checked(credential)):
         with pytest.raises(UnauthenticatedError, match="has ended"):
             ask()
@@ -271,10 +272,17 @@ class Fetched:
 
     def __init__(self, url: str):
         self.errors: list[str] = []
-        self.keys = IssuerKeys(url, lambda error: self.errors.append(str(error)) if error is not None else None)
+        self.num_good = 0
+        self.keys = IssuerKeys(url, self._when_read)
+
+    def _when_read(self, error: ConfigError | None) -> None:
+        if error is None:
+            self.num_good += 1
+        else:
+            self.errors.append(str(error))
 
     def fails(self, told: str) -> None:
-        wait_for(lambda: any(told in error for error in self.errors), told, 15)
+        wait_for(lambda: any(told in error for error in self.errors), told)
         self.errors.clear()
 
 
@@ -290,7 +298,7 @@ def fetched(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetched
 
 def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, fetched: Fetched) -> None:
     keys = fetched.keys
-    wait_for(lambda: set(keys.value) == set(KEYS), "the first keys", 15)
+    wait_for(lambda: set(keys.value) == set(KEYS), "the first keys")
     document = issuer.keys
     issuer.keys = {"keys": []}
     fetched.fails("no signing key")
@@ -326,7 +334,28 @@ def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, f
     assert set(keys.value) == set(KEYS) and keys.version == 1
     issuer.answers.clear()
     issuer.keys = {"keys": document["keys"][:1]}
-    wait_for(lambda: set(keys.value) == {"RS256"}, "the keys that are left", 15)
+    wait_for(lambda: set(keys.value) == {"RS256"}, "the keys that are left")
+
+
+def test_an_issuer_that_answers_again_is_told_once(issuer: Issuer, fetched: Fetched) -> None:
+    wait_for(lambda: fetched.num_good == 1, "the first keys", 15)
+    with capture_logs() as logs:
+        document, issuer.keys = issuer.keys, {"keys": []}
+        fetched.fails("no signing key")
+        fetched.fails("no signing key")
+        issuer.keys = document
+        wait_for(lambda: fetched.num_good == 2, "the recovery", 15)
+        asked: list[None] = []
+
+        def count(handler: http.server.BaseHTTPRequestHandler) -> None:
+            asked.append(None)
+            issuer.reply(handler, document)
+
+        issuer.answers["/keys"] = count
+        wait_for(lambda: len(asked) >= 3, "further fetches", 15)
+    told = [(line["log_level"], line["event"]) for line in logs]
+    assert told[-1] == ("info", "the keys of the OIDC issuer can be fetched again")
+    assert [level for level, _ in told].count("info") == 1 and fetched.num_good == 2 and fetched.keys.version == 1
 
 
 def test_an_issuer_with_another_certificate_is_not_believed(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +382,7 @@ def test_engines_come_with_tokens_of_an_issuer(pool_server: StartServer, issuer:
         return ClientConfig(server.endpoint, tls=TlsFiles(files.ca), token_file=str(file), timeout_ms=10_000)
 
     with Client(config()) as client:
-        wait_for(lambda: is_heard(client), "the issuer's keys to be fetched", 15)
+        wait_for(lambda: is_heard(client), "the issuer's keys to be fetched")
         found = client.admin.whoami()
         assert found.principal == str(Principal("acme", Role.ENGINE_WRITE))
         assert abs(found.ends_at - time.time() - HOUR_S - SKEW_S) < 60

@@ -28,6 +28,9 @@ BLOCK_BYTES = 2 * MIB
 NUM_SLOTS = 4
 """Of the server's arena."""
 
+FULL_S = 1.0
+"""A worker that sends nothing for so long waits for its client; a busy machine does not pause it for as long."""
+
 WHOLE = ShardRange(0, 1)
 FORGED = b"\xbb"
 
@@ -285,5 +288,5 @@ def test_a_read_under_way_keeps_its_slot_until_it_has_ended(pooled: PooledPort) 
 def _is_full(pooled: PooledPort, use: Use) -> bool:
     """Whether the worker has been in the same payload for a while."""
     before = pooled.port.tally.tolist()
-    time.sleep(0.1)
+    time.sleep(FULL_S)
     return use.holding_id in pooled.port.permits.active() and pooled.port.tally.tolist() == before

@@ -31,9 +31,9 @@ from kvpool.tls import TlsFiles
 from kvpool.tokens import TokenRecord, append_record, create_token
 from kvpool.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
+from kvpool.watched_files import WatchedFiles
 from kvpool_server import grpc_server
-from kvpool_server.access import reminders
+from kvpool_server.access import reminders, watch
 from kvpool_server.access.audit import READ, AuditLog
 from kvpool_server.access.authentication import Certificates, Context
 from kvpool_server.access.control import AccessControl
@@ -45,14 +45,15 @@ from kvpool_server.access.watch import AccessWatch
 from kvpool_server.config import ServerConfig
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
+from tests.support.audit_log import entries
 from tests.support.calls import is_heard
 from tests.support.certificates import USELESS, files_in, forge, server_flags
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
-WITHIN_S = 10.0
-"""So soon calls under way have ended."""
+WITHIN_S = 25.0
+"""So soon calls under way have ended, on a busy machine too: left to themselves they would go on for a minute."""
 CHUNK = 1 << 20
 TTL_MS = 100_000
 PIECE_EVERY_S = 0.1
@@ -60,6 +61,8 @@ PIECE_EVERY_S = 0.1
 longer pause would delay the status by seconds."""
 NUM_PIECES = 1_000
 """Pieces of a slow read: enough for longer than the 60 s that a call may take here."""
+NUM_ENDED = 12
+"""Connections that end while calls are made."""
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
 
 Outcome = Future[tuple[grpc.StatusCode, float]]
@@ -81,14 +84,14 @@ class Streams:
         run = wire.encode_runs([run_of("block")])
         lookup = pb.LookupRequest(namespace=namespace.fingerprint, runs=run, lease_ttl_ms=TTL_MS)
         self._begun = threading.Semaphore(0)
-        self.lease_id = self.stub.Lookup(lookup, timeout=10).lease_id
+        self.lease_id = self.stub.Lookup(lookup, timeout=30).lease_id
         one = wire.encode_shards(ShardRange(0, 1))
         get = pb.GetRequest(lease_id=self.lease_id, namespace=namespace.fingerprint, runs=run, shards=one)
-        self.get = lambda: self.stub.Get(get, timeout=10)
+        self.get = lambda: self.stub.Get(get, timeout=30)
         (offset,) = wire.decode_located(self.get()).offsets
         new = wire.encode_runs([run_of("new")])
         put = pb.PutStartRequest(namespace=namespace.fingerprint, runs=new, shards=one, ticket_ttl_ms=TTL_MS)
-        self.stub.PutStart(put, timeout=10)
+        self.stub.PutStart(put, timeout=30)
         read = pb.ReadRequest(lease_id=self.lease_id, offsets=[offset] * NUM_PIECES, region_bytes=CHUNK)
         self.outcomes: dict[str, Outcome] = {
             "LookupStream": self._run(lambda: list(self.stub.LookupStream(self._one(lookup), timeout=60))),
@@ -97,7 +100,7 @@ class Streams:
             "Read": self._run(lambda: self._read_slowly(read)),
         }
         for _ in self.outcomes:
-            assert self._begun.acquire(timeout=10)
+            assert self._begun.acquire(timeout=30)
 
     def _one(self, message: Any) -> Iterator[Any]:
         if message is not None:
@@ -173,7 +176,8 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
     acme, umbra = (deployment.client(deployment.issued(tenant)) for tenant in ("acme", "umbra"))
     with acme, umbra, deployment.client(deployment.operator) as operator:
         theirs, others = Streams(acme, "acme"), Streams(umbra, "umbra")
-        assert _holds(operator) == (4, 2)
+        # The leases of the streams' own lookups come as soon as the server has read these.
+        wait_for(lambda: _holds(operator) == (4, 2), "the leases and tickets of both")
         since = time.monotonic()
         deployment.denied.write_text(f"{ENGINE}  # stolen\n")
         theirs.check_ended(since)
@@ -189,15 +193,53 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
         # What cannot be read leaves the list as it was.
         deployment.denied.write_text("half of an en")
         os.kill(deployment.server.pid, signal.SIGHUP)
-        wait_for(lambda: "REFUSED" in deployment.audit.read_text(), "the refusal", LOOK_EVERY_S + 5)
+        wait_for(lambda: "REFUSED" in deployment.audit.read_text(), "the refusal")
         with pytest.raises(UnauthenticatedError, match="deny list"):
             acme.admin.ping()
-    lines = [json.loads(line) for line in deployment.audit.read_text().splitlines()]
-    reads = [(line["what"], line["outcome"]) for line in lines if line["call"] == READ]
+
+    def ended() -> set[str]:
+        refused = [line for line in entries(deployment.audit) if line["outcome"] == "UNAUTHENTICATED"]
+        return {line["call"] for line in refused if line["caller"] == str(ENGINE)}
+
+    wait_for(lambda: ended() >= {"LookupStream", "Write", "PutChunks", "Read"}, "a line about each call")
+    reads = [(line["what"], line["outcome"]) for line in entries(deployment.audit) if line["call"] == READ]
     expected = [("certificates", "OK"), ("deny list", "OK"), ("deny list", "OK"), ("deny list", "REFUSED")]
     assert reads == expected
-    ended = [line for line in lines if line["outcome"] == "UNAUTHENTICATED" and line["caller"] == str(ENGINE)]
-    assert {line["call"] for line in ended} >= {"LookupStream", "Write", "PutChunks", "Read"}
+
+
+def test_a_tenant_is_denied_in_one_line_and_the_audit_log_names_its_callers(deployment: Deployment) -> None:
+    reader = files_in(deployment.authority.issue_principal(Principal("acme", Role.ENGINE_READ)))
+    writer, other = deployment.issued("acme"), deployment.issued("acme-2")
+    with deployment.client(reader) as reads, deployment.client(writer) as writes, deployment.client(other) as others:
+        streams = Streams(writes, "acme")
+        reads.admin.ping()
+        since = time.monotonic()
+        deployment.denied.write_text("tenant:acme  # has left\n")
+        streams.check_ended(since)
+        for client in (reads, writes):
+            with pytest.raises(UnauthenticatedError, match="deny list"):
+                client.admin.ping()
+        others.admin.ping()
+        streams.close()
+
+    def denied() -> set[str]:
+        refused = [line for line in entries(deployment.audit) if line["outcome"] == "UNAUTHENTICATED"]
+        return {line["caller"] for line in refused if line["call"] == "Ping"}
+
+    both = {str(ENGINE), str(Principal("acme", Role.ENGINE_READ))}
+    wait_for(lambda: denied() >= both, "a line about each of them")
+    assert denied() == both
+
+
+def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment: Deployment) -> None:
+    deployment.denied.write_text(f"# two\n{Principal('acme', Role.ENGINE_WRITE, 'kvpool.lcoal')}\n")
+    os.kill(deployment.server.pid, signal.SIGHUP)
+    told = f"{deployment.denied}, line 2: 'spiffe://kvpool.lcoal/kvpool/acme/engine-write' can be no caller"
+    wait_for(lambda: told in deployment.server.stderr, "the refusal in the log")
+    assert f"trust domain kvpool.local; give {ENGINE}" in deployment.server.stderr
+    deployment.denied.write_text(f"{ENGINE}\n")
+    os.kill(deployment.server.pid, signal.SIGHUP)
+    wait_for(lambda: f"read again: {deployment.denied}" in deployment.server.stderr, "the mended file")
 
 
 @pytest.mark.more
@@ -212,7 +254,7 @@ def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deploy
             theirs.check_ended(since)
             assert engine.admin.whoami().principal == str(ENGINE)
             ours = Streams(engine, "acme")
-            time.sleep(2.0)  # Longer than the server takes to compare calls with credentials once more.
+            time.sleep(2 * watch.LOOK_S)  # Longer than the server takes to compare calls with credentials once more.
             assert ours.get().offsets
             assert not any(outcome.done() for outcome in ours.outcomes.values())
             ours.close()
@@ -241,11 +283,14 @@ def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: St
         "--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known), "--deny", str(denied),
         "--memory", "64MiB", tls=TlsFiles(files.ca), token_file=str(tmp_path / "good"),
     )  # fmt: skip
+    clients = {tenant: client_of(tenant) for tenant in ("removed", "denied", "good")}
+    streams = {tenant: Streams(client, tenant) for tenant, client in clients.items()}
+    # The last, because its streams have to begin before its end.
     create("ended", dt.timedelta(seconds=10))
     os.kill(server.pid, signal.SIGHUP)
-    clients = {tenant: client_of(tenant) for tenant in records}
+    clients["ended"] = client_of("ended")
     wait_for(lambda: is_heard(clients["ended"]), "the new token")
-    streams = {tenant: Streams(client, tenant) for tenant, client in clients.items()}
+    streams["ended"] = Streams(clients["ended"], "ended")
     since = time.monotonic()
     known.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
     denied.write_text(records["denied"].digest)
@@ -290,11 +335,12 @@ class Aging:
 def test_no_call_fails_while_connections_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aging = Aging(tmp_path, monkeypatch, age_s=0.3, grace_s=600.0)
     client, namespace = aging.client, aging.namespace
-    ends_at = time.monotonic() + 5.0
+    before, ends_at = len(aging.connections), time.monotonic() + 120.0
 
     def work(worker: int) -> int:
         count = 0
-        while time.monotonic() < ends_at:
+        while len(aging.connections) < before + NUM_ENDED or not count:
+            assert time.monotonic() < ends_at, "connections do not end"
             run, block = run_of(f"{worker} {count % 20}"), payload(f"{worker} {count % 20}", 256)
             client.put_blocks(namespace, run, [block])
             found = client.lookup(namespace, [run])
@@ -309,7 +355,6 @@ def test_no_call_fails_while_connections_end(tmp_path: Path, monkeypatch: pytest
     try:
         with ThreadPoolExecutor(4) as threads:
             assert all(list(threads.map(work, range(4))))
-        assert len(aging.connections) >= 5
     finally:
         aging.close()
 
@@ -319,10 +364,11 @@ def test_a_stream_that_ends_with_its_connection_is_opened_again(
 ) -> None:
     aging = Aging(tmp_path, monkeypatch, age_s=0.2, grace_s=0.2)
     try:
-        for _ in range(4):
+        ends_at = time.monotonic() + 60.0
+        while len(aging.connections) < 4:
             assert aging.client.lookup(aging.namespace, [run_of("nothing")]).hits[0].num_leading == 0
-            time.sleep(0.7)
-        assert len(aging.connections) >= 4
+            assert time.monotonic() < ends_at, "connections do not end"
+            time.sleep(0.7)  # Longer than a connection and its calls live.
     finally:
         aging.close()
 
@@ -553,21 +599,39 @@ def test_a_client_that_hangs_up_is_not_mistaken_for_one_that_is_refused() -> Non
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("acme", "line 2: neither a SPIFFE ID nor"),
+        ("acme", "'acme' is neither a tenant nor a SPIFFE ID nor"),
+        ("tenants:acme", "'tenants:acme' is neither"),
+        ("tenant:", "tenant '' cannot be"),
+        ("tenant:_", "tenant '_' cannot be"),
+        ("tenant: acme", "tenant ' acme' cannot be"),
+        ("spiffe:/kvpool.local/kvpool/acme/metrics", "'spiffe:/kvpool.local/kvpool/acme/metrics' is neither"),
         ("spiffe://kvpool.local/kvpool/acme/root", "no role 'root'"),
-        ("ab" * 31, "line 2: neither"),
+        ("spiffe://kvpool.local/kvpool/acme/operator", "role operator belongs to no tenant"),
+        ("spiffe://other/kvpool/acme/engine-read", "domain kvpool.local; give spiffe://kvpool.local/kvpool/acme/"),
+        ("ab" * 31, "an entry of 62 characters is neither"),
+        ("SHA1 Fingerprint=" + "AB:" * 19 + "AB", "is neither"),
     ],
 )
 def test_a_deny_list_with_a_wrong_line_names_it(tmp_path: Path, line: str, told: str) -> None:
     (tmp_path / "denied").write_text(f"# first\n{line}\n")
-    with pytest.raises(ConfigError, match=told):
-        DenyList(str(tmp_path / "denied"))
+    with pytest.raises(ConfigError, match=f"denied, line 2: .*{told}"):
+        DenyList(str(tmp_path / "denied"), domain="kvpool.local")
+
+
+def test_the_servers_own_tokens_may_be_denied_in_any_trust_domain(tmp_path: Path) -> None:
+    elsewhere = Principal("acme", Role.ENGINE_READ, "other")
+    (tmp_path / "denied").write_text(f"{elsewhere}\n")
+    ends_at = dt.datetime.now(dt.UTC) + DAY
+    found = DenyList(str(tmp_path / "denied"))
+    assert found.denies(Credential(elsewhere, "digest", ends_at)) and not found.denies(
+        Credential(ENGINE, "digest", ends_at)
+    )
 
 
 def test_a_token_in_the_deny_list_is_not_printed(tmp_path: Path) -> None:
     token = create_token(ENGINE, DAY)[0]
     (tmp_path / "denied").write_text(token)
-    with pytest.raises(ConfigError, match="line 1: neither") as raised:
+    with pytest.raises(ConfigError, match="line 1: an entry of 50 characters is neither") as raised:
         DenyList(str(tmp_path / "denied"))
     assert token not in str(raised.value)
 

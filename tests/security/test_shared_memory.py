@@ -28,7 +28,7 @@ from kvpool_server.memory_socket import MAX_WAITING, PATIENCE_S
 from kvpool_server.server import Server
 from tests.conftest import Connect, StartServer
 from tests.support.memory_files import arena_file
-from tests.support.processes import ServerProcess
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 NBYTES = 1 << 20
@@ -56,7 +56,7 @@ def test_no_client_can_shrink_or_grow_the_memory_that_others_map(pool_server: St
     client.put_blocks(namespace, run_of("a"), [payload("a", CHUNK)])
     (block,) = client.get_blocks(namespace, client.lookup(namespace, [run_of("a")]).lease_id, run_of("a"))
     assert block is not None and block.tobytes() == payload("a", CHUNK).tobytes()
-    with Client(ClientConfig(server.endpoint)) as other:
+    with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as other:
         assert other.admin.stats().num_entries == 1
 
 
@@ -82,7 +82,7 @@ def test_a_client_without_the_token_gets_nothing(shared_server: ServerProcess, s
     reply, (fd,) = _request(address, MAGIC + token)
     os.close(fd)
     assert reply == MAGIC
-    assert "not the token of this server's memory" in shared_server.stderr
+    wait_for(lambda: "not the token of this server's memory" in shared_server.stderr, "the refusal in the log")
     assert token.hex() not in shared_server.stderr + shared_server.stdout
     assert token not in memory_address(shared_server.endpoint, token)
 
@@ -166,7 +166,8 @@ def test_another_user_gets_no_memory_by_the_name_that_everyone_can_connect_to(
     choice, loaded, descriptors = _in_another_process(AS_A_STRANGER, server.endpoint)
     assert choice.startswith("tcp no shm: ") and "refused this client" in choice
     assert loaded == block and descriptors == "0"
-    assert "another user's process; see --unix-listen" in server.stderr and "uid=65534" in server.stderr
+    wait_for(lambda: "another user's process; see --unix-listen" in server.stderr, "the refusal in the log")
+    assert "uid=65534" in server.stderr
 
 
 OF_A_STRANGER = """

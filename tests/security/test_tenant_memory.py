@@ -108,7 +108,7 @@ def test_slots_that_nobody_has_written_are_empty(tenants: Tenants) -> None:
 def test_a_part_that_was_written_and_a_ticket_that_ran_out_leave_nothing_behind(tenants: Tenants) -> None:
     client, namespace = tenants.clients["acme"], tenants.open("acme")
     request = pb.PutStartRequest(
-        namespace=namespace.fingerprint, runs=wire.encode_runs([run_of(*range(NUM_BLOCKS))]), ticket_ttl_ms=1_000,
+        namespace=namespace.fingerprint, runs=wire.encode_runs([run_of(*range(NUM_BLOCKS))]), ticket_ttl_ms=4_000,
         shards=wire.encode_shards(ShardRange(0, 1)),
     )  # fmt: skip
     grant = client.rpc.stub.PutStart(request, timeout=TIMEOUT_S)

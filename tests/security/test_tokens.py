@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
+import fcntl
 import json
 import os
 import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -24,10 +27,19 @@ from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, Permiss
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
 from kvpool.token_command import app
-from kvpool.tokens import TokenRecord, append_record, create_token, parse_lifetime, read_records, read_token
+from kvpool.tokens import (
+    TokenRecord,
+    append_record,
+    create_token,
+    parse_lifetime,
+    read_records,
+    read_token,
+    remove_record,
+)
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
+from tests.support.calls import is_heard
 from tests.support.certificates import files_in
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
@@ -196,6 +208,151 @@ def test_a_file_with_a_wrong_line_names_it(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokens").write_text(f"# tokens\n{create_token(ENGINE, DAY)[1].line()}{text}\n")
     with pytest.raises(ConfigError, match="tokens, line 3: "):
         read_records(tmp_path / "tokens")
+
+
+def _run(*arguments: object) -> str:
+    """What `kvpool token` prints."""
+    done = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_the_list_of_tokens_names_each_and_no_secret(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    assert _run("list", file) == f"no tokens in {file}\n"
+    made = _run("create", "--role", "operator", "--expires", "12h", "--file", file).strip()
+    ended, unknown = create_token(ENGINE, -DAY)[1], create_token(ENGINE, DAY)[1]
+    for record in (ended, dataclasses.replace(unknown, created_at=None)):  # Tokens of earlier releases lack it.
+        append_record(file, record)
+    listed = _run("list", file)
+    assert made not in listed and made.removeprefix(tokens.PREFIX) not in listed
+    operator, _, first, when_first, second, when_second = listed.splitlines()
+    digest = tokens.digest_of(made)
+    assert operator == f"{digest[:12]}  spiffe://kvpool.local/kvpool/_/operator"
+    assert first == f"{ended.digest[:12]}  {ENGINE}" and "; ENDED 2" in when_first and when_first.endswith(" ago")
+    assert second.startswith(unknown.digest[:12]) and when_second.startswith("    ends 2")
+    rows = json.loads(_run("list", file, "--json"))
+    assert [row["sha256"] for row in rows] == [digest, ended.digest, unknown.digest]
+    assert [(row["id"], row["tenant"], row["role"]) for row in rows[:2]] == [
+        (digest[:12], None, "operator"),
+        (ended.digest[:12], "acme", "engine-write"),
+    ]
+    lasts = dt.datetime.fromisoformat(rows[0]["ends_at"]) - dt.datetime.fromisoformat(rows[0]["created_at"])
+    assert lasts == DAY / 2 and rows[2]["created_at"] is None
+
+
+def test_a_revoked_token_leaves_the_rest_of_the_file_as_it_was(tmp_path: Path) -> None:
+    file, link = tmp_path / "tokens", tmp_path / "link"
+    records = [create_token(ENGINE, DAY)[1] for _ in range(3)]
+    lines = ["# first\n", records[0].line(), "\n", records[1].line(), "# l\xe4st\n", records[2].line()]
+    file.write_text("".join(lines), encoding="latin-1")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    before = file.stat()
+    with open(file, "rb") as reader:
+        told = _run("revoke", link, records[1].id)
+        assert reader.read().decode("latin-1") == "".join(lines), "whoever reads the file reads all of the old one"
+    assert told.startswith(f"revoked {records[1].id} of {ENGINE}; ") and "within 10 seconds" in told
+    assert file.read_text(encoding="latin-1") == "".join(lines[:3] + lines[4:])
+    after = file.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert after.st_ino != before.st_ino and link.is_symlink()
+    assert {each.name for each in tmp_path.iterdir()} == {"tokens", "link"}
+
+
+@pytest.mark.parametrize("token_id", ["", "0123456789ab", "ambiguous"])
+def test_an_id_that_is_not_one_tokens_revokes_nothing(tmp_path: Path, token_id: str) -> None:
+    file, digest = tmp_path / "tokens", "ab" * 32
+    for end in ("00", "11"):
+        append_record(file, TokenRecord(digest[:-2] + end, ENGINE, dt.datetime.now(dt.UTC) + DAY))
+    before = file.read_text()
+    done = CliRunner().invoke(app, ["revoke", str(file), digest[:12] if token_id == "ambiguous" else token_id])
+    assert isinstance(done.exception, InvalidRequestError) and "give the id of one, which" in str(done.exception)
+    assert file.read_text() == before
+
+
+def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A revocation that another one overwrites would bring its token back."""
+    monkeypatch.setattr(tokens, "LOCK_S", 60.0)
+    file = tmp_path / "tokens"
+    old, new = ([create_token(ENGINE, DAY)[1] for _ in range(20)] for _ in range(2))
+    for record in old:
+        append_record(file, record)
+    with ThreadPoolExecutor(4) as threads:
+        done = [threads.submit(remove_record, file, record.id) for record in old]
+        done += [threads.submit(append_record, file, record) for record in new]
+    assert all(each.exception() is None for each in done)
+    assert read_records(file).keys() == {record.digest for record in new}
+
+
+def test_a_file_that_stays_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "LOCK_S", 0.2)
+    file = tmp_path / "tokens"
+    append_record(file, create_token(ENGINE, DAY)[1])
+    with open(file) as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=f"another process has locked {file}"):
+            append_record(file, create_token(ENGINE, DAY)[1])
+
+
+def test_a_token_is_added_behind_a_line_without_an_end(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    first, second = (create_token(ENGINE, DAY)[1] for _ in range(2))
+    file.write_text(first.line().rstrip())
+    append_record(file, second)
+    assert file.read_text() == first.line() + second.line()
+
+
+def test_a_server_refuses_a_token_that_was_revoked(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    known = tmp_path / "tokens"
+    for name in ("revoked", "kept"):
+        _run("create", "--role", "operator", "--file", known, "--out", tmp_path / name)
+    configs = {name: {"tls": TlsFiles(files.ca), "token_file": str(tmp_path / name)} for name in ("revoked", "kept")}
+    flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
+    server = pool_server(*flags, **configs["kept"])
+    _run("revoke", known, tokens.digest_of(read_token(tmp_path / "revoked"))[:12])
+    os.kill(server.pid, signal.SIGHUP)
+    revoked, kept = (
+        Client(ClientConfig(server.endpoint, timeout_ms=10_000, **configs[name]))  # type: ignore[arg-type]
+        for name in ("revoked", "kept")
+    )
+    with revoked, kept:
+        wait_for(lambda: not is_heard(revoked), "the token to be refused")
+        assert is_heard(kept)
+
+
+GOOD = {"sha256": "ab" * 32, "principal": str(ENGINE), "ends_at": "2027-01-31T12:00:00+00:00"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("kvpool_secret", "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
+        ("[]", "not a JSON object with sha256, principal and ends_at"),
+        ('{"sha256": 1}', "not a JSON object with sha256, principal and ends_at"),
+        (json.dumps({**GOOD, "role": "operator"}), "not a JSON object with sha256, principal and ends_at"),
+        (json.dumps({**GOOD, "sha256": "kvpool_secret"}), "its sha256 is not 64 hexadecimal digits"),
+        (json.dumps({**GOOD, "principal": "acme"}), "its principal 'acme' is not spiffe://"),
+        (json.dumps({**GOOD, "ends_at": "soon"}), "its ends_at 'soon' is not a time such as 2027-01-31T12:00:00"),
+        (json.dumps({**GOOD, "ends_at": "2027-01-31"}), "its ends_at '2027-01-31' has no time zone"),
+        (json.dumps({**GOOD, "created_at": 7}), "its created_at 7 is not a time such as"),
+    ],
+)
+def test_a_broken_line_is_named_with_what_to_do(tmp_path: Path, line: str, told: str) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"# first\n{json.dumps(GOOD)}\n{line}\n")
+    for command in (["list", file], ["revoke", file, "ab" * 6]):
+        done = CliRunner().invoke(app, list(map(str, command)))
+        assert isinstance(done.exception, ConfigError)
+        message = str(done.exception)
+        assert message.startswith(f"{file}, line 3: {told}") and "kvpool_secret" not in message
+        assert message.endswith(
+            f"; take the line out, and make another token in its place: kvpool token create --file {file}"
+        )
+    assert line in file.read_text()
 
 
 @pytest.mark.parametrize("text", ["", "x", "90", "1y", "-1d", "99999d"])

@@ -128,7 +128,8 @@ def test_engines_share_the_memory_of_their_own_tenant(deploy: Deploy, proof: str
 def test_over_tcp_nobody_gets_memory(deploy: Deploy) -> None:
     deployment = deploy("certificates")
     for principal in (ENGINE, *OTHERS):
-        with Client(ClientConfig(deployment.server.endpoint, **deployment.identity(principal))) as client:
+        config = ClientConfig(deployment.server.endpoint, timeout_ms=10_000, **deployment.identity(principal))
+        with Client(config) as client:
             assert not any(offer.segment for offer in _offers(client, principal))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 from kvpool.curve import SubscriberKeys
 from kvpool.events import EventMessage, Subscriber
 from kvpool_server.events.history import Message
+from tests.support.processes import run_command
 
 Known = tuple[str, int | None, int | bytes]
 """(namespace, group_idx, block's name)"""
@@ -59,6 +61,15 @@ class View:
             self.blocks -= named
 
 
+def follow(num_messages: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command that follows events until it prints so many messages: a second is enough, or not if it is busy."""
+    for seconds in (1, 5, 25):
+        done = run_command(*command, "--seconds", f"{seconds}")
+        if done.stdout.count("\n") >= num_messages:
+            break
+    return done
+
+
 class Listener:
     """A view that follows a real server.
 
@@ -76,7 +87,7 @@ class Listener:
             self.messages.append(message)
             self.view.apply(message)
 
-    def wait_for(self, blocks: Iterable[Known], deadline_s: float = 10.0) -> None:
+    def wait_for(self, blocks: Iterable[Known], deadline_s: float = 30.0) -> None:
         """Listens until the view is just these blocks."""
         wanted, ends_at = set(blocks), time.monotonic() + deadline_s
         while self.view.blocks != wanted:

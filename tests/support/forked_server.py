@@ -1,7 +1,8 @@
 """Servers forked from a process that has imported the server's modules: a start takes a tenth of the CPU time.
 
 A forked server runs `kvpool_server.cli` with flags, environment and output files of its own, as an executed one does.
-The fork server of `multiprocessing` imports modules and starts no gRPC. It ends with the tests' process.
+The fork server of `multiprocessing` imports modules and starts no gRPC. It ends with the tests' process, and so do its
+servers, also if the tests' process is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -64,6 +66,15 @@ def _serve(flags: list[str], environment: dict[str, str], out: str, err: str) ->
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["kvpool-server", *flags]
+    threading.Thread(target=_exit_with_tests, name="exit-with-tests", daemon=True).start()
     from kvpool_server.cli import main
 
     main()
+
+
+def _exit_with_tests() -> None:
+    """Ends the server when the tests' process has ended, or was killed."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)

@@ -1,6 +1,7 @@
 """A real pool in this process whose replies are altered on their way to a client, and what alters them.
 
-The client is the real one: its calls, its stream of lookups, and the checks of replies. Only gRPC is missing.
+The client is the real one: its calls, its stream of lookups, and the checks of replies. Only gRPC is missing: what it
+would refuse for its size is refused here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
 from kvpool.lookup_stream import LookupStream, StreamedError
+from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.rpc import PoolRpc
 from kvpool.transport.choice import Choice
 from kvpool.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
@@ -93,8 +95,11 @@ class LyingPool:
     def _sent(self, method: str, reply: Message) -> Any:
         if self.alter is None:
             return reply
+        packed = self._altered(method, reply)
+        if len(packed) > METHOD_LIMITS.get(method, CONTROL_LIMIT):
+            raise StreamedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max")
         try:
-            return type(reply).FromString(self._altered(method, reply))
+            return type(reply).FromString(packed)
         except DecodeError:
             raise StreamedError(grpc.StatusCode.INTERNAL, "Exception deserializing response!") from None
 
@@ -214,6 +219,8 @@ _TEXTS = (
 )
 _FLOATS = (0.0, -1.0, 1e308, float("inf"), float("nan"))
 _MAX_SIZE, _MAX_DIFFERENT = 300, 3
+_MAX_LIST_BYTES = 1 << 20
+"""Of lists in lists: without this bound some would have 100 MiB, which the test's process would have to make."""
 
 
 def altered(message: Message, dice: random.Random) -> bytes:
@@ -299,7 +306,8 @@ def _extend(value: Any, field: FieldDescriptor, dice: random.Random, depth: int)
         like, size = GetMessageClass(field.message_type)(), size if depth < 2 else 1
         # Long lists repeat a few messages: to make each message at random takes most of the CPU time of a fuzz test.
         different = [_random_message(like, dice, depth + 1) for _ in range(min(size, _MAX_DIFFERENT))]
-        value.extend(different[nth % len(different)] for nth in range(size))
+        most = 1 + _MAX_LIST_BYTES // (1 + max(each.ByteSize() for each in different))
+        value.extend(different[nth % len(different)] for nth in range(min(size, most)))
     else:
         value.extend(_scalar(field, value[0] if len(value) else None, dice) for _ in range(size))
 

@@ -1,4 +1,4 @@
-"""The anonymous files (memfd) that hold arenas, as /proc shows them."""
+"""The anonymous files (memfd) that hold arenas, and this process's descriptors, as /proc shows them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def memory_files(pid: int) -> list[Path]:
         if os.readlink(path).removesuffix(" (deleted)").removesuffix("-tenant") == name:
             found[path.stat().st_ino] = path
     return list(found.values())
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Number and file of each descriptor of this process; gRPC closes those of other tests late."""
+    return {(fd.name, os.readlink(fd)) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
 
 
 def mapped_bytes(inode: int) -> int:

@@ -21,7 +21,7 @@ from testbed.ports import free_endpoint
 from tests.support.forked_server import ForkedServer
 
 START_DEADLINE_S = 60.0
-STOP_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 60.0
 _WELCOME = re.compile(r" on (\S+)(?: and unix:[^;]+)?; metrics and health: (\S+)")
 _JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": [^,]+, "metrics_and_health": "(\S+)"')
 
@@ -52,7 +52,7 @@ def server_command(*flags: str) -> list[str]:
     return [sys.executable, "-m", "kvpool_server", *_with_data_port(flags)]
 
 
-def run_command(*command: str, timeout_s: float = 20.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command: str, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, with a deadline."""
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, env=clean_environment(**environment), check=False
@@ -117,7 +117,8 @@ class ServerProcess:
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)
             self.endpoint, self.http_url = welcome.groups()
-            with Client(ClientConfig(endpoint=self.endpoint, tls=tls, token_file=token_file)) as client:
+            config = ClientConfig(self.endpoint, timeout_ms=5_000, tls=tls, token_file=token_file)
+            with Client(config) as client:
                 wait_for(lambda: _answers(client), "an answer to Ping", START_DEADLINE_S)
         except BaseException:
             self.kill()

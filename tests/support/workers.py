@@ -82,7 +82,7 @@ def data_port(
     finally:
         port.listener.shutdown(socket.SHUT_RDWR)
         port.listener.close()
-        port.thread.join(5)
+        port.thread.join(30)
         assert not port.thread.is_alive()
         port.permits.close()
 

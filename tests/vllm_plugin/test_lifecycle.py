@@ -26,6 +26,8 @@ from tests.vllm_plugin.bugs import step_until_loading
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.worker import worker
 
+WAITS_S = 15.0
+"""Far more than the deadlines of requests to a server that is stopped; without those they would wait for ever."""
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
 
@@ -258,11 +260,11 @@ def test_a_server_that_stops_answering_delays_requests_by_the_deadlines_alone(
     with stopped(server):
         started = time.monotonic()
         assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < WAITS_S
         assert_nothing_is_left(engine)
         started = time.monotonic()
         assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < WAITS_S
     engine.wait_until_connected()
     engine.scheduler.reset_prefix_cache()
     assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
@@ -280,13 +282,14 @@ def _looked_up(fleet: Fleet, prompt: list[int], **extra: object) -> tuple[ToyEng
 def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
     fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
-    server, prompt, started = pool_server(), tokens(100), time.monotonic()
-    settings = {"lookup_timeout_ms": 300, "transport": "stream", "load_timeout_ms": 1_000}
+    server, prompt = pool_server(), tokens(100)
+    settings = {"lookup_timeout_ms": 3_000, "transport": "stream", "load_timeout_ms": 3_000}
     engine, request = _looked_up(fleet_on(server.endpoint), prompt, **settings)
     with stopped(server), workers_stopped(server):
+        started = time.monotonic()
         step_until_loading(engine, request)
         engine.run()
-    assert time.monotonic() - started < 5
+        assert time.monotonic() - started < WAITS_S
     assert engine.answers["r"] == answer(prompt, 8)
     assert engine.counted("load_failures") == 1
 

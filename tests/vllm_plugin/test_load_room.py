@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.toy.fleet import assert_nothing_is_left
@@ -18,6 +19,8 @@ from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import HANGS, FreshFleet, assert_caught, failing, held, replaced
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.worker.transfer import ReceiveThread
+
+pytestmark = pytest.mark.usefixtures("answered_at_once")  # The loads are to be under way at once.
 
 
 def test_several_loads_do_not_deadlock_the_block_pool(fresh_fleet: FreshFleet) -> None:

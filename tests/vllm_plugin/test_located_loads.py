@@ -22,7 +22,7 @@ def _load(fleet: Any, server: ServerProcess, shape: str, **options: int) -> dict
     """What the server counted while one engine loaded what another had stored."""
     writer, reader = (fleet.start(specs=SHAPES[shape], num_blocks=128, **options) for _ in range(2))
     writer.generate(PROMPT)
-    with Client(ClientConfig(server.endpoint)) as client:
+    with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
         before = client.admin.stats().counters
         assert reader.generate(PROMPT) == [answer(PROMPT, 8)]
         assert reader.cached_tokens["prompt-0"] == 192

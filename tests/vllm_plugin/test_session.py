@@ -8,10 +8,11 @@ import random
 import re
 import signal
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +49,11 @@ from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session
 
 Open = Callable[..., Session]
-AT_ONCE_S = 0.5
+AT_ONCE_S = 5.0
+"""On a busy machine, too."""
 TIMEOUT_MS = 300
-HEALED_S = 15.0
+HEALED_S = 60.0
 STOPPED_S = 5.0
-LATE_S = 1.0
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def open_session() -> Iterator[Open]:
 
         def make(endpoint: str, **config: Any) -> Session:
             recorder = config.pop("recorder", None)
+            config = {"timeout_ms": 5_000, **config}  # A busy machine may be slow to answer.
             session = Session(ClientConfig(endpoint, **config), namespace_spec(), f"test {random.random()}", recorder)
             stack.callback(session.close)
             return session
@@ -117,11 +119,11 @@ def test_a_session_leaves_grpc_once_the_data_port_answers(
 ) -> None:
     monkeypatch.setattr(session_module, "PING_EVERY_S", 0.02)
     monkeypatch.setattr(choice, "RETRY_S", (0.05, 0.05))
-    monkeypatch.setattr(choice, "PROVE_S", 0.05)
+    monkeypatch.setattr(choice, "PROVE_S", 0.5)
     server, recorder = pool_server(), Recorder()
     told: list[str] = []
     with workers_stopped(server):
-        session = open_session(server.endpoint, transport="stream", stall_timeout_ms=1_000, recorder=recorder)
+        session = open_session(server.endpoint, transport="stream", stall_timeout_ms=5_000, recorder=recorder)
         wait_until_open(session)
         session.when_open(lambda namespace: told.append(namespace.transport.name))
         slow = session.namespace
@@ -249,10 +251,18 @@ def test_a_stopped_server_costs_each_request_its_budget_at_most_and_soon_nothing
             time.sleep(0.01)
         assert session.state is not State.CLOSED
     assert 1 <= num_calls <= FAILURES_TO_OPEN
-    assert max(costs_s) < TIMEOUT_MS / 1000 + 0.2
-    assert sum(cost_s > 0.1 for cost_s in costs_s) <= num_calls
-    wait_until_open(session)
-    assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
+    # A lookup without a deadline would wait until the server goes on. (The median: a busy machine pauses now and then.)
+    assert max(costs_s) < STOPPED_S - 1
+    assert statistics.median(costs_s) < TIMEOUT_MS / 10_000
+
+    def is_answered() -> bool:
+        if (namespace := session.namespace) is None:
+            return False
+        with suppress(KVPoolError):
+            return session.client.lookup(namespace, [run_of("nothing")]).hits[0].num_leading == 0
+        return False
+
+    wait_for(is_answered, "an answer of the server that goes on", HEALED_S)
 
 
 def test_probes_that_are_answered_late_do_not_close_it(
@@ -260,24 +270,25 @@ def test_probes_that_are_answered_late_do_not_close_it(
 ) -> None:
     """The namespace opens, for that may take long; a lookup would not have its answer in time."""
     server = pool_server()
-    opened = threading.Event()
+    opened, stops = threading.Semaphore(0), iter(range(2))
     opening = Client.open_namespace
 
     def open_then_stop(self: Client, *args: Any, **kwargs: Any) -> Any:
         namespace = opening(self, *args, **kwargs)
-        os.kill(server.pid, signal.SIGSTOP)
-        threading.Timer(LATE_S, os.kill, (server.pid, signal.SIGCONT)).start()
-        opened.set()
+        if next(stops, None) is not None:
+            os.kill(server.pid, signal.SIGSTOP)
+            opened.release()
         return namespace
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Client, "open_namespace", open_then_stop)
-        session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
-        for _ in range(2):
-            assert opened.wait(HEALED_S)
-            opened.clear()
-            time.sleep(LATE_S)
-            assert not is_open(session)
+    monkeypatch.setattr(Client, "open_namespace", open_then_stop)
+    session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
+    for _ in range(2):
+        assert opened.acquire(timeout=HEALED_S)
+        try:
+            wait_for(lambda: session.state is not State.HALF_OPEN, "the end of the probe")
+            assert session.state is State.OPEN and not is_open(session)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
     wait_until_open(session)
 
 
@@ -298,7 +309,7 @@ def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
     opening = Client.open_namespace
 
     def open_when_ready(self: Client, *args: Any, **kwargs: Any) -> Any:
-        assert ready.wait(5)
+        assert ready.wait(HEALED_S)
         return opening(self, *args, **kwargs)
 
     monkeypatch.setattr(Client, "open_namespace", open_when_ready)
@@ -375,14 +386,15 @@ def test_closing_is_quick_whatever_the_server_does(
         wait_for(lambda: attempts, "an attempt to open the namespace")
         started = time.monotonic()
         session.close()
-        assert time.monotonic() - started < OPEN_TIMEOUT_MS / 1000 + 0.5
+        assert time.monotonic() - started < OPEN_TIMEOUT_MS / 1000 + AT_ONCE_S
         assert not session_threads()
 
 
 def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
-    open_session: Open, shared_server: ServerProcess
+    open_session: Open, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread has its answer, `close` runs, then the thread says that the namespace is open."""
+    monkeypatch.setattr(session_module, "PING_EVERY_S", 600.0)  # So long a thread would wait that has missed its end.
     session = open_session(shared_server.endpoint)
     wait_until_open(session)
     answered, closing = threading.Event(), threading.Event()
@@ -391,12 +403,12 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
     def slow(*args: Any, **kwargs: Any) -> Any:
         namespace = opens(*args, **kwargs)
         answered.set()
-        assert closing.wait(5)
+        assert closing.wait(HEALED_S)
         return namespace
 
     session.client.open_namespace = slow  # type: ignore[method-assign]
     session.report(UnavailableError("gone"))
-    assert answered.wait(5)
+    assert answered.wait(HEALED_S)
     close, began = session.client.close, threading.Event()
 
     def begin_to_close() -> None:
@@ -406,11 +418,11 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
     session.client.close = begin_to_close  # type: ignore[method-assign]
     closer = threading.Thread(target=session.close)
     closer.start()
-    assert began.wait(5)
+    assert began.wait(HEALED_S)
     closing.set()
-    wait_for(lambda: not session_threads(), "the thread to end", 1)
+    wait_for(lambda: not session_threads(), "the thread to end")
     assert session.namespace is None
-    closer.join(5)
+    closer.join(HEALED_S)
     assert not closer.is_alive()
 
 
@@ -461,7 +473,8 @@ def test_the_log_says_why_the_blocks_of_another_namespace_are_not_read(
 
     def opened(differs: bool = True, **fields: Any) -> str:
         caplog.clear()
-        session = Session(ClientConfig(endpoint), namespace_spec(**fields), "scheduler", explains=True)
+        config = ClientConfig(endpoint, timeout_ms=5_000)
+        session = Session(config, namespace_spec(**fields), "scheduler", explains=True)
         wait_until_open(session)
         if differs:
             wait_for(lambda: "because" in caplog.text, "the reason")
@@ -493,9 +506,8 @@ def test_the_engine_that_was_there_first_learns_of_a_later_one_and_is_warned_whi
     with ExitStack() as stack:
 
         def start(name: str, **fields: Any) -> Session:
-            session = Session(
-                ClientConfig(endpoint), replace(spec, **fields), name, explains=not name.startswith("worker")
-            )
+            config = ClientConfig(endpoint, timeout_ms=5_000)
+            session = Session(config, replace(spec, **fields), name, explains=not name.startswith("worker"))
             stack.callback(session.close)
             wait_until_open(session)
             return session
@@ -537,7 +549,8 @@ def test_a_busy_pool_is_seldom_asked_for_the_list_of_its_namespaces(
 
     monkeypatch.setattr(Admin, "namespaces", namespaces)
     monkeypatch.setattr(PoolRpc, "check", check)
-    session = Session(ClientConfig(server.endpoint), namespace_spec(), "scheduler", explains=True)
+    config = ClientConfig(server.endpoint, timeout_ms=5_000)
+    session = Session(config, namespace_spec(), "scheduler", explains=True)
     try:
         wait_until_open(session)
         client = connect(server)

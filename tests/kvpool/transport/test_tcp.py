@@ -157,10 +157,12 @@ def test_nothing_is_written_once_a_permit_has_expired_on_the_way(plain_port: Por
     """A client that stops in the middle, as one that was stopped would: what it sends afterwards goes nowhere."""
     plain_port.arena[: 2 * MIB] = 0
     with _greeted(plain_port) as client:
-        client.sendall(_shown(plain_port, Kind.WRITE, [0], 2 * MIB, ttl_s=0.3))
+        expires_at = time.monotonic() + 2.0
+        client.sendall(_shown(plain_port, Kind.WRITE, [0], 2 * MIB, ttl_s=2.0))
         client.sendall(Header(Kind.MOVE, 0, 1, 2 * MIB).encode())
         client.sendall(bytes([1]) * MIB)
-        time.sleep(0.5)
+        wait_for(lambda: plain_port.arena[MIB - 1] == 1, "the first half to be written")
+        time.sleep(max(0.0, expires_at - time.monotonic()) + 0.2)
         client.sendall(bytes([1]) * MIB)
         assert _reply(client) is Status.EXPIRED
     assert set(plain_port.arena[:MIB]) == {1} and set(plain_port.arena[MIB : 2 * MIB]) == {0}
@@ -359,7 +361,7 @@ def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: Se
     wait_for(stored.check, "the next workers")
     wait_for(lambda: len(workers_of(server)) == 2, "both of them")
     assert not {*before} & {*workers_of(server)}
-    assert server.stderr.count("a data worker died") == 2
+    wait_for(lambda: server.stderr.count("a data worker died") == 2, "the log to tell of both")
 
 
 @pytest.mark.usefixtures("on_cores")
@@ -394,18 +396,19 @@ def test_a_server_that_stops_leaves_no_worker_not_even_one_that_is_stopped(serve
 def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_deadline(
     server: ServerProcess, connect: Connect
 ) -> None:
-    stored = Stored(connect(server, transport="tcp", stall_timeout_ms=300, data_timeout_ms=2_000))
-    client, workers = stored.client, workers_of(server)
-    lease_id = client.lookup(stored.namespace, [stored.run]).lease_id
+    stored = Stored(connect(server, transport="tcp"))
+    client, workers = connect(server, transport="tcp", stall_timeout_ms=300, data_timeout_ms=2_000), workers_of(server)
+    namespace = client.open_namespace(stored.namespace.spec)
+    lease_id = client.lookup(namespace, [stored.run]).lease_id
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises((PoolTimeoutError, UnavailableError), match=r"sent nothing for 0\.300 s|no answer"):
-            client.get(stored.namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
+            client.get(namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
         started = time.monotonic()
         run = run_of(*range(100, 124))
         with pytest.raises((PoolTimeoutError, UnavailableError)):
-            client.put(stored.namespace, [run], lambda _, buffers: None)
+            client.put(namespace, [run], lambda _, buffers: None)
         assert time.monotonic() - started < DEADLINE_S
     finally:
         for pid in workers:
@@ -417,15 +420,16 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
 
 @pytest.mark.usefixtures("on_cores")
 def test_nobody_writes_into_the_callers_arrays_once_a_get_has_failed(server: ServerProcess, connect: Connect) -> None:
-    stored = Stored(connect(server, transport="tcp", stall_timeout_ms=1_000))
+    stored, client = Stored(connect(server, transport="tcp")), connect(server, transport="tcp", stall_timeout_ms=1_000)
     arrays = [np.full(MIB, 0xEE, np.uint8) for _ in range(24)]
-    lease_id = stored.client.lookup(stored.namespace, [stored.run]).lease_id
+    namespace = client.open_namespace(stored.namespace.spec)
+    lease_id = client.lookup(namespace, [stored.run]).lease_id
     workers = workers_of(server)
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises((PoolTimeoutError, UnavailableError)):
-            stored.client.get(stored.namespace, lease_id, [stored.run], InPlace(arrays))
+            client.get(namespace, lease_id, [stored.run], InPlace(arrays))
         for array in arrays:
             array[:] = 0xEE  # They are the caller's own again.
     finally:
@@ -461,7 +465,8 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
                 with suppress(OSError):  # Another thread has closed it.
                     connection.shutdown(socket.SHUT_RDWR)
 
-    with closing(port.connect(num_connections)) as transport:
+    # A thread that waits for what will not come waits until the deadline.
+    with closing(port.connect(num_connections, stall_timeout_s=DEADLINE_S)) as transport:
         rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
         started = time.monotonic()
         try:
@@ -494,14 +499,13 @@ def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProces
 
 
 def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
-    client = connect(server, transport="stream", stall_timeout_ms=300)
-    with closing(client.admin.try_transport().transport):
-        choice = client.admin.try_transport()
+    choice = connect(server, transport="stream").admin.try_transport()
+    with closing(choice.transport):
         assert choice.route.startswith("tcp over the data port 127.0.0.1:") and not choice.is_fallback
     for pid in workers_of(server):
         os.kill(pid, signal.SIGSTOP)
     try:
-        choice = client.admin.try_transport()
+        choice = connect(server, transport="stream", stall_timeout_ms=300).admin.try_transport()
     finally:
         for pid in workers_of(server):
             os.kill(pid, signal.SIGCONT)
@@ -535,5 +539,5 @@ def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
 
 def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:
     server = pool_server("--data-listen", "127.0.0.2:0")
-    with Client(ClientConfig(server.endpoint, transport="tcp")) as client:
+    with Client(ClientConfig(server.endpoint, transport="tcp", timeout_ms=10_000)) as client:
         assert "over the data port 127.0.0.2:" in client.admin.try_transport().route

@@ -29,7 +29,8 @@ from tests.support.values import payload
 from tests.support.workers import data_port
 
 MIB = 1 << 20
-STALL_S, DEADLINE_S, SLACK_S = 0.15, 0.4, 4.0
+STALL_S, DEADLINE_S, SLACK_S = 0.15, 0.4, 10.0
+"""A transfer that waited in vain would outlast its deadline by more than SLACK_S: peers stand still for 20 s."""
 AMPLE_S = 30.0
 MARK = 0xEE
 
@@ -287,7 +288,7 @@ class Moves:
 
 @contextmanager
 def moves(*scripts: Sequence[Act], num_helpers: int = 0) -> Iterator[tuple[Moves, ScriptedPort]]:
-    with scripted_port(*scripts) as port, closing(Moves(port.peer(), num_helpers)) as moves:
+    with scripted_port(*scripts) as port, closing(Moves(port.peer(AMPLE_S, AMPLE_S), num_helpers)) as moves:
         yield moves, port
 
 

@@ -22,7 +22,7 @@ from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import MAX_REPLAYS, Publisher
-from tests.support.events import Known, Listener, low_64_bits
+from tests.support.events import Known, Listener, follow, low_64_bits
 from tests.support.processes import ServerProcess, run_command, run_server, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -144,8 +144,9 @@ def test_what_one_call_changes_is_few_messages(
     names = [f"block {nth}" for nth in range(500)]
     client.put_blocks(namespace, run_of(*names), [payload(name, 100) for name in names])
     listener.wait_for(_known(namespace, *names))
-    # One for each turn of the event loop that the call takes, and its turns are of a millisecond.
-    assert 1 <= len(listener.messages[1:]) <= 10
+    # One for each turn of the event loop that the call takes. Its turns are of a millisecond, in which a busy machine
+    # may do little; without turns there would be a message for each block.
+    assert 1 <= len(listener.messages[1:]) <= len(names) // 10
     assert {len(message.events) for message in listener.messages[1:]} == {1}
 
 
@@ -201,7 +202,7 @@ def test_the_command_prints_what_is_published(pool_server: StartServer, connect:
     client = connect(server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     _put(client, namespace, "a")
-    done = run_command(KVPOOL, "events", endpoint, "--replay", replay, "--seconds", "1")
+    done = follow(2, KVPOOL, "events", endpoint, "--replay", replay)
     assert done.returncode == 0 and done.stderr.startswith("kvpool: following ") and done.stderr.count("\n") == 1
     cleared, stored = (json.loads(line) for line in done.stdout.splitlines())
     assert cleared["events"] == [{"type": "AllBlocksCleared"}]
@@ -328,7 +329,7 @@ def test_closing_publishes_what_is_left_and_ends_the_thread() -> None:
         bench.publisher.close()
         bench.publisher.close()
         heard: list[Any] = []
-        while subscriber._sub.poll(1_000) and low_64_bits(block_hash("last")) not in heard:
+        while low_64_bits(block_hash("last")) not in heard and subscriber._sub.poll(10_000):
             for event in json.loads(json.dumps(_payload(subscriber)))[1]:
                 heard += event.get("block_hashes", [])  # The stream may begin with AllBlocksCleared.
     assert low_64_bits(block_hash("last")) in heard

@@ -1,4 +1,4 @@
-"""Why tokens are computed: each cause that real engines in tests/e2e/test_causes.py do not meet, and what is counted."""
+"""Why tokens are computed: what is counted when, and the causes that tests/e2e/test_causes.py cannot bring about."""
 
 from __future__ import annotations
 

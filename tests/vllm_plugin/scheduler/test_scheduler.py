@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def test_without_a_pool_everything_is_a_miss_at_once(core: MakeCore) -> None:
     started = time.monotonic()
     for nth in range(100):
         assert one.side.matched_tokens(make_request(f"r{nth}", tokens(100)), 0) == (0, False)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10  # To wait for each lookup would take 20 s.
 
 
 def test_steps_wait_next_to_nothing_for_a_server_that_does_not_answer(core: MakeCore, pool_server: StartServer) -> None:
@@ -156,7 +157,7 @@ def test_steps_wait_next_to_nothing_for_a_server_that_does_not_answer(core: Make
                     del unanswered[request]
             steps_s.append(time.monotonic() - began)
             one.step()
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 60
             time.sleep(0.001)
         # A budget for each lookup instead of one for all would be 200 ms a step. (The median: machines are busy.)
         assert statistics.median(steps_s) < STEP_S
@@ -172,7 +173,8 @@ def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCor
     with stopped(server):
         assert one.ask(request) == 0
     assert {one.ask(request) for _ in range(10)} == {0}
-    assert one.ask(make_request("another", tokens(100))) == blocks(6)
+    names = (f"another {nth}" for nth in itertools.count())  # A busy machine may be too slow for the first of them.
+    wait_for(lambda: one.ask(make_request(next(names), tokens(100))) == blocks(6), "another request's hit")
 
 
 def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
@@ -185,11 +187,11 @@ def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
 
 
 def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCore) -> None:
-    one = core(load_timeout_ms=100).connected()  # Leases of 200 ms, good to begin a load for 100 ms.
+    one = core(load_timeout_ms=1_000).connected()  # Leases of 2 s, good to begin a load for 1 s.
     request = make_request("r", tokens(100))
     fill(one, request.block_hashes)
     assert one.ask(request) == blocks(6)
-    time.sleep(0.15)
+    time.sleep(1.1)
     assert one.ask(request) == blocks(6)
     assert one.side.stats().data["lookups"] == 2
 

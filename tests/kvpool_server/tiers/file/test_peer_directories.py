@@ -211,7 +211,7 @@ def test_a_server_starts_before_it_has_read_what_others_have(
 
     async def test() -> None:
         tier = _tier(tmp_path)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):  # The refresh hangs for 30 s.
             await tier.open()
             assert await tier.write(namespace, 0, blocks_of("a")) == 1
             await tier.close()

@@ -16,8 +16,8 @@ from tests.support.mooncake import Cluster
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import payload, run_of
 
-STOPS_S = 15.0
-SLOW_S = 3.0
+STOPS_S = 30.0
+SLOW_S = 3.9
 """Below what a call to a dead master takes: 4 s, or 5."""
 
 
@@ -37,7 +37,7 @@ def _wait_demoted(client: Client, count: int) -> None:
 
 
 def _is_up(server: ServerProcess) -> bool:
-    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     (line,) = [line for line in lines if line.startswith("kvpool_tier_up{")]
     return bool(line.endswith(" 1.0"))
@@ -80,7 +80,7 @@ def test_three_servers_on_one_cluster_one_of_them_killed(
         return _hits(clients[1], namespaces[1], names) == len(names)
 
     tried = 0
-    wait_for(comes_through, "the cluster does without the segment that has gone", 45)
+    wait_for(comes_through, "the cluster does without the segment that has gone", 120)
     assert not any(client.admin.stats().tiers[0].counters.get("corrupt_blocks") for client in [*clients[:2], late])
     for server in (holder, *others):
         server.terminate()
@@ -116,10 +116,10 @@ def test_without_a_master_the_pool_goes_on(
 def _work_until(done: Callable[[], bool], client: Client, namespace: Namespace, tag: str) -> float:
     """Puts, looks up what is there and what is not, and gets, until `done`; the slowest lookup in seconds."""
     slowest = 0.0
-    ends_at = time.monotonic() + 60
+    ends_at = time.monotonic() + 120
     nth = 0
     while not done():
-        assert time.monotonic() < ends_at, f"not {tag} within a minute"
+        assert time.monotonic() < ends_at, f"not {tag} within two minutes"
         names: Sequence[str] = [f"{tag}-{nth}-{part}" for part in range(4)]
         client.put_blocks(namespace, run_of(*names), [payload(name, SLOT) for name in names])
         for asked in (run_of(*names), run_of(f"missing-{tag}-{nth}")):

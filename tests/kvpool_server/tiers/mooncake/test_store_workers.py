@@ -46,9 +46,9 @@ class TestTierWithSeveralWorkers(PersistentTierContract):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that hangs is found out within a second or two."""
+    """A process that hangs is found out within seconds: sooner than a call to a stopped master ends, after 4 s."""
     monkeypatch.setattr(store_process, "QUIET_S", 0.3)
-    monkeypatch.setattr(store_process, "PONG_S", 1.5)
+    monkeypatch.setattr(store_process, "PONG_S", 3.0)
 
 
 @pytest.mark.usefixtures("impatient")
