@@ -126,6 +126,7 @@ class Client:
         prefix_only: bool = True,
         lease: bool = True,
         locate: bool = False,
+        explain: bool = False,
     ) -> Lookup:
         """Which blocks are complete, with a lease on them.
 
@@ -134,8 +135,9 @@ class Client:
                 blocks, as a bitmap.
             lease: False: asks only; nothing is leased or renewed.
             locate: the answer also says where the leased blocks lie (`Lookup.leased`), so that `get` makes no call.
+            explain: the answer also says why blocks are missing (`RunHits.missing`).
         """
-        return self.rpc.lookup(namespace, runs, prefix_only=prefix_only, lease=lease, locate=locate)
+        return self.rpc.lookup(namespace, runs, prefix_only=prefix_only, lease=lease, locate=locate, explain=explain)
 
     def put(
         self,

@@ -29,10 +29,12 @@ from kvpool.segment import MAX_EXTENTS
 from kvpool.types import (
     HASH_BYTES,
     INT_BYTES,
+    MAX_MISSES,
     BlockRun,
     Chunk,
     Located,
     Lookup,
+    MissCause,
     Offer,
     OpenedNamespace,
     PoolKey,
@@ -68,7 +70,7 @@ CONTROL_LIMIT = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")  # A name, an IPv4 address, or an IPv6 address without its brackets.
 _SESSION = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _REPLY_SLACK_BYTES = 20_480
-_RUN_SLACK_BYTES = 128
+_RUN_SLACK_BYTES = 256
 
 
 def _in(field_name: str, value: float, low: float, high: float) -> None:
@@ -169,6 +171,7 @@ class LookupQuestion:
     prefix_only: bool
     lease_ttl_ms: int
     locate: bool
+    explain: bool
     encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
     asked_at: float = field(default_factory=time.monotonic)
 
@@ -179,6 +182,7 @@ class LookupQuestion:
             prefix_only=self.prefix_only,
             lease_ttl_ms=self.lease_ttl_ms,
             locate=self.locate and self.lease_ttl_ms > 0,
+            explain=self.explain,
             wait_ms=wait_ms,
         )
 
@@ -198,6 +202,7 @@ class LookupQuestion:
         num_complete = [self._num_complete(hit, len(run)) for hit, run in zip(hits, self.runs, strict=True)]
         for hit, run, complete in zip(hits, self.runs, num_complete, strict=True):
             _in("num_pending", hit.num_pending, 0, len(run) - complete)
+            self._check_misses(hit, len(run))
         if not self.lease_ttl_ms:
             _is("lease_id", reply.lease_id, 0)
         _in("lease_ttl_ms", reply.lease_ttl_ms, 0, self.lease_ttl_ms)
@@ -223,6 +228,15 @@ class LookupQuestion:
         leading = (~complete & complete + 1).bit_length() - 1
         _is("num_leading", hit.num_leading, leading)
         return complete.bit_count()
+
+    def _check_misses(self, hit: pb.RunHits, count: int) -> None:
+        if not hit.missing:
+            return
+        _in("number of causes", len(hit.missing), 0, MAX_MISSES if self.explain else 0)
+        for miss in hit.missing:
+            _in("cause", miss.cause, 0, max(MissCause))
+        _in("counts of causes", min(miss.count for miss in hit.missing), 1, count)
+        _is("missing blocks", sum(miss.count for miss in hit.missing), count - hit.num_leading)
 
     def _check_slots(self, hit: pb.RunHits, group_idx: int, offsets: bytes, num_complete: int) -> None:
         if not 0 <= group_idx < len(self.groups):

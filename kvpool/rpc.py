@@ -205,8 +205,9 @@ class PoolRpc:
         prefix_only: bool,
         lease: bool,
         locate: bool,
+        explain: bool,
     ) -> Lookup:
-        question = self._question(namespace, runs, prefix_only, lease, locate)
+        question = self._question(namespace, runs, prefix_only, lease, locate, explain)
         return self.answer(namespace, question, self.call(self._lookups, question))
 
     def lookup_async(
@@ -217,6 +218,7 @@ class PoolRpc:
         prefix_only: bool = True,
         lease: bool = True,
         locate: bool = False,
+        explain: bool = False,
         wait_ms: int = 0,
     ) -> PendingLookup:
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
@@ -225,7 +227,7 @@ class PoolRpc:
             wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
                 long. Such a lookup is a call of its own: the answers to others do not wait for it.
         """
-        question = self._question(namespace, runs, prefix_only, lease, locate)
+        question = self._question(namespace, runs, prefix_only, lease, locate, explain)
         if wait_ms:
             call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
         else:
@@ -233,12 +235,18 @@ class PoolRpc:
         return PendingLookup(call, self, namespace, question)
 
     def _question(
-        self, namespace: Namespace, runs: Sequence[BlockRun], prefix_only: bool, lease: bool, locate: bool
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        prefix_only: bool,
+        lease: bool,
+        locate: bool,
+        explain: bool,
     ) -> LookupQuestion:
         ttl_ms = self.config.lease_ttl_ms if lease else 0
         groups, arena_bytes = namespace.spec.groups, namespace.arena_bytes
         return LookupQuestion(
-            namespace.fingerprint, groups, arena_bytes, runs, prefix_only, ttl_ms, locate, self.encode_runs
+            namespace.fingerprint, groups, arena_bytes, runs, prefix_only, ttl_ms, locate, explain, self.encode_runs
         )
 
     def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:

@@ -138,6 +138,37 @@ class Chunk:
     parent_hash: bytes = b""
 
 
+class MissCause(enum.IntEnum):
+    """Why a lookup has not found a block; the values are those of the contract."""
+
+    NEVER_STORED = 0
+    """Nobody has stored it, or it left longer ago than the server remembers."""
+    BEING_WRITTEN = 1
+    """A put of it has not ended."""
+    EVICTED = 2
+    """It made room for another block."""
+    REMOVED = 3
+    """It was removed or cleared by request."""
+    CORRUPT = 4
+    """Its bytes had changed."""
+    PUT_FAILED = 5
+    """Its writer gave it up, or was too slow."""
+    OTHER_NAMESPACE = 6
+    """Another namespace of the tenant has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Blocks of a run, one after the other, that one cause keeps from being found."""
+
+    cause: MissCause
+    count: int
+
+
+MAX_MISSES = 8
+"""Of one run. Where causes change more often, the last one counts for all blocks that follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunHits:
     """Which blocks of one run are complete.
@@ -146,11 +177,13 @@ class RunHits:
         num_leading: complete blocks before the first that is not.
         complete: bitmap over the run; 0 where the lookup was `prefix_only`.
         num_pending: blocks that a tier is promoting; with `prefix_only`, those that follow the leading ones.
+        missing: why blocks are missing, from the first missing one to the end of the run; empty if nobody asked.
     """
 
     num_leading: int
     complete: int = 0
     num_pending: int = 0
+    missing: tuple[Miss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

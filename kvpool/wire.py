@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import numpy as np
@@ -25,6 +25,8 @@ from kvpool.types import (
     DataPortInfo,
     Located,
     Lookup,
+    Miss,
+    MissCause,
     MooncakeInfo,
     Offer,
     OpenedNamespace,
@@ -205,6 +207,7 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
             num_leading=hit.num_leading,
             complete=hit.complete.to_bytes((len(run) + 7) // 8, "little") if hit.complete else b"",
             num_pending=hit.num_pending,
+            missing=[pb.Miss(cause=cast("pb.MissCause", miss.cause), count=miss.count) for miss in hit.missing],
         )
         for run, hit in zip(runs, lookup.hits, strict=True)
     ]
@@ -226,7 +229,8 @@ def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
 def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: float) -> Lookup:
     """The answer of a lookup in a namespace that was asked at `asked_at`, monotonic seconds."""
     hits = tuple(
-        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending) for hit in message.hits
+        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending, _misses(hit.missing))
+        for hit in message.hits
     )
     slots: tuple[Slots, ...] = ()
     if any(hit.offsets for hit in message.hits):
@@ -241,6 +245,10 @@ def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: floa
         message.boot_token,
         asked_at + message.lease_ttl_ms / 1000,
     )
+
+
+def _misses(messages: Iterable[pb.Miss]) -> tuple[Miss, ...]:
+    return tuple(Miss(MissCause(message.cause), message.count) for message in messages)
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:

@@ -161,6 +161,8 @@ class PoolService(PoolServicer):
             found = await self._tiered.lookup_once_up(fingerprint, runs, *options, wait_ms=wait_ms)
         else:
             found = self._tiered.lookup(fingerprint, runs, *options)
+        if request.explain:
+            found = dataclasses.replace(found, hits=self._pool.misses.explain(fingerprint, runs, found.hits))
         if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000, owner)
         return wire.encode_lookup(found, runs, self._boot_token)

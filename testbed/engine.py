@@ -174,7 +174,10 @@ class Engine:
         return self._ask({"call": function, "arguments": list(arguments)}, timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, and sum and count of its histograms, over all labels; as of the last answer."""
+        """vLLM's counters and gauges, and sum and count of its histograms, over all labels; as of the last answer.
+
+        Of series with a label `cause` also each cause's, as "name:cause"; of series with a label `source` likewise.
+        """
         return dict(self._ask({"metrics": True}, 60.0))
 
     def log(self) -> str:

@@ -82,7 +82,9 @@ def _metrics(llm: Any) -> dict[str, float]:
     for metric in llm.get_metrics():
         for field, suffix in (("value", ""), ("sum", "_sum"), ("count", "_count")):
             if (value := getattr(metric, field, None)) is not None:
-                totals[metric.name + suffix] = totals.get(metric.name + suffix, 0) + value
+                cause = metric.labels.get("cause") or metric.labels.get("source")
+                for name in (metric.name + suffix, *([f"{metric.name}{suffix}:{cause}"] if cause else ())):
+                    totals[name] = totals.get(name, 0) + value
     return totals
 
 

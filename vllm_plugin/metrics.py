@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vllm_plugin.causes import Cause
 from vllm_plugin.guard import Guard, hook
 
 COUNTERS = {
@@ -40,6 +41,18 @@ COUNTERS = {
     "connected_grpc": "Times that the scheduler or a rank connected to the pool with transport grpc, the slow one.",
     "connected_mooncake": "Times that the scheduler or a rank connected to the pool with transport mooncake.",
 }
+LABELLED = {
+    "computed_tokens": (
+        "cause",
+        "Prompt tokens that the engine computed, by what kept them from being loaded; all causes together are vLLM's "
+        "vllm:prompt_tokens_by_source with source local_compute.",
+        {cause.label: cause.gloss for cause in Cause},
+    ),
+}
+"""Counters with a label: name -> label, HELP, the label's values with what each means.
+
+`KVPoolStats` has a sum of each, as `name:value`.
+"""
 GAUGES = {
     "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",
     "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset, or in doubt, are in use.",
@@ -110,6 +123,12 @@ class Recorder:
             with self._lock:
                 self._data[name] = self._data.get(name, 0) + count
 
+    def add_computed(self, cause: Cause, num_tokens: int) -> None:
+        """Prompt tokens that were computed for a cause."""
+        with self._lock:
+            name = f"computed_tokens:{cause.label}"
+            self._data[name] = self._data.get(name, 0) + num_tokens
+
     def observe(self, name: str, seconds: float) -> None:
         assert name in HISTOGRAMS, name
         with self._lock:
@@ -135,7 +154,7 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
     """vLLM's Prometheus series of the connector, one an engine.
 
     Attributes:
-        metrics: by name, of all engines.
+        metrics, labelled: by name, of all engines.
     """
 
     guard = Guard()
@@ -153,15 +172,25 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             for cls, glosses, options in kinds
             for name, gloss in glosses.items()
         }
+        self.labelled = {
+            name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=[*labelnames, label])
+            for name, (label, gloss, _) in LABELLED.items()
+        }
         for labels in per_engine_labelvalues.values():
             for metric in self.metrics.values():
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
+            for name, (_, _, values) in LABELLED.items():
+                for value in values:
+                    self.labelled[name].labels(*labels, value)
 
     @hook(lambda self, transfer_stats_data, engine_idx=0: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in (transfer_stats_data or {}).items():
-            if name in COUNTERS:
+            counter, _, of = name.partition(":")
+            if counter in self.labelled:
+                self.labelled[counter].labels(*labels, of).inc(value)
+            elif name in COUNTERS:
                 self.metrics[name].labels(*labels).inc(value)
             elif name in GAUGES:
                 self.metrics[name].labels(*labels).set(value)

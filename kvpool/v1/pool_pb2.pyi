@@ -6,11 +6,28 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_CAUSE_NEVER_STORED: _ClassVar[MissCause]
+    MISS_CAUSE_BEING_WRITTEN: _ClassVar[MissCause]
+    MISS_CAUSE_EVICTED: _ClassVar[MissCause]
+    MISS_CAUSE_REMOVED: _ClassVar[MissCause]
+    MISS_CAUSE_CORRUPT: _ClassVar[MissCause]
+    MISS_CAUSE_PUT_FAILED: _ClassVar[MissCause]
+    MISS_CAUSE_OTHER_NAMESPACE: _ClassVar[MissCause]
+
 class PutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PUT_STATUS_GRANTED: _ClassVar[PutStatus]
     PUT_STATUS_PRESENT: _ClassVar[PutStatus]
     PUT_STATUS_BUSY: _ClassVar[PutStatus]
+MISS_CAUSE_NEVER_STORED: MissCause
+MISS_CAUSE_BEING_WRITTEN: MissCause
+MISS_CAUSE_EVICTED: MissCause
+MISS_CAUSE_REMOVED: MissCause
+MISS_CAUSE_CORRUPT: MissCause
+MISS_CAUSE_PUT_FAILED: MissCause
+MISS_CAUSE_OTHER_NAMESPACE: MissCause
 PUT_STATUS_GRANTED: PutStatus
 PUT_STATUS_PRESENT: PutStatus
 PUT_STATUS_BUSY: PutStatus
@@ -187,7 +204,7 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms")
+    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms", "explain")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +212,7 @@ class LookupRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     LOCATE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     prefix_only: bool
@@ -202,7 +220,8 @@ class LookupRequest(_message.Message):
     release: _containers.RepeatedScalarFieldContainer[int]
     locate: bool
     wait_ms: int
-    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ..., release: _Optional[_Iterable[int]] = ..., locate: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    explain: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ..., release: _Optional[_Iterable[int]] = ..., locate: bool = ..., wait_ms: _Optional[int] = ..., explain: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("boot_token", "hits", "lease_id", "lease_ttl_ms", "retry_after_ms")
@@ -235,20 +254,30 @@ class CallError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RunHits(_message.Message):
-    __slots__ = ("num_leading", "complete", "num_pending", "offsets", "checksums", "permit")
+    __slots__ = ("num_leading", "complete", "num_pending", "offsets", "checksums", "permit", "missing")
     NUM_LEADING_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     PERMIT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     num_leading: int
     complete: bytes
     num_pending: int
     offsets: bytes
     checksums: bytes
     permit: bytes
-    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ..., num_pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., permit: _Optional[bytes] = ...) -> None: ...
+    missing: _containers.RepeatedCompositeFieldContainer[Miss]
+    def __init__(self, num_leading: _Optional[int] = ..., complete: _Optional[bytes] = ..., num_pending: _Optional[int] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., permit: _Optional[bytes] = ..., missing: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ...) -> None: ...
+
+class Miss(_message.Message):
+    __slots__ = ("cause", "count")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    cause: MissCause
+    count: int
+    def __init__(self, cause: _Optional[_Union[MissCause, str]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
     __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")

@@ -15,10 +15,11 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvpool.types import BlockRun, PutStatus
+from kvpool.types import BlockRun, MissCause, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.block_index import BlockIndex
+from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Group, Observer, Record
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.quarantine import Quarantine
@@ -29,6 +30,7 @@ class EntryTable:
     """See the module.
 
     Args:
+        departures: told of the entries that leave, and why.
         clock: monotonic seconds.
         grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
 
@@ -41,6 +43,7 @@ class EntryTable:
         arena: Arena,
         placement: Placement,
         quarantine: Quarantine,
+        departures: Departures,
         clock: Callable[[], float],
         grace_ms: int,
         counters: dict[str, int],
@@ -50,6 +53,7 @@ class EntryTable:
         self._arena = arena
         self._placement = placement
         self._quarantine = quarantine
+        self.departures = departures
         self._clock = clock
         self._grace_s = grace_ms / 1000
         self._counters = counters
@@ -115,6 +119,7 @@ class EntryTable:
         if not entry.live:
             self.free_if_unheld(entry)
         elif not entry.present and not entry.pending:
+            self.departures.left([entry], MissCause.PUT_FAILED)
             self.drop(entry)
         else:
             self.make_candidate(entry)
@@ -130,6 +135,7 @@ class EntryTable:
         """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time."""
         entry.pending &= ~ticket.shards.mask
         if entry.live:
+            self.departures.left([entry], MissCause.PUT_FAILED)
             self.drop(entry, not_before)
         else:
             self._quarantine.add(entry, not_before)
@@ -154,6 +160,7 @@ class EntryTable:
                 for observer in self._observers:
                     observer.evicted(victim)
             self.drop(victim)
+        self.departures.left(victims, MissCause.EVICTED)
         self._counters["evicted_blocks"] += len(victims)
 
     def drop(self, entry: Entry, not_before: float = 0.0) -> None:
@@ -203,13 +210,14 @@ class EntryTable:
             self.evict(victims)
         return freed + len(victims)
 
-    def drop_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
+    def drop_in_steps(self, entries: Sequence[Entry], cause: MissCause) -> Steps[int]:
         """Drops those of these entries that are live; returns how many."""
         dropped = 0
         for idx, entry in enumerate(entries):
             if idx and not idx % STEP_BLOCKS:
                 yield
             if entry.live:
+                self.departures.left([entry], cause)
                 self.drop(entry)
                 dropped += 1
         return dropped
@@ -220,9 +228,11 @@ class EntryTable:
         for group in groups:
             if not group.leaving:
                 continue
-            for entry in list(itertools.islice(group.leaving.values(), count - dropped)):
+            leaving = list(itertools.islice(group.leaving.values(), count - dropped))
+            self.departures.left(leaving, MissCause.REMOVED)
+            for entry in leaving:
                 self.drop(entry)
-                dropped += 1
+            dropped += len(leaving)
             if not group.leaving:
                 group.leaving = BlockIndex()
         return dropped

@@ -29,6 +29,7 @@ from kvpool.types import (
     BlockRun,
     Located,
     Lookup,
+    MissCause,
     PoolStats,
     PutGrant,
     PutReceipt,
@@ -40,6 +41,7 @@ from kvpool.types import (
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
 from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
@@ -48,6 +50,7 @@ from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slo
 from kvpool_server.cache.leases import NOBODY, Found, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups
+from kvpool_server.cache.misses import Misses
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
@@ -73,6 +76,7 @@ class Pool:
         entry_table: the entries.
         leases, tickets: the live ones.
         lookups: finds blocks, and records their use.
+        misses: says why blocks are not found.
     """
 
     def __init__(
@@ -93,14 +97,16 @@ class Pool:
         longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
         self.placement = Placement(arena, policy, self.counters, longest_hold_s)
         self._quarantine = Quarantine()
+        departures = Departures(clock)
         self.entry_table = EntryTable(
-            arena, self.placement, self._quarantine, clock, self.limits.grace_ms, self.counters
+            arena, self.placement, self._quarantine, departures, clock, self.limits.grace_ms, self.counters
         )
         self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self._clock = clock
         self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
         self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
+        self.misses = Misses(self._namespaces, departures)
         self._quotas = Quotas(self.limits.max_quotas, arena)
 
     def observe(self, observer: Observer) -> None:
@@ -412,7 +418,7 @@ class Pool:
 
     def drop_corrupt_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
         """Drops entries whose bytes differ from their checksums; returns how many had not been dropped before."""
-        dropped = yield from self.entry_table.drop_in_steps(entries)
+        dropped = yield from self.entry_table.drop_in_steps(entries, MissCause.CORRUPT)
         self.counters["corrupt_blocks"] += dropped
         return dropped
 
@@ -430,7 +436,7 @@ class Pool:
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         entries, _ = group.find(runs)
-        removed = yield from self.entry_table.drop_in_steps(entries)
+        removed = yield from self.entry_table.drop_in_steps(entries, MissCause.REMOVED)
         self.counters["removed_blocks"] += removed
         return removed
 

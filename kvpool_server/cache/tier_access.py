@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvpool.types import BlockRun, PutGrant, ShardRange
+from kvpool.types import BlockRun, MissCause, PutGrant, ShardRange
 from kvpool_server.cache.entry import Entry, Group, Record
 from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease
@@ -118,14 +118,15 @@ def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int],
 def unpin_victims(pool: Pool, victims: PinnedVictims, *, drop: bool) -> int:
     """Unpins victims; with `drop`, drops those that are still unused leaves. Returns how many were dropped."""
     pool.release([victims.lease_id])
-    dropped = 0
+    left: list[Entry] = []
     for entry, evictor in zip(victims.entries, victims.evictors, strict=True):
         if not entry.live:
             continue
         if drop and entry.movable and not entry.children:
+            left.append(entry)
             pool.entry_table.drop(entry)
-            dropped += 1
         else:
             pool.placement.keep(entry, evictor)
-    pool.counters["evicted_blocks"] += dropped
-    return dropped
+    pool.entry_table.departures.left(left, MissCause.EVICTED)
+    pool.counters["evicted_blocks"] += len(left)
+    return len(left)

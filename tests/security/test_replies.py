@@ -53,6 +53,7 @@ MAX_GROWTH_MIB = 100
 
 RUN = run_of("a", "b", "c")
 NONCE = bytes(16)
+MISS = pb.Miss(count=1)
 OFFER = {"piece_bytes": 1 << 20}
 SEGMENT = {"token": bytes(16), "nbytes": 1 << 20, "nonce": NONCE, "nonce_offset": 1 << 20}
 ENGINE = {**SEGMENT, "session": "10.0.0.1:12345", "protocol": "tcp", "base_address": 1 << 40}
@@ -61,7 +62,14 @@ PORT = {"host": "10.0.0.1", "port": 50_052, "nonce": NONCE}
 
 
 def question(**fields: Any) -> LookupQuestion:
-    asked = {"prefix_only": True, "lease_ttl_ms": 1_000, "locate": True, "arena_bytes": 1 << 20, **fields}
+    asked = {
+        "prefix_only": True,
+        "lease_ttl_ms": 1_000,
+        "locate": True,
+        "explain": True,
+        "arena_bytes": 1 << 20,
+        **fields,
+    }
     return LookupQuestion(bytes(32), [group_spec(num_shards=2)], runs=[RUN], **asked)
 
 
@@ -106,6 +114,12 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "bitmap too long": (question(prefix_only=False).answer, found(hit(complete=bytes(9))), "complete's size is 9"),
     "bit beyond the run": (question(prefix_only=False).answer, found(hit(complete=b"\x83")), "complete has bit 7"),
     "bitmap of other leading ones": (question(prefix_only=False).answer, found(hit(complete=b"\5")), "num_leading is 2"),
+    "causes not asked for": (question(explain=False).answer, found(hit(missing=[MISS])), "number of causes is 1"),
+    "causes too many": (question().answer, found(hit(missing=9 * [MISS])), "number of causes is 9"),
+    "cause without a name": (question().answer, found(hit(missing=[pb.Miss(cause=7, count=1)])), "cause is 7"),
+    "cause below": (question().answer, found(hit(missing=[pb.Miss(cause=-1, count=1)])), "cause is -1"),
+    "causes of fewer": (question().answer, found(pb.RunHits(missing=[MISS])), "missing blocks is 1, not 3"),
+    "cause of no block": (question().answer, found(pb.RunHits(missing=[pb.Miss()])), "counts of causes is 0"),
     "lease not asked for": (question(lease_ttl_ms=0).answer, found(hit()), "lease_id is 1"),
     "TTL": (question().answer, found(hit(), lease_ttl_ms=1_001), "lease_ttl_ms is 1001"),
     "retry": (question().answer, found(hit(), retry_after_ms=(1 << 32) - 1), "retry_after_ms is 4294967295"),

@@ -31,10 +31,14 @@ def server_rows() -> list[Row]:
 
 def engine_rows() -> list[Row]:
     """What the connector adds to vLLM's metrics. Imports vLLM."""
-    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
+    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED
 
     kinds = {"counter": COUNTERS, "gauge": GAUGES, "histogram": HISTOGRAMS}
-    return [_row(f"vllm:kvpool_{name}", kind, text) for kind, texts in kinds.items() for name, text in texts.items()]
+    rows = [_row(f"vllm:kvpool_{name}", kind, text) for kind, texts in kinds.items() for name, text in texts.items()]
+    for name, (label, text, values) in LABELLED.items():
+        rows.append((f"vllm:kvpool_{name}_total", "counter", text))
+        rows += [(f'… with `{label}="{value}"`', "", gloss) for value, gloss in values.items()]
+    return rows
 
 
 def _row(name: str, kind: str, text: str) -> Row:
@@ -46,7 +50,7 @@ def refreshed(page: str, section: str, rows: Iterable[Row]) -> str:
     table = [
         "| series | type | help |",
         "|---|---|---|",
-        *(f"| `{name}` | {kind} | {text} |" for name, kind, text in rows),
+        *(f"| {name if kind == '' else f'`{name}`'} | {kind} | {text} |" for name, kind, text in rows),
     ]
     marked = re.compile(rf"(<!-- {section}: [^>]*-->\n).*?(<!-- end of {section} -->)", re.DOTALL)
     page, count = marked.subn(lambda match: match[1] + "\n".join(table) + "\n" + match[2], page)

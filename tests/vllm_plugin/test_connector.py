@@ -28,6 +28,7 @@ from tests.support.processes import run_command, wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.vllm_objects import cache_config, make_request, tokens
 from vllm_plugin import NAME, register
+from vllm_plugin.causes import Cause
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder
 
@@ -246,8 +247,13 @@ def test_prometheus_gets_every_number_under_vllms_prefix(vllm_config: MakeConfig
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}", {"engine": "0"}) == 0
             made.observe({name: 0}, engine_idx=1)
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}", {"engine": "1"}) == 0
+        series = "vllm:kvpool_computed_tokens_total"
+        for cause in Cause:
+            made.observe({f"computed_tokens:{cause.label}": 3}, engine_idx=1)
+            assert REGISTRY.get_sample_value(series, {"engine": "1", "cause": cause.label}) == 3
+            assert REGISTRY.get_sample_value(series, {"engine": "0", "cause": cause.label}) == 0
         for name in HISTOGRAMS:
             assert REGISTRY.get_sample_value(f"vllm:kvpool_{name}_count", {"engine": "1"}) == 2
     finally:
-        for metric in made.metrics.values():
+        for metric in (*made.metrics.values(), *made.labelled.values()):
             REGISTRY.unregister(metric)

@@ -19,9 +19,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_plugin.causes import Cause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.hit_rules import Found, longest
+from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups, Reply
 from vllm_plugin.scheduler.pool_contents import PoolContents
@@ -37,6 +39,7 @@ class Admission:
 
     Args:
         contents: told of the blocks that a lookup has found missing.
+        computed: told why a request is computed.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Admission:
         loads: Loads,
         contents: PoolContents,
         budget: StepBudget,
+        computed: ComputedTokens,
         recorder: Recorder,
     ):
         self._names = geometry.names
@@ -55,6 +59,7 @@ class Admission:
         self._loads = loads
         self._contents = contents
         self._budget = budget
+        self._computed = computed
         self._recorder = recorder
 
     def matched_tokens(self, request: Request, local: int, is_admitted: bool) -> int | None:
@@ -70,6 +75,7 @@ class Admission:
             if self._budget.may_wait(local):
                 return None
             boundary = local
+            self._computed.because(request, Cause.WAITING)
         if boundary == local:
             self._loads.stop_waiting(request.request_id)
         return boundary - local
@@ -88,27 +94,32 @@ class Admission:
         """The longest hit that is worth its load; `local` for none; None: ask again."""
         # The last token is always computed: its logits are what the request is waiting for.
         limit = (request.num_tokens - 1) // self._alignment * self._alignment
-        if limit <= local or not self._lookups.stages.sessions:
+        self._computed.because(request, None)
+        if limit <= local:
             return local
+        if not self._lookups.stages.sessions:
+            return self._compute(request, local, Cause.POOL_AWAY)
         if request.lora_request is not None and not self._names.are_current(request):
             self._lookups.discard(request.request_id)
-            return self._ask_again(local) if self._names.are_coming(request) else local
+            if self._names.are_coming(request):
+                return self._ask_again(request, local)
+            return self._compute(request, local, Cause.ADAPTER)
         lookup = self._lookups.by_request.get(request.request_id)
         if lookup is None or lookup.must_be_sent_again(local):
             if not self._lookups.stages.are_open:
                 self._lookups.discard(request.request_id)
-                return local
+                return self._compute(request, local, Cause.POOL_AWAY)
             if not self._budget.may_begin:
-                return self._ask_again(local)
+                return self._ask_again(request, local)
             lookup = self._lookups.send(request, local, limit)
             if lookup is None:
-                return local
+                return self._compute(request, local, Cause.POOL_AWAY)
         lookup.asked = local
         if lookup.calls and not self._budget.may_begin:
-            return self._ask_again(local)  # Its answer is received with a later step.
+            return self._ask_again(request, local)  # Its answer is received with a later step.
         if not self._is_final(lookup):
             if not lookup.is_waiting:
-                return self._ask_again(local)
+                return self._ask_again(request, local)
             if self._budget.may_wait(local):
                 return None
             self._lookups.abandon(lookup)
@@ -117,11 +128,20 @@ class Admission:
             lookup.searched = (local, limit)
             lookup.boundary = longest(self._kinds, lookup.found, local, min(limit, lookup.limit), self._alignment)
             self._judge(lookup)
+        if lookup.verdict is not None and not lookup.verdict.take:
+            self._computed.because(request, Cause.DECLINED)
         return max(local, lookup.boundary)
 
-    def _ask_again(self, local: int) -> int | None:
+    def _compute(self, request: Request, local: int, cause: Cause) -> int:
+        """The request is computed from `local` on."""
+        self._computed.because(request, cause)
+        return local
+
+    def _ask_again(self, request: Request, local: int) -> int | None:
         """The request waits for its lookup, unless too many others wait: then it is computed."""
-        return None if self._budget.may_wait(local, is_lookup=True) else local
+        if self._budget.may_wait(local, is_lookup=True):
+            return None
+        return self._compute(request, local, Cause.WAITING)
 
     def _is_final(self, lookup: RequestLookup) -> bool:
         """Whether the newest answer is the one to act on. Sends the lookup again when that is due."""

@@ -108,6 +108,7 @@ class Lookups:
                     lookup.question,
                     prefix_only=self._prefix_only,
                     locate=True,
+                    explain=True,
                     wait_ms=math.ceil(1000 * answer_s),
                 )
                 lookup.calls.append(call)

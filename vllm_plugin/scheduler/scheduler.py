@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_plugin.causes import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
@@ -16,6 +17,7 @@ from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
+from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
@@ -60,7 +62,10 @@ class KVPoolScheduler:
         self.contents = PoolContents(Events(geometry.groups, enabled=publishes))
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
-        self.admission = Admission(geometry, self.lookups, self.loads, self.contents, self.budget, recorder)
+        self.computed = ComputedTokens(geometry, recorder)
+        self.admission = Admission(
+            geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
+        )
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         self._peer_loads = PeerLoads(self.stores, self.jobs)
@@ -84,7 +89,10 @@ class KVPoolScheduler:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
         matched: int | None = 0
         with self.budget:
-            if self._may_load(request, num_computed_tokens):
+            why_not = self._why_not(request, num_computed_tokens)
+            if why_not is not None:
+                self.computed.because(request, why_not)
+            else:
                 is_admitted = self._unallocated is request
                 matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
         self._unallocated = None if matched is None else request
@@ -96,13 +104,16 @@ class KVPoolScheduler:
         with self.guard.part("the end of a lookup"):
             self.lookups.discard(request.request_id)
 
-    def _may_load(self, request: Request, num_computed_tokens: int) -> bool:
-        if not self._reads or self._resets.is_pending or self.stages.disagree:
-            return False
-        if request.request_id in self._failed or request.skip_reading_prefix_cache:
-            return False
+    def _why_not(self, request: Request, num_computed_tokens: int) -> Cause | None:
+        """Why a request is not looked up; None if it is."""
+        if not self._reads or request.skip_reading_prefix_cache:
+            return Cause.NOT_ASKED
+        if self._resets.is_pending or self.stages.disagree:
+            return Cause.SHARING_OFF
+        if request.request_id in self._failed:
+            return Cause.LOAD_FAILED
         # Inside a block, which the engine is about to copy, no hit can begin.
-        return num_computed_tokens % self.geometry.alignment == 0
+        return Cause.NOT_ASKED if num_computed_tokens % self.geometry.alignment else None
 
     # Load
 
@@ -115,6 +126,8 @@ class KVPoolScheduler:
             self.loads.stop_waiting(request_id)
             self._peer_loads.admitted(request_id)
             self._names.admitted(request_id)
+            with self.guard.part("the count of computed tokens"):
+                self.computed.admitted(request, lookup)
             self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
             if lookup is not None:
                 for idx in lookup.proven:
@@ -205,8 +218,10 @@ class KVPoolScheduler:
         return self._writes and not self._resets.is_pending and not self.stages.disagree and self.stages.are_open
 
     def _step_began(self, output: SchedulerOutput) -> None:
-        """Tells the load policy what the step computes."""
+        """Tells the load policy what the step computes, and counts the prompts that end with it."""
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        with self.guard.part("the count of computed tokens"):
+            self.computed.step(scheduled)
         prefill = 0
         if total > len(scheduled):  # Else every request computes one token, and none of them tells anything.
             requests = self.stores.tracked
@@ -233,6 +248,7 @@ class KVPoolScheduler:
             "requests": len(self.stores.tracked),
             "held stores": len(self._peer_loads),
             "lookups": len(self.lookups.by_request),
+            "prompts that are counted": len(self.computed),
             "loads": len(self.loads.loading),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
@@ -298,6 +314,7 @@ class KVPoolScheduler:
         with part("the end of a request"):
             self.loads.stop_waiting(request_id)
             self._peer_loads.finished(request)
+            self.computed.finished(request_id)
             self._names.admitted(request_id)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:

@@ -1,0 +1,130 @@
+"""Every prompt token that an engine computes has one cause, and the causes add up to vLLM's own count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_models import write
+from tests.conftest import StartServer
+from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
+from tests.support.processes import ServerProcess
+from tests.support.real_engines import drain
+
+pytestmark = pytest.mark.vllm
+
+LENGTH = 400
+FULL = hit_tokens(LENGTH)
+LAST = LENGTH - FULL
+COMPUTED = "vllm:kvpool_computed_tokens"
+
+Causes = dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with_little_memory = ServerProcess(tmp_path_factory.mktemp("server"), "--memory", "16MiB")
+    yield with_little_memory
+    with_little_memory.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, server: ServerProcess
+) -> Iterator[tuple[Engine, Engine]]:
+    """Two whose namespaces differ."""
+    transfers = [kvpool_transfer_config(server.endpoint, salt=salt, **PATIENT) for salt in ("causes", "other")]
+    specs = [EngineSpec(write("llama", shapes_dir), each, FLOAT32, in_process=True) for each in transfers]
+    with running(tmp_path_factory.mktemp("causes"), *specs) as (engine, other):
+        yield engine, other
+
+
+def causes_of(engine: Engine, act: Callable[[], object]) -> Causes:
+    """Tokens that the engine computes while `act` runs, by cause; vLLM has counted as many."""
+    before = engine.metrics()
+    act()
+    after = engine.metrics()
+    drain(engine)
+    assert after[COMPUTED] == after["vllm:prompt_tokens_by_source:local_compute"], "since the engine's start"
+    counted = {
+        name.removeprefix(f"{COMPUTED}:"): value - before.get(name, 0)
+        for name, value in after.items()
+        if name.startswith(f"{COMPUTED}:")
+    }
+    return {cause: tokens for cause, tokens in counted.items() if tokens}
+
+
+def ask(engine: Engine, tokens: list[int], **options: object) -> Causes:
+    return causes_of(engine, lambda: engine.generate([tokens], max_tokens=1, **options))
+
+
+def clear(server: ServerProcess) -> None:
+    with Client(ClientConfig(server.endpoint)) as client:
+        client.admin.clear()
+
+
+def test_what_nobody_has_stored_and_what_is_loaded(engines: tuple[Engine, Engine]) -> None:
+    engine, _ = engines
+    tokens = prompt(LENGTH, "causes")
+    assert ask(engine, tokens) == {"never_stored": FULL, "last_block": LAST}
+    assert ask(engine, tokens) == {"last_block": LAST}
+    assert ask(engine, tokens + prompt(LENGTH, "behind")) == {
+        "never_stored": hit_tokens(2 * LENGTH) - FULL,
+        "last_block": 2 * LENGTH - hit_tokens(2 * LENGTH),
+    }
+    assert ask(engine, tokens[:20]) == {"last_block": 20}
+
+
+def test_what_was_cleared(engines: tuple[Engine, Engine], server: ServerProcess) -> None:
+    engine, _ = engines
+    tokens = prompt(LENGTH, "cleared")
+    ask(engine, tokens)
+    clear(server)
+    assert ask(engine, tokens) == {"removed": FULL, "last_block": LAST}
+
+
+def test_what_was_evicted(engines: tuple[Engine, Engine], server: ServerProcess) -> None:
+    engine, _ = engines
+    tokens = prompt(LENGTH, "evicted")
+    ask(engine, tokens)
+    for nth in range(200):
+        engine.generate([prompt(LENGTH, f"more {nth}")], max_tokens=1)
+        drain(engine)
+        with Client(ClientConfig(server.endpoint)) as client:
+            if client.admin.stats().counters["evicted_blocks"] > 100:
+                break
+    found = ask(engine, tokens)
+    assert found["evicted"] > 0
+    assert sum(found.values()) <= LENGTH and set(found) == {"evicted", "last_block"}
+
+
+def test_what_another_namespace_has(engines: tuple[Engine, Engine], server: ServerProcess) -> None:
+    engine, other = engines
+    clear(server)
+    tokens = prompt(LENGTH, "elsewhere")
+    ask(engine, tokens)
+    assert ask(other, tokens) == {"other_namespace": FULL, "last_block": LAST}
+
+
+def test_what_must_not_be_loaded(engines: tuple[Engine, Engine]) -> None:
+    engine, _ = engines
+    tokens = prompt(LENGTH, "not asked")
+    ask(engine, tokens)
+    assert ask(engine, tokens, prompt_logprobs=0) == {"not_asked": FULL, "last_block": LAST}
+
+
+def test_what_was_asked_of_a_pool_that_is_away(tmp_path: Path, shapes_dir: Path, pool_server: StartServer) -> None:
+    gone = pool_server("--memory", "64MiB")
+    transfer = kvpool_transfer_config(gone.endpoint, **PATIENT)
+    tokens = prompt(LENGTH, "away")
+    with running(tmp_path, EngineSpec(write("llama", shapes_dir), transfer, FLOAT32, in_process=True)) as (engine,):
+        ask(engine, tokens)
+        gone.kill()
+        first, second = ask(engine, tokens), ask(engine, prompt(LENGTH, "away, too"))
+    assert set(first) <= {"lookup_failed", "pool_away", "last_block"} and sum(first.values()) == LENGTH
+    assert second == {"pool_away": FULL, "last_block": LAST}

@@ -1,0 +1,162 @@
+"""Why blocks are missing: each cause once, and random histories against a model that forgets nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvpool.types import MAX_MISSES, Miss, MissCause, PutStatus
+from kvpool_server.cache.steps import finish
+from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
+from tests.support.effort import effort
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+
+(
+    NEVER_STORED,
+    BEING_WRITTEN,
+    EVICTED,
+    REMOVED,
+    CORRUPT,
+    PUT_FAILED,
+    OTHER_NAMESPACE,
+) = MissCause
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def missing(bench: Bench, *names: object, fingerprint: bytes = b"") -> list[tuple[MissCause, int]]:
+    """Causes and counts of one run's missing blocks."""
+    fingerprint = fingerprint or bench.name
+    runs = [run_of(*names)]
+    hits = bench.pool.lookup(fingerprint, runs, prefix_only=True).hits
+    (hit,) = bench.pool.misses.explain(fingerprint, runs, hits)
+    assert hit.num_leading + sum(miss.count for miss in hit.missing) == len(names)
+    return [(miss.cause, miss.count) for miss in hit.missing]
+
+
+def test_what_nobody_has_stored(bench: Bench) -> None:
+    assert missing(bench, "a", "b") == [(NEVER_STORED, 2)]
+    bench.store("a", "b")
+    assert missing(bench, "a", "b") == []
+    assert missing(bench, "a", "b", "c") == [(NEVER_STORED, 1)]
+
+
+def test_what_a_put_is_writing(bench: Bench) -> None:
+    bench.store("a")
+    bench.start("a", "b", "c")
+    assert missing(bench, "a", "b", "c", "d", "e") == [(BEING_WRITTEN, 2), (NEVER_STORED, 2)]
+
+
+def test_what_made_room(bench: Bench) -> None:
+    bench.store(*range(10))
+    bench.store(*"xyz")
+    assert missing(bench, *range(12)) == [(EVICTED, 3), (NEVER_STORED, 2)]
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_was_removed_or_cleared(bench: Bench, clears: bool) -> None:
+    bench.store("a", "b", "c")
+    if clears:
+        steps = bench.pool.clear_in_steps(bench.name)
+        next(steps, None)
+        assert missing(bench, "a", "b", "c") == [(REMOVED, 3)], "while it is dropped in steps"
+        finish(steps)
+        assert missing(bench, "a", "b", "c", "d") == [(REMOVED, 3), (NEVER_STORED, 1)]
+    else:
+        bench.pool.remove(bench.name, [run_of("a")])
+        assert missing(bench, "a", "b", "c", "d") == [(REMOVED, 3), (NEVER_STORED, 1)]
+
+
+def test_what_had_changed(bench: Bench) -> None:
+    bench.store("a", "b", "c")
+    bench.memory[:] ^= 0xFF
+    bench.pool.verify(bench.name, [run_of("b")], lambda at, count: bench.memory[at : at + count])
+    assert missing(bench, "a", "b", "c", "d") == [(CORRUPT, 2), (NEVER_STORED, 1)]
+
+
+def test_what_its_writer_gave_up_or_was_too_slow_for(bench: Bench) -> None:
+    bench.pool.put_revoke(bench.start("a").ticket_id)
+    bench.start("b", ttl_ms=100)
+    bench.seconds(0.125)
+    assert missing(bench, "a") == missing(bench, "b") == [(PUT_FAILED, 1)]
+
+
+def test_what_another_namespace_of_the_tenant_has(bench: Bench) -> None:
+    groups = [group_spec(chunk_bytes=CHUNK, num_shards=2)]
+    bench.store("a", "b")
+    same, other = (
+        bench.pool.open_namespace(namespace_spec(*groups, tenant=tenant))[0].fingerprint for tenant in ("", "other")
+    )
+    assert missing(bench, "a", "b", fingerprint=same) == [(OTHER_NAMESPACE, 2)]
+    assert missing(bench, "a", "b", fingerprint=other) == [(NEVER_STORED, 2)]
+
+
+def test_causes_that_change_too_often_are_cut_short() -> None:
+    bench = Bench(num_slots=40)
+    names = list(range(LIMITS.max_lookup_blocks))
+    bench.store(*names)
+    bench.pool.remove(bench.name, [run_of(*names[::2])])
+    bench.memory[:] = 0
+    bench.pool.verify(bench.name, [run_of(*names[1::2])], lambda at, count: bench.memory[at : at + count])
+    found = missing(bench, *names)
+    assert len(found) == MAX_MISSES
+    assert found[:2] == [(REMOVED, 1), (CORRUPT, 1)] and found[-1][1] == len(names) - MAX_MISSES + 1
+
+
+def test_groups_are_told_apart(bench: Bench) -> None:
+    bench.store("a")
+    bench.pool.remove(bench.name, [run_of("a")])
+    runs = [run_of("a", group_idx=0), run_of("a", group_idx=1)]
+    hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
+    first, second = bench.pool.misses.explain(bench.name, runs, hits)
+    assert (first.missing, second.missing) == ((Miss(REMOVED, 1),), (Miss(NEVER_STORED, 1),))
+
+
+def test_many_blocks_are_explained_in_bounded_time_with_the_last_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_server.cache.misses.MAX_EXPLAINED", 4)
+    bench = Bench()
+    bench.store(*range(6))
+    bench.pool.remove(bench.name, [run_of(*range(6))])
+    assert missing(bench, *range(10)) == [(REMOVED, 10)]
+
+
+@pytest.mark.parametrize("seed", range(effort(20)))
+def test_random_histories_agree_with_a_model(seed: int) -> None:
+    """Chains of blocks are stored, evicted and removed; the model keeps the last departure of every block."""
+    rng = random.Random(seed)
+    bench = Bench()
+    why: dict[bytes, MissCause] = {}
+    chains = [[(which, depth) for depth in range(6)] for which in range(4)]
+    for _ in range(60):
+        names = rng.choice(chains)[: rng.randint(1, 6)]
+        before = _present(bench, chains)
+        match rng.randrange(3):
+            case 0 | 1:
+                grant = bench.start(*names)
+                granted = [
+                    name for name, is_new in zip(names, grant.statuses, strict=True) if is_new is PutStatus.GRANTED
+                ]
+                if granted:
+                    bench.end(grant, *granted)
+                cause = EVICTED
+            case _:
+                bench.pool.remove(bench.name, [run_of(*names)])
+                cause = REMOVED
+        for name in before - _present(bench, chains):
+            why[block_hash(name)] = cause
+        bench.pool.check_integrity()
+        asked = rng.choice(chains)
+        run = run_of(*asked)
+        hits = bench.pool.lookup(bench.name, [run], prefix_only=True).hits
+        (hit,) = bench.pool.misses.explain(bench.name, [run], hits)
+        if hit.missing:
+            first = run.block_hashes[hit.num_leading]
+            assert hit.missing[0].cause == why.get(first, NEVER_STORED)
+
+
+def _present(bench: Bench, chains: list[list[tuple[int, int]]]) -> set[tuple[int, int]]:
+    return {name for each in chains for name in bench.present(*each)}  # type: ignore[misc]
