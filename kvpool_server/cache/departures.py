@@ -21,7 +21,7 @@ from kvpool.types import MissCause
 from kvpool_server.cache.entry import Entry, Group
 
 NUM_SLOTS = 1 << 20
-"""12 bytes each, which take memory once they are used."""
+"""12 bytes each, which take memory once blocks have left."""
 BATCH = 1024
 """Departures are entered so many at a time, or when somebody asks."""
 _CAUSE_BITS = 4
@@ -40,8 +40,8 @@ class Departures:
         self._clock = clock
         self._started_at = clock()
         self._secret = secrets.randbits(64)
-        self._tags = np.zeros(NUM_SLOTS, np.uint64)
-        self._notes = np.zeros(NUM_SLOTS, np.uint32)  # Seconds since the start, and the cause.
+        self._tags = np.zeros(0, np.uint64)  # Of `NUM_SLOTS` from the first departure on.
+        self._notes = np.zeros(0, np.uint32)  # Seconds since the start, and the cause.
         self._waiting: defaultdict[tuple[Group, int], list[bytes]] = defaultdict(list)
         self._num_waiting = 0
 
@@ -57,6 +57,8 @@ class Departures:
             self._enter()
 
     def _enter(self) -> None:
+        if not len(self._tags):
+            self._tags, self._notes = np.zeros(NUM_SLOTS, np.uint64), np.zeros(NUM_SLOTS, np.uint32)
         waiting, self._waiting = self._waiting, defaultdict(list)
         self._num_waiting = 0
         for (group, note), names in waiting.items():
@@ -69,6 +71,8 @@ class Departures:
         """Why a block has left; None if it is not known to have left."""
         if self._waiting:
             self._enter()
+        if not len(self._tags):
+            return None
         tag = int.from_bytes(name[:8], "little") ^ self._salt(group)
         slot = tag & NUM_SLOTS - 1
         if int(self._tags[slot]) != tag:

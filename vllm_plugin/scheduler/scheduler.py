@@ -314,8 +314,9 @@ class KVPoolScheduler:
         with part("the end of a request"):
             self.loads.stop_waiting(request_id)
             self._peer_loads.finished(request)
-            self.computed.finished(request_id)
             self._names.admitted(request_id)
+        with part("the count of computed tokens"):
+            self.computed.finished(request_id)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:
             self.stores.finish(request_id, tables if self._may_store() else None)
