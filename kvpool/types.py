@@ -154,7 +154,7 @@ class MissCause(enum.IntEnum):
     PUT_FAILED = 5
     """Its writer gave it up, or was too slow."""
     OTHER_NAMESPACE = 6
-    """Another namespace of the tenant has it."""
+    """Another namespace of the tenant, with the same salt, has it."""
 
 
 @dataclass(frozen=True, slots=True)

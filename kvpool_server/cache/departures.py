@@ -23,7 +23,9 @@ from kvpool_server.cache.entry import Entry, Group
 NUM_SLOTS = 1 << 20
 """12 bytes each, which take memory once blocks have left."""
 BATCH = 1024
-"""Departures are entered so many at a time, or when somebody asks."""
+"""Departures are entered once so many wait, or when somebody asks."""
+MAX_WAITING_GROUPS = 64
+"""Or once they are of so many groups, each of which takes 10 us to enter."""
 _CAUSE_BITS = 4
 _CAUSES = (1 << _CAUSE_BITS) - 1
 _MASK = np.uint64(NUM_SLOTS - 1)
@@ -53,7 +55,7 @@ class Departures:
         for group, members in itertools.groupby(entries, operator.attrgetter("group")):
             self._waiting[group, note] += [entry.block_hash for entry in members]
         self._num_waiting += len(entries)
-        if self._num_waiting >= BATCH:
+        if self._num_waiting >= BATCH or len(self._waiting) >= MAX_WAITING_GROUPS:
             self._enter()
 
     def _enter(self) -> None:

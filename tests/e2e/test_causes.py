@@ -38,7 +38,7 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, server: ServerProcess
 ) -> Iterator[tuple[Engine, Engine]]:
     """Two whose namespaces differ."""
-    transfers = [kvpool_transfer_config(server.endpoint, salt=salt, **PATIENT) for salt in ("causes", "other")]
+    transfers = [kvpool_transfer_config(server.endpoint, weights_epoch=epoch, **PATIENT) for epoch in ("one", "other")]
     specs = [EngineSpec(write("llama", shapes_dir), each, FLOAT32, in_process=True) for each in transfers]
     with running(tmp_path_factory.mktemp("causes"), *specs) as (engine, other):
         yield engine, other

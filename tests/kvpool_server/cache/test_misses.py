@@ -88,11 +88,26 @@ def test_what_its_writer_gave_up_or_was_too_slow_for(bench: Bench) -> None:
 def test_what_another_namespace_of_the_tenant_has(bench: Bench) -> None:
     groups = [group_spec(chunk_bytes=CHUNK, num_shards=2)]
     bench.store("a", "b")
-    same, other = (
-        bench.pool.open_namespace(namespace_spec(*groups, tenant=tenant))[0].fingerprint for tenant in ("", "other")
-    )
-    assert missing(bench, "a", "b", fingerprint=same) == [(OTHER_NAMESPACE, 2)]
-    assert missing(bench, "a", "b", fingerprint=other) == [(NEVER_STORED, 2)]
+    same = namespace_spec(*groups, model="other/model", salt=bench.spec.salt)
+    opened = bench.pool.open_namespace(same)[0].fingerprint
+    assert missing(bench, "a", "b", fingerprint=opened) == [(OTHER_NAMESPACE, 2)]
+
+
+@pytest.mark.parametrize("field", ["tenant", "salt"])
+def test_what_is_there_for_others_than_the_caller_is_not_told(bench: Bench, field: str) -> None:
+    """Who does not know a salt must not learn by guesses which prompts are stored under it."""
+    bench.store("a", "b")
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2), **{"salt": bench.spec.salt, field: "other"})
+    opened = bench.pool.open_namespace(spec)[0].fingerprint
+    assert missing(bench, "a", "b", fingerprint=opened) == [(NEVER_STORED, 2)]
+
+
+def test_of_many_runs_some_are_explained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_server.cache.misses.MAX_RUNS", 2)
+    runs = [run_of(name) for name in "abc"]
+    hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
+    explained = bench.pool.misses.explain(bench.name, runs, hits)
+    assert [len(hit.missing) for hit in explained] == [1, 1, 0]
 
 
 def test_causes_that_change_too_often_are_cut_short() -> None:
