@@ -45,10 +45,10 @@ def namespaces(
         return
     typer.echo(f"at {endpoint}:" if found else f"no namespaces at {endpoint}")
     for info in found:
-        typer.echo(_text(info, [quota for quota in bounds if _covers(quota, info)]))
+        typer.echo(text_of(info, [quota for quota in bounds if _covers(quota, info)]))
 
 
-def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
+def text_of(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
     """A namespace as a line with its fingerprint and model, and lines of facts."""
     limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
     facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
