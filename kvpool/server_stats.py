@@ -52,7 +52,8 @@ class UsageStats:
     hit_tokens: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
-    arena_bytes: int = 0
+    held_bytes: int = 0
+    held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

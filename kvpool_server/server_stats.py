@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
-from kvpool.server_stats import ServerStats
+from kvpool.server_stats import ServerStats, UsageStats
 from kvpool.version import __version__
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import RpcMetrics
+from kvpool_server.usage import Usage
 
 
-def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag) -> ServerStats:
+def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag, usage: Usage) -> ServerStats:
     """A snapshot.
 
     Args:
@@ -27,4 +29,5 @@ def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag) -> ServerSta
         rpc_seconds_bounds=bounds,
         rpcs=rpcs,
         transfers=metrics.transfers(),
+        usage=tuple(UsageStats(**asdict(pair)) for pair in usage.by_model_and_tenant()),
     )

@@ -635,22 +635,24 @@ class TransferStats(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., direction: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class UsageStats(_message.Message):
-    __slots__ = ("tenant", "model", "lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes", "arena_bytes")
+    __slots__ = ("tenant", "model", "lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes", "held_bytes", "held_blocks")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
     lookup_tokens: int
     hit_tokens: int
     stored_bytes: int
     loaded_bytes: int
-    arena_bytes: int
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
+    held_bytes: int
+    held_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("name", "up", "size_bytes", "used_bytes", "num_entries", "counters")

@@ -61,7 +61,7 @@ offers = st.builds(Offer, u64, segments, mooncakes)
 seconds = st.floats(0, 1e9)
 rpc_stats = st.builds(RpcStats, texts, texts, seconds, st.lists(u64, max_size=4).map(tuple))
 transfers = st.builds(TransferStats, texts, texts, u64)
-usages = st.builds(UsageStats, texts, texts, u64, u64, u64, u64, u64)
+usages = st.builds(UsageStats, texts, texts, *[u64] * 6)
 servers = st.builds(
     ServerStats,
     texts,

@@ -41,6 +41,19 @@ def test_stats_say_what_the_metrics_say(pool_server: StartServer, connect: Calla
     assert sum(moved.nbytes for moved in before.transfers if moved.direction == "write") == 2_000
 
 
+def test_stats_say_who_uses_the_pool(pool_server: StartServer, connect: Callable[..., Client]) -> None:
+    client = connect(pool_server())
+    spec = namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=16), model="m", tenant="t")
+    namespace = client.open_namespace(spec)
+    client.put_blocks(namespace, run_of("a", "b"), [payload(name, 1_000) for name in "ab"])
+    client.lookup(namespace, [run_of("a", "b", "c")])
+    server = client.admin.stats().server
+    assert server is not None
+    (used,) = server.usage
+    assert (used.model, used.tenant, used.lookup_tokens, used.hit_tokens) == ("m", "t", 48, 32)
+    assert (used.stored_bytes, used.held_blocks) == (2_000, 2)
+
+
 def test_a_server_says_which_run_of_it_answers(pool_server: StartServer, connect: Callable[..., Client]) -> None:
     server = pool_server()
     with connect(server) as client:
