@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvpool.causes import Cause
 from kvpool.types import MissCause
-from vllm_plugin.causes import Cause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.request_lookup import RequestLookup

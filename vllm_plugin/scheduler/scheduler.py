@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_plugin.causes import Cause
+from kvpool.causes import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
