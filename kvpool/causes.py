@@ -1,5 +1,5 @@
-"""What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total`, and of what engines
-report to the server.
+"""What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total`, and of what
+engines report to the server.
 """
 
 from __future__ import annotations

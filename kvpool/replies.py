@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -367,7 +368,8 @@ def _engine(engine: pb.EngineState) -> None:
 
 
 def _shown_engine(engine: EngineState) -> EngineState:
-    return replace(engine, **{name: _shown(getattr(engine, name)) for name in _TEXTS_OF_ENGINE})
+    shown: dict[str, Any] = {name: _shown(getattr(engine, name)) for name in _TEXTS_OF_ENGINE}
+    return replace(engine, **shown)
 
 
 _TEXTS_OF_ENGINE = ("engine", "version", "vllm_version", "transport", "tenant", "model")

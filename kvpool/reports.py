@@ -18,7 +18,7 @@ MAX_SIZE_CLASS = 40
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimes:
-    """Times to the first token of `count` requests whose hits have one size class, with their sum and that of their squares.
+    """Times to the first token of `count` requests whose hits have one size class: their sum, and their squares' sum.
 
     Args:
         size_class: c: hits of 2^c tokens or more, and less than 2^(c+1).
@@ -57,7 +57,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """See `ReportRequest` in the proto: how an engine is, and what it has counted since its last acknowledged report."""
+    """How an engine is, and what it has counted since its last acknowledged report: `ReportRequest` in the proto."""
 
     reporter: bytes
     sequence: int

@@ -497,9 +497,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups; engines by
-    name.
-    """
+    """A snapshot of the pool. Sizes in bytes; counters since the start; tiers in the order of lookups."""
 
     arena_bytes: int = 0
     free_bytes: int = 0

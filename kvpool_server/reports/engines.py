@@ -114,6 +114,10 @@ class EngineReports:
         """What engines have counted in a namespace; None if nothing is known."""
         return self._by_namespace.get(fingerprint)
 
+    def snapshot(self) -> dict[Pair, Totals]:
+        """Copies of the totals, for other threads."""
+        return {pair: totals.copy() for pair, totals in self.totals.items()}
+
     def engines(self) -> tuple[EngineState, ...]:
         """The engines that have reported lately, by name: at most `MAX_ENGINES`, the newest of each tenant in turn."""
         now = self._clock()

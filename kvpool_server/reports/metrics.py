@@ -12,11 +12,11 @@ from kvpool_server.reports.totals import Totals
 
 SECONDS = {
     "saved_seconds": "Estimated GPU time that loads have saved, as engines report, by model and tenant.",
-    "lost_seconds": "Estimated GPU time that loads have lost against computing, as engines report, by model and tenant.",
+    "lost_seconds": "Estimated GPU time that loads took longer than computing, as engines report, by model and tenant.",
 }
 COUNTS = {
     "loaded_tokens": "Prompt tokens that engines loaded from the pool, as they report, by model and tenant.",
-    "num_requests": "Requests whose prompts engines loaded or computed to the end, as they report, by model and tenant.",
+    "num_requests": "Requests whose prompts engines have loaded or computed, as they report, by model and tenant.",
 }
 
 
@@ -28,7 +28,7 @@ class ReportCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         totals = self._totals()
-        text = "Prompt tokens that engines computed, as they report, by model, tenant and what kept them from being loaded."
+        text = "Prompt tokens that engines computed, as they report, by model, tenant and cause."
         computed = CounterMetricFamily("kvpool_computed_tokens", text, labels=["model", "tenant", "cause"])
         for pair, each in totals.items():
             for cause, tokens in sorted(each.computed_tokens.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -27,3 +28,6 @@ class Totals:
         self.saved_seconds += report.saved_seconds
         self.lost_seconds += report.lost_seconds
         self.num_requests += report.num_requests
+
+    def copy(self) -> Totals:
+        return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())

@@ -102,6 +102,7 @@ class ComputedTokens:
             request, causes = self._prompts[request_id]
             if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
                 del self._prompts[request_id]
+                self._recorder.tally("num_requests")
                 for cause, count in causes.items():
                     self._recorder.add_computed(cause, count)
 
