@@ -1,15 +1,11 @@
-"""Models and tenants as labels: few of them, whatever engines name."""
+"""Models and tenants as labels of what engines report: few of them, whatever engines name."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import NamedTuple
 
-MAX_PAIRS = 32
-MAX_PAIRS_OF_TENANT = 8
-"""Of one tenant that proves who it is: it cannot use up the names of others."""
-MAX_LABEL_CHARS = 100
-OTHER = "other"
+from kvpool_server.usage import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
 
 
 class Pair(NamedTuple):
@@ -28,22 +24,15 @@ class Pairs:
 
     def __init__(self, has_tenants: bool = False):
         self._most_of_tenant = MAX_PAIRS_OF_TENANT if has_tenants else MAX_PAIRS
-        self._named: dict[Pair, Pair] = {}
+        self._named: set[Pair] = set()
         self._num_of_tenant: Counter[str] = Counter()
 
     def of(self, model: str, tenant: str) -> Pair:
+        """The pair for which a model and a tenant count."""
         pair = Pair(label_of(model), label_of(tenant))
         if pair not in self._named:
             if len(self._named) >= MAX_PAIRS or self._num_of_tenant[pair.tenant] >= self._most_of_tenant:
                 return Pair(OTHER, OTHER)
-            self._named[pair] = pair
+            self._named.add(pair)
             self._num_of_tenant[pair.tenant] += 1
         return pair
-
-
-def label_of(text: str) -> str:
-    """A text as a label: printable, at most `MAX_LABEL_CHARS` characters; of a longer one, its start and its end."""
-    if len(text) > MAX_LABEL_CHARS:
-        half = (MAX_LABEL_CHARS - 1) // 2
-        text = f"{text[:half]}…{text[-half:]}"
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
