@@ -9,7 +9,7 @@ from kvpool.doctor.finding import Finding, ok, warning
 
 ROUND_BYTES = 64 << 20
 SLOW_BYTES_PER_S = 1e9
-"""Slower loads hardly pay: of a model with 128 KiB a token they bring 7,600 tokens a second, less than a GPU computes."""
+"""Slower loads hardly pay: with 128 KiB a token they bring 7,600 tokens a second, and a GPU computes more."""
 
 
 def bandwidth(client: Client) -> list[Finding]:

@@ -10,10 +10,9 @@ MAX_FINDINGS = 8
 
 def engines(stats: PoolStats) -> list[Finding]:
     """Whether the engines that report have the server's release, a fast transport and a closed breaker."""
-    reporting = getattr(stats, "engines", ())  # Servers without reports tell of none.
     found = []
     server = stats.server
-    for each in reporting:
+    for each in stats.engines:
         if each.breaker_open:
             text = f"{each.engine} does without the pool: its breaker is open"
             found.append(warning("engines", text, "its log names the error; check its endpoint"))
@@ -25,4 +24,4 @@ def engines(stats: PoolStats) -> list[Finding]:
             found.append(warning("engines", text, "install the same release on both sides"))
     if found:
         return found[:MAX_FINDINGS]
-    return [ok("engines", f"{len(reporting)} engines report, and none has a problem")] if reporting else []
+    return [ok("engines", f"{len(stats.engines)} engines report, and none has a problem")] if stats.engines else []
