@@ -22,6 +22,7 @@ from kvpool.errors import KVPoolError
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
 from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.loop_lag import cumulative_buckets
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
@@ -91,10 +92,19 @@ class RpcMetrics(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         text = "Payload bytes that the server moved, by transport (grpc, tcp) and direction (read, write)."
         family = CounterMetricFamily("kvpool_transferred_bytes", text, labels=["transport", "direction"])
-        for transport, moved in (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes())):
-            for direction, nbytes in moved.items():
-                family.add_metric([transport, direction], nbytes)
+        for (transport, direction), nbytes in self.bytes_by_way().items():
+            family.add_metric([transport, direction], nbytes)
         yield family
+
+    def bytes_by_way(self) -> dict[tuple[str, str], int]:
+        """Payload bytes since the start, by transport and direction."""
+        moved = (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes()))
+        return {(transport, way): nbytes for transport, ways in moved for way, nbytes in ways.items()}
+
+    def buckets(self, method: str) -> dict[str, float]:
+        """By upper bound in seconds: how many calls of a method succeeded within that time."""
+        series = self._by_status.get((method, "OK"))
+        return {} if series is None else cumulative_buckets(series)
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
         """Counts payload bytes that passed through gRPC."""
