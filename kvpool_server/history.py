@@ -29,9 +29,9 @@ _ROWS = {_FINE: 2_160, _COARSE: 1_008}
 _COLUMNS = 32
 """Series for which a ring gets memory at once."""
 
-SPANS = {"1h": (_FINE, 1), "6h": (_FINE, 6), "24h": (_COARSE, 1), "7d": (_COARSE, 3)}
+SPANS = {"15m": (_FINE, 1), "1h": (_FINE, 1), "6h": (_FINE, 6), "24h": (_COARSE, 1), "7d": (_COARSE, 3)}
 """By span: the ring, and every how many of its samples an answer has one."""
-_SECONDS = {"1h": 3_600, "6h": 6 * 3_600, "24h": 24 * 3_600, "7d": 7 * 24 * 3_600}
+_SECONDS = {"15m": 900, "1h": 3_600, "6h": 6 * 3_600, "24h": 24 * 3_600, "7d": 7 * 24 * 3_600}
 
 Key = tuple[str, ...]
 """The name of a series, and what it is of: ("tier", "file:/mnt/kv", "up")."""

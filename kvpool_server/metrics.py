@@ -11,7 +11,7 @@ import asyncio
 import datetime as dt
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -24,6 +24,7 @@ from kvpool.wire import status_of
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.loop_lag import cumulative_buckets
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
+from kvpool_server.usage import MAX_PAIRS, OTHER, PairUsage
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -43,6 +44,21 @@ TIER_GAUGES = {
     "size_bytes": "Most bytes that this server may keep in the tier; 0 if the server sets no bound.",
     "used_bytes": "Bytes that this server has written to the tier and not removed since.",
     "num_entries": "Blocks that this server has written to the tier and not removed since.",
+}
+
+
+_OF_PAIRS = f"The first {MAX_PAIRS} pairs in use have labels of their own, the rest is model={OTHER}, tenant={OTHER}."
+USAGE_COUNTERS = {
+    "lookup_tokens": "Prompt tokens that lookups asked for, beyond what engines had themselves, by model and tenant. "
+    + _OF_PAIRS,
+    "hit_tokens": "Prompt tokens that lookups found in the pool, by model and tenant. Divided by "
+    "kvpool_lookup_tokens_total: the hit ratio.",
+    "stored_bytes": "Bytes that engines stored in the pool, by model and tenant.",
+    "loaded_bytes": "Bytes of found blocks whose place engines were told, to load them, by model and tenant.",
+}
+USAGE_GAUGES = {
+    "held_bytes": "Bytes of the arena that blocks of a model and tenant occupy.",
+    "held_blocks": "Complete (readable) blocks of a model and tenant in the arena.",
 }
 
 
@@ -71,6 +87,22 @@ class PoolCollector(Collector):
             for tier in stats.tiers:
                 counter.add_metric([tier.name], tier.counters.get(name, 0))
             yield counter
+
+
+class UsageCollector(Collector):
+    """Exports what each model and tenant have used; the thread of the scrape calls `usage`."""
+
+    def __init__(self, usage: Callable[[], Sequence[PairUsage]]):
+        self._usage = usage
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        usage = self._usage()
+        for families, kind in ((USAGE_COUNTERS, CounterMetricFamily), (USAGE_GAUGES, GaugeMetricFamily)):
+            for name, text in families.items():
+                family = kind(f"kvpool_{name}", text, labels=["model", "tenant"])
+                for pair in usage:
+                    family.add_metric([pair.model, pair.tenant], getattr(pair, name))
+                yield family
 
 
 class RpcMetrics(Collector):

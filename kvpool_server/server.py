@@ -48,7 +48,7 @@ from kvpool_server.history import History
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics
+from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
 from kvpool_server.service import PoolService
@@ -56,6 +56,7 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from kvpool_server.turns import Turns
+from kvpool_server.usage import Usage
 
 log = structlog.get_logger()
 
@@ -133,6 +134,7 @@ class Server:
         self._permits = self._make_permits() if config.data_listen else None
         self._memory = ArenaMemory(config, has_tenants=self._access is not None)
         self.pool = self._make_pool()
+        self.usage = Usage(self.pool)
         options = [parse(text) for text in config.tier]
         handover_s = config.drain_ms / 1000 + HANDOVER_S
         context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
@@ -200,6 +202,7 @@ class Server:
             collector(registry=registry)
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
+        registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
@@ -230,7 +233,7 @@ class Server:
             loop_lag_seconds=lag.buckets,
             loop_lag_max=lambda: lag.longest_s,
             moved_bytes=metrics.bytes_by_way,
-            usage=tuple,
+            usage=self.usage.by_model_and_tenant,
             reported=dict,
             engines=tuple,
             quotas=self.pool.quotas,

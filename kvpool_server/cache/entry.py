@@ -17,6 +17,9 @@ from kvpool.namespace import GroupSpec
 from kvpool.types import BlockRun, RunHits
 from kvpool_server.cache.block_index import BlockIndex
 
+_LAST_BLOCKS = ("mamba", "chunked_local_attention")
+"""Kinds of groups without a window whose hits need only the last blocks: vLLM's names."""
+
 
 class Group:
     """One KV-cache group of an open namespace: its index of entries by block hash.
@@ -30,6 +33,7 @@ class Group:
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
+        needs_prefix: a hit needs all blocks from its start, not only the last ones.
         num_complete: live entries that are complete.
         slot_class: tenant and slot size, which tell its extents from others'.
         num_slots: slots of its entries, with those of dropped entries that are not free yet.
@@ -43,6 +47,7 @@ class Group:
         "index",
         "leaving",
         "namespace",
+        "needs_prefix",
         "num_complete",
         "num_slots",
         "slot_class",
@@ -66,6 +71,7 @@ class Group:
         self.tenant = tenant
         self.declared_tenant = declared_tenant
         self.full_mask = (1 << spec.num_shards) - 1
+        self.needs_prefix = not spec.window_tokens and spec.kind not in _LAST_BLOCKS
         self.index = BlockIndex()
         self.leaving = BlockIndex()
         self.num_complete = 0

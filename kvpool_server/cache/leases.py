@@ -67,6 +67,7 @@ class Found(NamedTuple):
         num_blocks: blocks that were asked for.
         entries: the complete ones.
         spans: [start, stop) of each group's entries in `entries`.
+        lookup_tokens, hit_tokens: see `PoolNamespace`.
         lease_id: 0: no lease.
     """
 
@@ -75,6 +76,8 @@ class Found(NamedTuple):
     num_blocks: int
     entries: Sequence[Entry]
     spans: Sequence[tuple[Group, int, int]]
+    lookup_tokens: int
+    hit_tokens: int
     lease_id: int = 0
     lease_ttl_ms: int = 0
 

@@ -55,7 +55,8 @@ class Lookups:
                 if lease_id:
                     for entry in entries:
                         entry.leases += 1
-        return Found(namespace, tuple(hits), num_blocks, entries, spans, lease_id, granted_ms)
+        tokens = count_tokens(groups, runs, hits)
+        return Found(namespace, tuple(hits), num_blocks, entries, spans, *tokens, lease_id, granted_ms)
 
     def find_in_steps(
         self,
@@ -103,7 +104,8 @@ class Lookups:
         finally:
             if lease_ttl_ms:
                 self._holds.end_leasing(entries, is_leased=lease_id != 0)
-        return Found(namespace, tuple(hits), sum(map(len, runs)), entries, spans, lease_id, granted_ms)
+        tokens = count_tokens(groups, runs, hits)
+        return Found(namespace, tuple(hits), sum(map(len, runs)), entries, spans, *tokens, lease_id, granted_ms)
 
     def slots(self, found: Found) -> tuple[Slots, ...]:
         """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""
@@ -113,6 +115,8 @@ class Lookups:
             offsets = array("Q", [entry.offset for entry in entries])
             located.append(Slots(offsets.tobytes(), b"".join([entry.checksums for entry in entries])))
         self._counters["located_blocks"] += len(found.entries)
+        nbytes = [(stop - start) * group.spec.slot_bytes for group, start, stop in found.spans]
+        found.namespace.loaded_bytes += sum(nbytes)
         return tuple(located)
 
     def record_use(self, found: Found) -> None:
@@ -120,6 +124,8 @@ class Lookups:
         num_hits = len(found.entries)
         found.namespace.lookup_blocks += found.num_blocks
         found.namespace.lookup_hits += num_hits
+        found.namespace.lookup_tokens += found.lookup_tokens
+        found.namespace.hit_tokens += found.hit_tokens
         self._counters["lookups"] += 1
         self._counters["lookup_blocks"] += found.num_blocks
         self._counters["lookup_hits"] += num_hits
@@ -136,3 +142,26 @@ class Lookups:
         """
         if (lease := self._holds.leases.get(found.lease_id)) is not None:
             lease.unrecorded = found
+
+
+def count_tokens(groups: Sequence[Group], runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[int, int]:
+    """How many tokens a lookup asked for, and how many of them it found.
+
+    The groups of a model hold the same tokens, so their runs count once: as many tokens as the longest run has, and as
+    many found as every group has. Of several runs of one group the first counts: engines append single blocks to the
+    runs, to learn whether the pool has what they hold themselves.
+    """
+    if len(runs) == 1:
+        block_tokens = groups[0].spec.block_tokens
+        return len(runs[0]) * block_tokens, _reach(groups[0], hits[0]) * block_tokens
+    first: dict[int, int] = {}
+    for nth, run in enumerate(runs):
+        first.setdefault(run.group_idx, nth)
+    asked = [len(runs[nth]) * groups[nth].spec.block_tokens for nth in first.values()]
+    found = [_reach(groups[nth], hits[nth]) * groups[nth].spec.block_tokens for nth in first.values()]
+    return max(asked), min(found)
+
+
+def _reach(group: Group, hit: RunHits) -> int:
+    """The blocks of a run up to the last one that a hit can end with."""
+    return hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())

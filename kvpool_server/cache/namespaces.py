@@ -30,6 +30,10 @@ class PoolNamespace:
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
         superseded: a namespace with newer weights was opened after it, and no engine has used it since.
         lookup_blocks, lookup_hits: blocks that lookups asked for, and the complete ones of them.
+        lookup_tokens, hit_tokens: tokens that lookups asked for, and the found ones of them. Each token counts once, in
+            however many groups it has blocks.
+        stored_bytes: bytes that clients wrote, of blocks that are readable or lack another rank's shard.
+        loaded_bytes: bytes that lookups or gets told clients the place of.
         opened_by: host of the client that opened it; empty if unknown.
         last_use: the number of its last use, among those of all namespaces.
         tenant: whose extents its blocks are in; "" where the arena has one tenant.
@@ -45,6 +49,8 @@ class PoolNamespace:
         self.opened_by = opened_by
         self.superseded = False
         self.lookup_blocks = self.lookup_hits = 0
+        self.lookup_tokens = self.hit_tokens = 0
+        self.stored_bytes = self.loaded_bytes = 0
         self.spec = spec
         self.tenant = tenant
         self.fingerprint = fingerprint
@@ -60,6 +66,16 @@ class PoolNamespace:
     @property
     def is_empty(self) -> bool:
         return not any(group.num_live for group in self.groups)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arena in slots of its entries, also of those that are being written or are not free yet."""
+        return sum([group.num_slots * group.spec.slot_bytes for group in self.groups])
+
+    @property
+    def held_blocks(self) -> int:
+        """Its complete entries."""
+        return sum([group.num_complete for group in self.groups])
 
     def info(self, now: float, holdings: bool = True) -> NamespaceInfo:
         groups = self.groups if holdings else []

@@ -56,6 +56,7 @@ from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.transfers import NoTransfers, Transfers
+from kvpool_server.cache.use_times import UseTimes
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -77,6 +78,7 @@ class Pool:
         leases, tickets: the live ones.
         lookups: finds blocks, and records their use.
         misses: says why blocks are not found.
+        use_times: when a stamp of an entry's use was given.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class Pool:
         longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
         self.placement = Placement(arena, policy, self.counters, longest_hold_s)
         self._quarantine = Quarantine()
-        departures = Departures(clock)
+        self.use_times = UseTimes(clock())
+        departures = Departures(clock, self.use_times)
         self.entry_table = EntryTable(
             arena, self.placement, self._quarantine, departures, clock, self.limits.grace_ms, self.counters
         )
@@ -108,6 +111,7 @@ class Pool:
         self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
         self.misses = Misses(self._namespaces, departures)
         self._quotas = Quotas(self.limits.max_quotas, arena)
+        self._on_closed: Callable[[PoolNamespace], None] = lambda _: None
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -147,6 +151,14 @@ class Pool:
 
     def open_namespaces(self) -> list[PoolNamespace]:
         return self._namespaces.values()
+
+    def all_namespaces(self) -> list[PoolNamespace]:
+        """The open ones, and those that were closed and still hold entries."""
+        return [*self._namespaces.values(), *self._namespaces.closing.values()]
+
+    def when_closed(self, listener: Callable[[PoolNamespace], None]) -> None:
+        """Has a listener called with each namespace that is closed, once it holds nothing any more."""
+        self._on_closed = listener
 
     def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
         return self._namespaces.find(fingerprint)
@@ -346,6 +358,8 @@ class Pool:
             completed += entry.live and entry.complete
         self._holds.writing.remove(ticket)
         self.counters["put_completed_blocks"] += completed
+        if entries and (namespace := self._namespaces.find(entries[0].group.fingerprint)) is not None:
+            namespace.stored_bytes += committed * count * entries[0].group.spec.chunk_bytes
         return PutReceipt(committed, completed)
 
     def put_revoke(self, ticket_id: int, owner: Owner = NOBODY) -> bool:
@@ -372,7 +386,7 @@ class Pool:
         owner: Owner = NOBODY,
     ) -> Located:
         """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
-        _, group = self._namespaces.one_group(fingerprint, runs)
+        namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         self._check_chunks(runs, shards)
         now = self.expire()
@@ -395,6 +409,7 @@ class Pool:
                 checksums += entry.checksums[first:stop]
         self.counters["get_blocks"] += len(present)
         self.counters["get_present_blocks"] += len(offsets)
+        namespace.loaded_bytes += len(offsets) * shards.count * group.spec.chunk_bytes
         remaining_ms = int((lease.deadline - now) * 1000)
         return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
 
@@ -467,6 +482,8 @@ class Pool:
         Where they are many, it ends some of them, and later calls the others.
         """
         now = self._clock()
+        if now >= self.use_times.next_mark:
+            self.use_times.mark(now, self.placement.stamp)
         self._settle(now, SETTLED_PER_CALL)
         return now
 
@@ -498,6 +515,7 @@ class Pool:
                 break
             self.placement.remove(namespace.groups)
             del self._namespaces.closing[namespace.fingerprint]
+            self._on_closed(namespace)
         return dropped
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:

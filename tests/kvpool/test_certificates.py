@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvpool.certificates import LOCAL_HOSTS, Authority, read_certificates
-from kvpool.certs_command import app
+from kvpool.commands.certs import app
 from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 

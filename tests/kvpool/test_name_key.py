@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvpool.client import Client
+from kvpool.commands.name_key import app
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.hashing import checksum
 from kvpool.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
-from kvpool.name_key_command import app
 from kvpool.namespace import differences
 from kvpool.rpc import KeptRuns, Namespace
 from kvpool.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts, in_two

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool import cli
+from kvpool.commands import common
 from kvpool.errors import IncompatibleNamespaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.principal import Role
@@ -97,7 +98,7 @@ def test_people_compare_digests(opened: Opened, monkeypatch: pytest.MonkeyPatch)
     other = replace(spec, salt="my other salt")
     with opened.deployment.client(Role.ENGINE_WRITE) as client:
         client.open_namespace(other)
-    monkeypatch.setattr(cli, "_client", lambda *_: opened.deployment.client(Role.TENANT_OPERATOR))
+    monkeypatch.setattr(common, "client_of", lambda *_: opened.deployment.client(Role.TENANT_OPERATOR))
     runner = CliRunner()
     listing = runner.invoke(cli.app, ["namespaces", "--json"])
     rows = {row["fingerprint"]: row for row in json.loads(listing.output)}

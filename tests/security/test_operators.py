@@ -11,6 +11,7 @@ import zmq
 from typer.testing import CliRunner
 
 from kvpool import cli, events
+from kvpool.commands import common
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidReplyError
 from kvpool.types import Quota
@@ -27,7 +28,7 @@ def test_markup_in_names_breaks_no_command(monkeypatch: pytest.MonkeyPatch) -> N
         )
         pool.pool.open_namespace(spec, b"", "[/host]")
     pool.pool.set_quotas([Quota("tenant:[/tenant]", 1 << 20)])
-    monkeypatch.setattr(cli, "_client", lambda *_: pool.client(ClientConfig()))
+    monkeypatch.setattr(common, "client_of", lambda *_: pool.client(ClientConfig()))
     names = [each.fingerprint.hex() for each in pool.pool.namespaces(holdings=False)]
     runner = CliRunner()
     for command in (["namespaces"], ["namespaces", "--diff", *names], ["quota"], ["stats"]):

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 from kvpool import tokens
 from kvpool.certificates import Authority
 from kvpool.client import Client
+from kvpool.commands.token import app
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
-from kvpool.token_command import app
 from kvpool.tokens import (
     TokenRecord,
     append_record,

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.types import PoolStats
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics
+from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -22,6 +22,7 @@ def server_rows() -> list[Row]:
     """What a server exports, but for the metrics of Python and of the process."""
     registry = CollectorRegistry()
     registry.register(PoolCollector(PoolStats))
+    registry.register(UsageCollector(tuple))
     registry.register(OwnMemory())
     registry.register(CertificateExpiry(dict))
     LoopLag(registry)

@@ -6,7 +6,7 @@ import * as panels from "./panels.js";
 import { nameOf, Series, SPAN_SECONDS } from "./series.js";
 import { Source } from "./source.js";
 
-const TITLES = { "1h": "Last hour", "6h": "Last 6 hours", "24h": "Last 24 hours", "7d": "Last 7 days" };
+const TITLES = { "15m": "Last 15 minutes", "1h": "Last hour", "6h": "Last 6 hours", "24h": "Last 24 hours", "7d": "Last 7 days" };
 const MINUTE_S = 60;
 const THEME = "kvpool-theme";
 

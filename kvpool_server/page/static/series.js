@@ -1,7 +1,7 @@
 // Samples of counters and gauges, and what charts make of them: rates, ratios, quantiles.
 // A restart of the server begins new counters: a row of gaps keeps the samples of two boots apart.
 
-export const SPAN_SECONDS = { "1h": 3600, "6h": 6 * 3600, "24h": 24 * 3600, "7d": 7 * 24 * 3600 };
+export const SPAN_SECONDS = { "15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 24 * 3600, "7d": 7 * 24 * 3600 };
 const GAP_FACTOR = 2.5;
 
 export const nameOf = (...key) => JSON.stringify(key);

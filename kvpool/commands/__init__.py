@@ -1,0 +1,1 @@
+"""The commands of `kvpool`: one module each, which `kvpool.cli` registers."""

@@ -1,0 +1,72 @@
+"""What the commands of `kvpool` share: options, the client, output and exit statuses.
+
+Commands call `common.client_of`, by this module, so that a test can give all of them another client.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextvars import ContextVar
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.holdings import duration_text as duration_text
+from kvpool.holdings import printable as printable
+from kvpool.quotas import size_text as size_text
+from kvpool.tls import TlsFiles
+
+TIMEOUT_MS = 5_000
+"""Deadline of each call of a command."""
+
+Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT or unix:PATH of the server.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class ExitStatus(IntEnum):
+    """Statuses with which commands end."""
+
+    OK = 0
+    PROBLEM = 1
+    """The server refused or could not be reached, or the command found an error."""
+    USAGE = 2
+    """The command line is wrong."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trust:
+    """The options that stand before the command: how a client and its server know each other."""
+
+    tls: Path | None = None
+    token_file: str = ""
+    insecure_network: bool = False
+
+
+TRUST: ContextVar[Trust] = ContextVar("options of all commands")
+
+
+def client_of(endpoint: str, transport: str = "auto") -> Client:
+    """A client of the server at `endpoint`, with the options that stand before the command."""
+    return Client(config_of(endpoint, transport))
+
+
+def config_of(endpoint: str, transport: str = "auto", timeout_ms: int = TIMEOUT_MS) -> ClientConfig:
+    """The configuration of `client_of`."""
+    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=timeout_ms))
+
+
+def trusting(config: ClientConfig) -> ClientConfig:
+    """A configuration with the options that stand before the command."""
+    trust = TRUST.get()
+    files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
+    return dataclasses.replace(config, tls=files, token_file=trust.token_file, insecure_network=trust.insecure_network)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as indented JSON."""
+    typer.echo(json.dumps(value, indent=2))

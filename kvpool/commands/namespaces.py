@@ -1,0 +1,105 @@
+"""`kvpool namespaces`: what each namespace holds, and why two of them share no blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint
+from kvpool.commands.fingerprints import one_of
+from kvpool.config import DEFAULT_ENDPOINT
+from kvpool.holdings import NamespaceInfo, duration_text, printable
+from kvpool.namespace import Difference, differences
+from kvpool.quotas import size_text
+from kvpool.types import Quota
+
+
+def namespaces(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B",
+            help="Only print the fields in which namespaces A and B differ (fingerprints, or their first characters).",
+        ),
+    ] = None,
+) -> None:
+    """List the namespaces and what each holds; --diff shows why two engines do not share blocks."""
+    if diff is not None:
+        _print_differences(endpoint, diff, as_json)
+        return
+    with common.client_of(endpoint) as client:
+        found = client.admin.namespaces()
+        bounds = client.admin.quotas()
+    if as_json:
+        common.print_json([_row(info, bounds) for info in found])
+        return
+    typer.echo(f"at {endpoint}:" if found else f"no namespaces at {endpoint}")
+    for info in found:
+        typer.echo(_text(info, [quota for quota in bounds if _covers(quota, info)]))
+
+
+def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
+    """A namespace as a line with its fingerprint and model, and lines of facts."""
+    limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
+    facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
+    if info.hit_ratio is not None:
+        facts.append(f"hits {info.hit_ratio:.1%}")
+    if info.spec.tenant:
+        facts.append(f"tenant {info.spec.tenant}")
+    if info.superseded:
+        facts.append("superseded")
+    lines = [
+        f"{info.fingerprint.hex()[:12]}  {info.spec.model}",
+        "; ".join(facts),
+        f"{info.opened}; last used {duration_text(info.idle_seconds)} ago",
+        *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
+    ]
+    return "\n    ".join(map(printable, lines))  # Engines choose the names of models and tenants.
+
+
+def _row(info: NamespaceInfo, bounds: Sequence[Quota]) -> dict[str, Any]:
+    row = dataclasses.asdict(info)
+    spec, fingerprint = row.pop("spec"), row.pop("fingerprint").hex()
+    shown = {"fingerprint": fingerprint, "entries": row.pop("num_entries"), "bytes": row.pop("nbytes"), **row}
+    quotas = [dataclasses.asdict(quota) for quota in bounds if _covers(quota, info)]
+    return {**shown, "hit_ratio": info.hit_ratio, "quotas": quotas, **spec}
+
+
+def _covers(quota: Quota, info: NamespaceInfo) -> bool:
+    return quota.covers(info.spec.tenant, info.fingerprint)
+
+
+def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) -> None:
+    with common.client_of(endpoint) as client:
+        known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
+        a, b = (one_of(list(known), prefix) for prefix in prefixes)
+    rows = [_values(difference) for difference in differences(known[a].spec, known[b].spec)]
+    if as_json:
+        common.print_json([{"field": field, "a": ours, "b": theirs} for field, ours, theirs in rows])
+        return
+    if not rows:
+        typer.echo(f"{a.hex()[:12]} and {b.hex()[:12]} at {endpoint} differ in no field")
+        return
+    # Rich would read text in brackets as markup, and engines choose the names of hosts and models.
+    columns = [Column(escape(f"{each.hex()[:12]}, {known[each].opened}"), overflow="fold") for each in (a, b)]
+    table = Table("field", *columns, title=f"differences between two namespaces at {endpoint}")
+    for field, ours, theirs in rows:
+        table.add_row(
+            escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
+        )
+    Console().print(table)
+
+
+def _values(difference: Difference) -> tuple[str, Any, Any]:
+    """A field and its two values. Of secrets the server sends digests."""
+    return difference.field, difference.ours, difference.theirs

@@ -1,0 +1,63 @@
+"""`kvpool quota`: sets and lists quotas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvpool.client import Client
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint
+from kvpool.config import DEFAULT_ENDPOINT
+from kvpool.errors import InvalidRequestError, PermissionDeniedError
+from kvpool.quotas import beyond_memory, parse_quota, size_text
+from kvpool.types import Quota
+
+
+def quota(
+    quotas: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SUBJECT=SIZE",
+            help="tenant:NAME=20GiB, or namespace:PREFIX=20GiB with the first characters of a fingerprint; SUBJECT=0 "
+            "removes a quota. Without any: list the quotas.",
+        ),
+    ] = None,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+) -> None:
+    """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
+    wanted = [parse_quota(text) for text in quotas or ()]
+    for text, each in zip(quotas or (), wanted, strict=True):
+        if each.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.
+            raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
+    with common.client_of(endpoint) as client:
+        found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
+        warning = _beyond_memory(client, found)
+    if warning:
+        typer.echo(f"kvpool: {warning}", err=True)
+    if as_json:
+        common.print_json([dataclasses.asdict(quota) for quota in found])
+        return
+    if not found:
+        typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
+        return
+    table = Table("subject", "limit", "used", "share used", title=f"quotas at {endpoint}")
+    for each in found:
+        share = f"{each.used_bytes / each.limit_bytes:.0%}"
+        table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
+    Console().print(table)
+
+
+def _beyond_memory(client: Client, quotas: Sequence[Quota]) -> str:
+    """As `beyond_memory`; empty for a tenant's operator, to whom the server tells neither its memory nor all quotas."""
+    try:
+        return beyond_memory(quotas, client.admin.stats().arena_bytes) if quotas else ""
+    except PermissionDeniedError:
+        return ""

@@ -1,0 +1,27 @@
+"""`kvpool whoami`: who a server takes the caller for."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import typer
+
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint
+from kvpool.config import DEFAULT_ENDPOINT
+from kvpool.holdings import duration_text, printable
+
+
+def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+    """Show who the server takes you for, what you may call, and when your certificate or token ends."""
+    with common.client_of(endpoint) as client:
+        found = client.admin.whoami()
+    if as_json:
+        common.print_json(dataclasses.asdict(found))
+        return
+    typer.echo(printable(found.principal) or f"{endpoint} does not authenticate callers")
+    if found.ends_at:
+        left = duration_text(found.ends_at - time.time())
+        typer.echo(f"    until {time.strftime('%Y-%m-%d %H:%M', time.gmtime(found.ends_at))} UTC, for {left}")
+    typer.echo(f"    may call {', '.join(map(printable, found.methods))}")

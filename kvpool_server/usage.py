@@ -1,0 +1,136 @@
+"""What each model and tenant have used of the pool since the server's start.
+
+The pool counts by namespace, with plain integers. This module adds the namespaces up, by the labels of their model and
+tenant. Labels come from engines, and an engine may open any number of namespaces. So at most `MAX_PAIRS` pairs of
+labels are told apart, and the others are one: `OTHER`. A pair that has been told apart stays so until the server ends:
+no count ever goes back, as Prometheus demands of a counter.
+
+Not thread-safe: the pool's event loop owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.pool import Pool
+
+MAX_PAIRS = 32
+"""Pairs of model and tenant that are told apart."""
+MAX_PAIRS_OF_TENANT = 8
+"""Of them, those of one tenant, where callers prove their tenant: no tenant can use up the others' labels."""
+OTHER = "other"
+"""Model and tenant of what is not told apart."""
+MAX_LABEL_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PairUsage:
+    """What the namespaces of one model and tenant have used. All counts are since the server's start, but for `held_`.
+
+    Args:
+        model, tenant: labels, see `label_of`; both `OTHER` for all pairs together that are not told apart.
+        lookup_tokens, hit_tokens: tokens that lookups asked for beyond what engines had themselves, and the ones of
+            them that were found. Of a model with pipeline stages only the first stage counts.
+        stored_bytes: bytes that engines stored.
+        loaded_bytes: bytes that lookups or gets told engines the place of, so that engines could load them.
+        held_bytes: bytes of the arena in slots now.
+        held_blocks: readable blocks in the arena now.
+    """
+
+    model: str
+    tenant: str
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    held_bytes: int = 0
+    held_blocks: int = 0
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Tokens found of those asked for; None if no lookup has asked."""
+        return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else None
+
+
+_Pair = tuple[str, str]
+_OTHERS = OTHER, OTHER
+_COUNTS = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
+
+
+class Usage:
+    """The usage of one pool, by model and tenant. Make it before the pool's first namespace is closed."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self._told: dict[_Pair, int] = {}
+        """Pairs that are told apart -> the order in which they came."""
+        self._ended: Counter[tuple[_Pair, str]] = Counter()
+        """What closed namespaces have used, by pair and name of the count."""
+        pool.when_closed(self._closed)
+
+    def by_model_and_tenant(self) -> tuple[PairUsage, ...]:
+        """The usage of each pair, that with most tokens asked for first, and `OTHER` last if there is any.
+
+        Costs microseconds a namespace, however many blocks the pool holds. The counts of a pair never go back.
+        Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHER`.
+        """
+        namespaces = self._pool.all_namespaces()
+        pairs = [_pair(namespace) for namespace in namespaces]
+        self._tell_apart(list(zip(pairs, namespaces, strict=True)))
+        sums = Counter(self._ended)
+        for pair, namespace in zip(pairs, namespaces, strict=True):
+            pair = pair if pair in self._told else _OTHERS
+            _add(sums, pair, namespace)
+            sums[pair, "held_bytes"] += namespace.held_bytes
+            sums[pair, "held_blocks"] += namespace.held_blocks
+        usage = [_usage(pair, sums) for pair in self._told]
+        usage.sort(key=lambda each: (-each.lookup_tokens, -each.stored_bytes, each.model, each.tenant))
+        if any(count for (pair, _), count in sums.items() if pair == _OTHERS):
+            usage.append(_usage(_OTHERS, sums))
+        return tuple(usage)
+
+    def _tell_apart(self, namespaces: list[tuple[_Pair, PoolNamespace]]) -> None:
+        """Tells more pairs apart while there is room: those in use, the ones with most use first."""
+        if len(self._told) >= MAX_PAIRS:
+            return
+        use: Counter[_Pair] = Counter()
+        for pair, namespace in namespaces:
+            if pair not in self._told and pair != _OTHERS:
+                # A token and a byte are not alike. Both say that there is use, and more of it is more.
+                use[pair] += namespace.lookup_tokens + namespace.stored_bytes + namespace.held_bytes
+        num_of_tenant = Counter(tenant for _, tenant in self._told)
+        for pair, count in use.most_common():
+            has_room = not self._pool.arena.has_tenants or num_of_tenant[pair[1]] < MAX_PAIRS_OF_TENANT
+            if count and has_room and len(self._told) < MAX_PAIRS:
+                self._told[pair] = len(self._told)
+                num_of_tenant[pair[1]] += 1
+
+    def _closed(self, namespace: PoolNamespace) -> None:
+        pair = _pair(namespace)
+        self._tell_apart([(pair, namespace)])
+        _add(self._ended, pair if pair in self._told else _OTHERS, namespace)
+
+
+def label_of(text: str) -> str:
+    """A text as a label: printable, at most `MAX_LABEL_CHARS` characters; of a longer one, its start and its end."""
+    if len(text) > MAX_LABEL_CHARS:
+        half = (MAX_LABEL_CHARS - 1) // 2
+        text = f"{text[:half]}…{text[-half:]}"
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _pair(namespace: PoolNamespace) -> _Pair:
+    return label_of(namespace.spec.model), label_of(namespace.spec.tenant)
+
+
+def _add(sums: Counter[tuple[_Pair, str]], pair: _Pair, namespace: PoolNamespace) -> None:
+    is_first_stage = namespace.spec.pipeline_stage == 0  # Each stage is asked for the same tokens.
+    for name in _COUNTS if is_first_stage else _COUNTS[2:]:
+        sums[pair, name] += getattr(namespace, name)
+
+
+def _usage(pair: _Pair, sums: Counter[tuple[_Pair, str]]) -> PairUsage:
+    names = (*_COUNTS, "held_bytes", "held_blocks")
+    return PairUsage(*pair, **{name: sums[pair, name] for name in names})

@@ -1,0 +1,175 @@
+"""What each model and tenant have used of a pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from kvpool.namespace import GroupSpec
+from kvpool.types import BlockRun, ShardRange
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.pool import Pool
+from kvpool_server.usage import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, PairUsage, Usage, label_of
+from tests.support.clock import FakeClock
+from tests.support.values import group_spec, namespace_spec, run_of
+
+CHUNK = 100
+TOKENS = 16
+FULL = group_spec(chunk_bytes=CHUNK, block_tokens=TOKENS)
+WINDOW = group_spec(chunk_bytes=CHUNK, block_tokens=TOKENS, kind="sliding_window", window_tokens=2 * TOKENS)
+
+
+class Bench:
+    """A pool of 64 slots, its clock and its usage."""
+
+    def __init__(self, *, has_tenants: bool = False, **limits: Any) -> None:
+        ids = itertools.count(1)
+        self.clock = FakeClock()
+        arena = Arena(64 * CHUNK, CHUNK, hand_over=(lambda *_: True) if has_tenants else None)
+        self.pool = Pool(arena, self.clock, lambda: next(ids), Limits(**limits))
+        self.usage = Usage(self.pool)
+
+    def open(self, *groups: GroupSpec, **fields: Any) -> PoolNamespace:
+        return self.pool.open_namespace(namespace_spec(*(groups or (FULL,)), **fields))[0]
+
+    def put(self, namespace: PoolNamespace, *names: object, group_idx: int = 0) -> None:
+        run = run_of(*names, group_idx=group_idx)
+        grant = self.pool.put_start(namespace.fingerprint, [run], ShardRange(0, 1))
+        self.pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+
+    def look_up(self, namespace: PoolNamespace, *runs: BlockRun, prefix_only: bool = True) -> int:
+        return self.pool.lookup(namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000).lease_id
+
+    def of(self, model: str, tenant: str = "") -> PairUsage:
+        (usage,) = [each for each in self.usage.by_model_and_tenant() if (each.model, each.tenant) == (model, tenant)]
+        return usage
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_namespaces_of_one_model_and_tenant_add_up_to_one_pair(bench: Bench) -> None:
+    for salt in ("one", "two"):
+        namespace = bench.open(model="m", tenant="t", salt=salt)
+        bench.put(namespace, "a", "b")
+        lease_id = bench.look_up(namespace, run_of("a", "b", "c"))
+        bench.pool.get(lease_id, namespace.fingerprint, [run_of("a", "b")], ShardRange(0, 1))
+    bench.put(bench.open(model="m", tenant="u"), "a")
+    assert bench.of("m", "t") == PairUsage(
+        "m", "t", 2 * 3 * TOKENS, 2 * 2 * TOKENS, 4 * CHUNK, 4 * CHUNK, held_bytes=4 * CHUNK, held_blocks=4
+    )
+    assert bench.of("m", "t").hit_ratio == 2 / 3
+    assert bench.of("m", "u") == PairUsage("m", "u", stored_bytes=CHUNK, held_bytes=CHUNK, held_blocks=1)
+
+
+def test_a_token_counts_once_in_however_many_groups_and_probes_it_is_asked_for(bench: Bench) -> None:
+    namespace = bench.open(FULL, WINDOW, model="m")
+    bench.put(namespace, "a", "b", "c")
+    bench.put(namespace, "x", "b", "c", group_idx=1)
+    runs = run_of("a", "b", "c", "d"), run_of("a", "b", "c", "d", group_idx=1)
+    probes = run_of("z"), run_of("z", group_idx=1)
+    bench.look_up(namespace, *runs, *probes, prefix_only=False)
+    usage = bench.of("m")
+    assert (usage.lookup_tokens, usage.hit_tokens) == (4 * TOKENS, 3 * TOKENS)
+
+
+def test_tokens_that_one_group_lacks_are_no_hits(bench: Bench) -> None:
+    namespace = bench.open(FULL, FULL, model="m")
+    bench.put(namespace, "a", "b")
+    bench.put(namespace, "a", group_idx=1)
+    bench.look_up(namespace, run_of("a", "b"), run_of("a", "b", group_idx=1))
+    assert bench.of("m").hit_tokens == TOKENS
+
+
+def test_pipeline_stages_are_asked_for_the_same_tokens_and_store_bytes_of_their_own(bench: Bench) -> None:
+    for stage in (0, 1):
+        namespace = bench.open(model="m", num_pipeline_stages=2, pipeline_stage=stage)
+        bench.put(namespace, "a")
+        bench.look_up(namespace, run_of("a"))
+    usage = bench.of("m")
+    assert (usage.lookup_tokens, usage.hit_tokens, usage.stored_bytes) == (TOKENS, TOKENS, 2 * CHUNK)
+
+
+def test_what_is_evicted_or_removed_is_held_no_more(bench: Bench) -> None:
+    namespace = bench.open(model="m")
+    bench.put(namespace, "a", "b")
+    bench.pool.remove(namespace.fingerprint, [run_of("b")])
+    assert (bench.of("m").held_bytes, bench.of("m").held_blocks) == (CHUNK, 1)
+    bench.pool.clear()
+    assert (bench.of("m").held_bytes, bench.of("m").stored_bytes) == (0, 2 * CHUNK)
+
+
+def test_a_lookup_that_finds_blocks_and_loads_none_has_loaded_no_bytes(bench: Bench) -> None:
+    namespace = bench.open(model="m")
+    bench.put(namespace, "a")
+    bench.look_up(namespace, run_of("a"))
+    assert bench.of("m").loaded_bytes == 0
+
+
+def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
+    namespace = bench.open(model="m")
+    bench.put(namespace, "a", "b")
+    found = bench.pool.find(namespace.fingerprint, [run_of("a", "b")], prefix_only=True, lease_ttl_ms=1_000)
+    bench.pool.lookups.slots(found)
+    assert bench.of("m").loaded_bytes == 2 * CHUNK
+
+
+def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) -> None:
+    for nth in range(MAX_PAIRS + 5):
+        bench.look_up(bench.open(model=f"m{nth}"), *[run_of(*range(nth + 1))])
+    bench.open(model="unused")
+    usage = bench.usage.by_model_and_tenant()
+    assert [each.model for each in usage] == [*(f"m{nth}" for nth in range(MAX_PAIRS + 4, 4, -1)), OTHER]
+    assert usage[-1] == PairUsage(OTHER, OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
+
+
+def test_no_tenant_can_use_up_the_labels_of_others() -> None:
+    bench = Bench(has_tenants=True)
+    for nth in range(MAX_PAIRS):
+        bench.look_up(bench.open(model=f"m{nth}", tenant="greedy"), run_of(*range(9)))
+    bench.look_up(bench.open(model="m", tenant="modest"), run_of("a"))
+    tenants = [each.tenant for each in bench.usage.by_model_and_tenant()]
+    assert tenants == ["greedy"] * MAX_PAIRS_OF_TENANT + ["modest", OTHER]
+
+
+def test_no_count_goes_back_whatever_is_opened_used_and_closed() -> None:
+    bench = Bench(max_namespaces=MAX_PAIRS + 2, namespace_idle_ms=1_000)
+    before: dict[tuple[str, str], PairUsage] = {}
+    for nth in range(3 * MAX_PAIRS):
+        bench.clock.advance(2.0)  # So that an empty namespace is closed for the next.
+        for model in (f"m{nth % (MAX_PAIRS * 2)}", "always"):
+            namespace = bench.open(model=model)
+            bench.put(namespace, "a")
+            bench.look_up(namespace, run_of("a", "b"))
+            bench.pool.clear(namespace.fingerprint)
+        now = {(each.model, each.tenant): each for each in bench.usage.by_model_and_tenant()}
+        assert before.keys() <= now.keys()
+        for pair, usage in before.items():
+            for name in ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes"):
+                assert getattr(now[pair], name) >= getattr(usage, name), (pair, name)
+        before = now
+    assert len(before) == MAX_PAIRS + 1
+    assert sum(each.lookup_tokens for each in before.values()) == 3 * MAX_PAIRS * 2 * 2 * TOKENS
+    assert before["always", ""].lookup_tokens == 3 * MAX_PAIRS * 2 * TOKENS
+
+
+def test_what_a_model_is_called_is_a_short_printable_label(bench: Bench) -> None:
+    hostile = 'a\n"}\x00\u202e' + "x" * 10_000 + "end"
+    bench.look_up(bench.open(model=hostile), run_of("a"))
+    (usage,) = bench.usage.by_model_and_tenant()
+    assert len(usage.model) <= MAX_LABEL_CHARS
+    assert usage.model.isprintable()
+    assert usage.model.startswith("a") and usage.model.endswith("end")
+    assert label_of("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+
+
+def test_a_model_that_is_called_other_counts_as_other(bench: Bench) -> None:
+    bench.look_up(bench.open(model=OTHER, tenant=OTHER), run_of("a"))
+    assert [dataclasses.astuple(each)[:3] for each in bench.usage.by_model_and_tenant()] == [(OTHER, OTHER, TOKENS)]
