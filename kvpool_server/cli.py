@@ -24,8 +24,8 @@ from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
 from kvpool_server.config import ServerConfig, load, service_links
-from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.log_events import LogEvents
+from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
 
 log = structlog.get_logger()

@@ -79,7 +79,6 @@ class Pages(Protocol):
         """The answer; None for an unknown path. Calls `check` before it tells numbers, which raises as a Gate."""
 
 
-
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> Callable[[], Value]:
     """A function for other threads that calls `function` on the loop; TimeoutError after `LOOP_TIMEOUT_S`."""
 
@@ -201,7 +200,9 @@ class OperatorHttp:
                 try:
                     response = self._route(path, query)
                 except TimeoutError:
-                    response = Response(503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode())
+                    response = Response(
+                        503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode()
+                    )
                 except UnauthenticatedError as error:
                     response = Response(401, f"{error}\n".encode(), headers={"WWW-Authenticate": "Bearer"})
                 except PermissionDeniedError as error:
@@ -209,12 +210,17 @@ class OperatorHttp:
                 # Outside the try: a client that reads too slowly is no fault of the loop, and gets no second answer.
                 self._answer(response)
 
-            do_HEAD = do_GET
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def __getattr__(self, name: str) -> Callable[[], None]:
+                """The handler of any other method."""
+                if not name.startswith("do_"):
+                    raise AttributeError(name)
+                return self._refuse
 
             def _refuse(self) -> None:
                 self._answer(Response(405, f"use {METHODS}\n".encode(), headers={"Allow": METHODS}))
-
-            do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
 
             def _route(self, path: str, query: str) -> Response:
                 if path == "/metrics":

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Sequence
-
 from urllib.parse import parse_qsl
 
 import structlog

@@ -37,7 +37,9 @@ class Finding:
     text: str
 
 
-def findings(instruments: Instruments, values: Mapping[Key, float], history: History, now: dt.datetime) -> list[Finding]:
+def findings(
+    instruments: Instruments, values: Mapping[Key, float], history: History, now: dt.datetime
+) -> list[Finding]:
     """What is wrong, faults first; empty if nothing is.
 
     Args:
@@ -146,8 +148,8 @@ def _of_quotas(instruments: Instruments, grown: Grown) -> Iterator[Finding]:
         if quota.limit_bytes and quota.used_bytes >= FULL_QUOTA * quota.limit_bytes:
             yield Finding(
                 "warning",
-                f"{_short(quota.subject)} has reached its quota of {size_text(quota.limit_bytes)}: its new blocks evict "
-                "its own. Raise it if its hit ratio has fallen: `kvpool quota`.",
+                f"{_short(quota.subject)} has reached its quota of {size_text(quota.limit_bytes)}: its new blocks "
+                "evict its own. Raise it if its hit ratio has fallen: `kvpool quota`.",
             )
 
 
@@ -173,8 +175,8 @@ def _of_tier(tier: TierStats, grown: Grown) -> Iterator[Finding]:
     if not tier.up:
         yield Finding(
             "fault",
-            f"Tier {name} is down: no blocks are written to it or promoted from it. Check its storage; the server tries "
-            "again by itself.",
+            f"Tier {name} is down: no blocks are written to it or promoted from it. Check its storage; the server "
+            "tries again by itself.",
         )
     if corrupt := grown("tier", tier.name, "corrupt_blocks"):
         yield Finding(

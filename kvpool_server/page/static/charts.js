@@ -206,6 +206,7 @@ export class Chart {
       {
         width: Math.max(120, this.canvas.clientWidth),
         height: HEIGHT,
+        padding: [8, 10, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
         scales: {
@@ -264,6 +265,9 @@ export class Chart {
       item.append(mark, `${line.label} `, value);
       return item;
     });
+    // Lines are drawn in their order, the main one last and on top; the legend names it first.
+    const isLast = ({ kind }) => kind === "main" || kind === "area";
+    if (this.#lines.some(isLast)) parts.reverse();
     if (isPointed) {
       const at = document.createElement("span");
       at.className = "at";

@@ -77,6 +77,11 @@ function label(level, text) {
   return made;
 }
 
+// Text whose commands stand in backquotes.
+function withCode(text) {
+  return text.split("`").map((part, nth) => (nth % 2 ? element("code", part) : part));
+}
+
 // Changes the state line only if it says something new: screen readers read each change.
 export function showState(level, sentences) {
   const state = document.getElementById("state");
@@ -86,9 +91,13 @@ export function showState(level, sentences) {
   state.dataset.level = level;
   const [first, ...others] = sentences;
   const top = element("p");
-  top.append(element("strong", LEVELS[level]), " ", first);
+  top.append(element("strong", LEVELS[level]), " ", ...withCode(first));
   const list = element("ul");
-  for (const text of others) list.append(element("li", text));
+  for (const text of others) {
+    const item = element("li");
+    item.append(...withCode(text));
+    list.append(item);
+  }
   state.replaceChildren(top, ...(others.length ? [list] : []));
 }
 

@@ -17,6 +17,7 @@ export class Source {
   #timer = 0;
   #failures = 0;
   #isPolling = false;
+  #isWanted = false; // Another poll was asked for during this one.
 
   // onPoll: asked for each poll, with `get`; onAway: the server does not answer; onRefused: a RefusedError.
   constructor({ onPoll, onAway, onRefused }) {
@@ -38,7 +39,9 @@ export class Source {
   }
 
   async poll() {
-    if (this.#isPolling || this.isRefused) return;
+    if (this.isRefused) return;
+    this.#isWanted = this.#isPolling;
+    if (this.#isPolling) return;
     this.#isPolling = true;
     clearTimeout(this.#timer);
     let failure = null;
@@ -58,7 +61,7 @@ export class Source {
       this.#failures += 1;
       this.onAway(failure);
     }
-    this.#timer = setTimeout(() => this.poll(), this.#pause());
+    this.#timer = setTimeout(() => this.poll(), this.#isWanted && !failure ? 0 : this.#pause());
   }
 
   #pause() {
