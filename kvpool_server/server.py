@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -51,6 +52,7 @@ from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
+from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
@@ -206,15 +208,15 @@ class Server:
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
-        lag = LoopLag(registry)
-        self._in_background(lag.run())
+        self._lag = LoopLag(registry)
+        self._in_background(self._lag.run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
             tls = None if access is None else access.credentials.for_http
             gate = None if access is None else access.check_scrape
             try:
-                site = Site(self._instruments(metrics, lag), History(), self._turns, loop)
+                site = Site(self._instruments(metrics), History(), self._turns, loop)
                 http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate, site)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
@@ -223,16 +225,16 @@ class Server:
             self._in_background(site.run())
         return metrics
 
-    def _instruments(self, metrics: RpcMetrics, lag: LoopLag) -> Instruments:
+    def _instruments(self, metrics: RpcMetrics) -> Instruments:
         """What the dashboard reads."""
         access = self._access
         return Instruments(
             state=lambda: self._state,
-            stats=self._stats,
+            stats=lambda: self._tiered.stats(self._memory.prefault.backed_bytes),
             lookup_seconds=lambda: metrics.buckets("Lookup"),
-            loop_lag_seconds=lag.buckets,
-            loop_lag_max=lambda: lag.longest_s,
-            moved_bytes=metrics.bytes_by_way,
+            loop_lag_seconds=self._lag.buckets,
+            loop_lag_max=lambda: self._lag.longest_s,
+            moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in metrics.transfers()},
             usage=self.usage.by_model_and_tenant,
             reported=dict,
             engines=tuple,
@@ -289,14 +291,14 @@ class Server:
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         config, access = self.config, self._access
-        who = None if access is None else access.who
+        who, started = None if access is None else access.who, time.monotonic()
         service = PoolService(
             self._tiered,
             self._memory.segment.bytes,
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            self._stats,
+            lambda: replace(self._stats(), server=server_stats(started, metrics, self._lag, self.usage)),
             self._permits,
             who,
             self._turns,
