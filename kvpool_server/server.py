@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import socket
 import time
@@ -52,6 +53,9 @@ from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.metrics import ReportCollector
+from kvpool_server.reports.pairs import Pairs
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -143,6 +147,7 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
+        self._reports = EngineReports(time.monotonic, Pairs(has_tenants=self._access is not None))
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
@@ -205,6 +210,7 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
+        registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
@@ -236,8 +242,8 @@ class Server:
             loop_lag_max=lambda: self._lag.longest_s,
             moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in metrics.transfers()},
             usage=self.usage.by_model_and_tenant,
-            reported=dict,
-            engines=tuple,
+            reported=self._reports.snapshot,
+            engines=self._reports.engines,
             quotas=self.pool.quotas,
             ends=lambda: {} if access is None else ends_of(access.credentials.value.tls),
             events=self._events,
@@ -303,6 +309,7 @@ class Server:
             who,
             self._turns,
             self._memory.of_tenant,
+            self._reports,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
@@ -313,7 +320,9 @@ class Server:
         await self._grpc.start()
 
     def _stats(self) -> PoolStats:
-        return self._tiered.stats(self._memory.prefault.backed_bytes)
+        return dataclasses.replace(
+            self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
+        )
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
