@@ -64,7 +64,11 @@ def test_an_event_that_repeats_is_counted() -> None:
 )
 @pytest.mark.parametrize("text", ["{}", "[Errno 13] Permission denied: '{}'", "key={};", "see {}, please", "({})"])
 def test_secrets_and_paths_are_not_shown(value: str, text: str) -> None:
-    for shown in (_logged(error=text.format(value)), _logged(event=text.format(value)), _logged(why=[text.format(value)])):
+    for shown in (
+        _logged(error=text.format(value)),
+        _logged(event=text.format(value)),
+        _logged(why=[text.format(value)]),
+    ):
         assert value not in shown and value.rpartition("/")[2] not in shown
 
 

@@ -35,7 +35,9 @@ class Answer:
         scheme, _, host = url.partition("://")
         if scheme == "https":
             context = ssl.create_default_context(cafile=ca)
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(host, timeout=TIMEOUT_S, context=context)
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, timeout=TIMEOUT_S, context=context
+            )
         else:
             connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -57,7 +59,11 @@ def test_the_page_and_its_files_are_served_with_a_strict_policy(shared_server: S
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
     assert policy["img-src"] == "'self' data:"
     assert "unsafe" not in page.headers["Content-Security-Policy"]
-    for answer in (page, Answer(shared_server.http_url, "/page/page.js"), Answer(shared_server.http_url, "/api/v1/now")):
+    for answer in (
+        page,
+        Answer(shared_server.http_url, "/page/page.js"),
+        Answer(shared_server.http_url, "/api/v1/now"),
+    ):
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert answer.headers["Referrer-Policy"] == "no-referrer"
         assert "Content-Security-Policy" in answer.headers
