@@ -150,4 +150,4 @@ class History:
         if not len(rows):
             return 0.0
         before = ring.take(rows[:1])[1][0, column]
-        return 0.0 if np.isnan(before) else max(0.0, value - float(before))
+        return value if np.isnan(before) else max(0.0, value - float(before))

@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import http.client
-import json
-import ssl
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.certificates import Authority
 from kvpool.client import Client
+from kvpool.config import ClientConfig
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token
+from kvpool.tokens import create_token
 from kvpool_server.history import MAX_POINTS, SPANS
 from tests.conftest import Connect, StartServer
 from tests.security.test_access import DAY
-from tests.support.certificates import files_in
 from tests.support.driven_pool import Driver
+from tests.support.page_client import Answer, Guarded
 from tests.support.processes import ServerProcess, wait_for
 
-TIMEOUT_S = 10.0
 API = ("/api/v1/now", "/api/v1/history")
-
-
-class Answer:
-    """One answer of the HTTP port."""
-
-    def __init__(self, url: str, path: str, method: str = "GET", ca: str = "", **headers: str):
-        scheme, _, host = url.partition("://")
-        if scheme == "https":
-            context = ssl.create_default_context(cafile=ca)
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, timeout=TIMEOUT_S, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
-        response = connection.getresponse()
-        self.status, self.headers, self.body = response.status, response.headers, response.read()
-        connection.close()
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
 
 
 def test_the_page_and_its_files_are_served_with_a_strict_policy(shared_server: ServerProcess) -> None:
@@ -170,30 +143,6 @@ def test_a_query_that_is_wrong_gets_a_sentence(shared_server: ServerProcess, que
     assert answer.status == 400 and says in answer.json["error"]
 
 
-class Guarded:
-    """A server with tokens."""
-
-    def __init__(self, directory: Path, start: Callable[..., ServerProcess]):
-        files = files_in(Authority.create(directory / "pki").issue_server([]))
-        known, operator = directory / "tokens", directory / "operator"
-        self.tokens = {}
-        for role in Role:
-            principal = Principal("acme" if role.has_tenant else ALL_TENANTS, role)
-            self.tokens[role], record = create_token(principal, DAY)
-            append_record(known, record)
-        operator.write_text(self.tokens[Role.OPERATOR])
-        operator.chmod(0o600)
-        flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
-        self.tls, self.token_file = TlsFiles(files.ca), str(operator)
-        self.server = start(*flags, tls=self.tls, token_file=self.token_file)
-        self.ca = files.ca
-
-    def get(self, path: str, role: Role | None = None, token: str = "") -> Answer:
-        given = token or (self.tokens[role] if role is not None else "")
-        headers = {"Authorization": f"Bearer {given}"} if given else {}
-        return Answer(self.server.http_url, path, ca=self.ca, **headers)
-
-
 def test_numbers_are_for_those_who_may_read_metrics(pool_server: StartServer, tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, pool_server)
     for path in ("/", "/page/page.js", "/healthz"):
@@ -214,7 +163,8 @@ def test_numbers_are_for_those_who_may_read_metrics(pool_server: StartServer, tm
 def test_no_secret_is_in_any_answer(pool_server: StartServer, tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, pool_server)
     salt = "a-salt-that-nobody-may-read"
-    with Client(_config_of(guarded)) as client:
+    config = ClientConfig(guarded.server.endpoint, timeout_ms=10_000, tls=guarded.tls, token_file=guarded.token_file)
+    with Client(config) as client:
         driver = Driver(client, "model/one", "acme", salt=salt)
         driver.turn()
     answers = [guarded.get(path, Role.METRICS).body.decode() for path in API]
@@ -224,19 +174,27 @@ def test_no_secret_is_in_any_answer(pool_server: StartServer, tmp_path: Path) ->
         assert secret not in shown
 
 
-def _config_of(guarded: Guarded) -> Any:
-    from kvpool.config import ClientConfig
-
-    endpoint, timeout_ms = guarded.server.endpoint, 10_000
-    return ClientConfig(endpoint, timeout_ms=timeout_ms, tls=guarded.tls, token_file=guarded.token_file)
-
-
-def test_a_tier_that_fails_and_log_events_show(pool_server: StartServer, tmp_path: Path) -> None:
+def test_a_tier_that_fails_is_a_fault_and_in_the_log(
+    pool_server: StartServer, connect: Connect, tmp_path: Path
+) -> None:
     directory = tmp_path / "kv"
     directory.mkdir()
     server = pool_server("--tier", f"file:{directory},size=64MiB")
     now = Answer(server.http_url, "/api/v1/now").json
-    assert [tier["up"] for tier in now["tiers"]] == [True] and now["log"] == []
+    assert [tier["up"] for tier in now["tiers"]] == [True] and now["log"] == [] == now["findings"]
+    shutil.rmtree(directory)
+    driver = Driver(connect(server), "model/one")
+
+    def down() -> dict[str, Any] | None:
+        driver.turn()
+        now: dict[str, Any] = Answer(server.http_url, "/api/v1/now").json
+        return None if now["tiers"][0]["up"] else now
+
+    now = wait_for(down, "the tier to fail")
+    (fault,) = (each["text"] for each in now["findings"] if each["level"] == "fault")
+    assert fault.startswith(f"Tier file:{directory} is down") or "is down: no blocks are written to it" in fault
+    assert {"error"} <= {event["level"] for event in now["log"]}
+    assert str(directory) not in "".join(event["text"] for event in now["log"])
 
 
 def test_http_that_is_off_serves_no_page(pool_server: StartServer) -> None:
