@@ -39,9 +39,11 @@ class Reporter:
     Args:
         stages: name the engine's namespaces, and have the connection.
         recorder: counts.
+        num_devices: that compute each step.
     """
 
-    def __init__(self, stages: Stages, recorder: Recorder):
+    def __init__(self, stages: Stages, recorder: Recorder, num_devices: int):
+        self._num_devices = num_devices
         self._stages = stages
         self._recorder = recorder
         self._id = secrets.token_bytes(REPORTER_BYTES)
@@ -120,6 +122,7 @@ class Reporter:
             lost_seconds=counts.get("lost_seconds", 0.0),
             num_requests=int(counts.get("num_requests", 0)),
             last=is_last,
+            num_devices=self._num_devices,
             first_token_times=_first_token_times(counts),
             agreement=Agreement(
                 **{each.name: int(counts.get(f"{AGREEMENT}:{each.name}", 0)) for each in dataclasses.fields(Agreement)}

@@ -80,7 +80,7 @@ class KVPoolScheduler:
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
-        self._reporter = Reporter(self.stages, recorder)
+        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
