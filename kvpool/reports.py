@@ -76,6 +76,7 @@ class EngineReport:
     last: bool = False
     first_token_times: tuple[FirstTokenTimes, ...] = ()
     agreement: Agreement = Agreement()
+    num_devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

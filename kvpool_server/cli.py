@@ -64,6 +64,7 @@ def serve(
     oidc_role_claim: Annotated[str | None, typer.Option(help=_help("oidc_role_claim"))] = None,
     deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
+    ledger: Annotated[str | None, typer.Option(help=_help("ledger"))] = None,
     identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,
     insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,

@@ -56,6 +56,7 @@ from kvpool_server.page.site import Site
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import ReportCollector
 from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.usage_ledger import open_ledger
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -147,7 +148,12 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
-        self._reports = EngineReports(time.monotonic, Pairs(has_tenants=self._access is not None))
+        pairs = Pairs(has_tenants=self._access is not None)
+        self._reports = EngineReports(time.monotonic, pairs)
+        usage = self.usage.by_model_and_tenant
+        self._ledger = await open_ledger(config.ledger, self._reports, pairs, usage, time.time, time.monotonic)
+        self._open.push_async_callback(self._ledger.close)
+        self._in_background(self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
@@ -310,6 +316,7 @@ class Server:
             self._turns,
             self._memory.of_tenant,
             self._reports,
+            self._ledger,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
