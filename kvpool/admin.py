@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool import replies, wire
+from kvpool.explanation import Explanation
+from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
@@ -60,6 +62,17 @@ class Admin:
         """
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
         return replies.quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
+
+    def explain(self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> Explanation:
+        """What the server knows of a prompt's blocks, given under their names on the wire: see `PoolRpc.name_of`.
+
+        Args:
+            runs: of a namespace, one a group.
+
+        Raises UnknownNamespaceError, InvalidRequestError.
+        """
+        request = pb.ExplainRequest(namespace=fingerprint, runs=wire.encode_runs(runs))
+        return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""

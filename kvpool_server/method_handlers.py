@@ -80,7 +80,7 @@ def _handler(
                 return await behavior((decode_one(message) async for message in messages), context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
-    most = {"OpenNamespace": max_spec_bytes, "SetQuotas": max_spec_bytes, "Lookup": MAX_LOOKUP_BYTES}.get(
+    most = {"OpenNamespace": max_spec_bytes, "SetQuotas": max_spec_bytes, "Lookup": MAX_LOOKUP_BYTES, "Explain": MAX_LOOKUP_BYTES}.get(
         method.name, MAX_CONTROL_BYTES
     )
 

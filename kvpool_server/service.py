@@ -21,6 +21,7 @@ import structlog
 from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
+from kvpool.explanation_messages import encode_explanation
 from kvpool.principal import Role
 from kvpool.quotas import beyond_memory
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
@@ -43,6 +44,7 @@ from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
+from kvpool_server.explainer import Explainer
 from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_size
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.lookup_streams import LookupStreams
@@ -108,6 +110,7 @@ class PoolService(PoolServicer):
         self._permits = permits
         self._started = time.monotonic()
         self._turns = turns or Turns()
+        self._explainer = Explainer(pool, self._turns.run)
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -347,6 +350,11 @@ class PoolService(PoolServicer):
         fingerprint, runs = self._reader.namespace(request.namespace), self._reader.runs(request.runs)
         removed = await _removed(self._tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        fingerprint = self._reader.namespace(request.namespace)
+        runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
+        return encode_explanation(await self._explainer.explain(fingerprint, runs), self._boot_token)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         if not request.namespace:

@@ -8,7 +8,7 @@ _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify",
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
-_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas"}
+_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Explain"}
 _POOL = {"Stats", "SetQuotas"}
 _ANYBODY = {"Ping", "WhoAmI"}
 
