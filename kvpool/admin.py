@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool import replies, wire
-from kvpool.explanation import Explanation
+from kvpool.explanation import Explanation, RequestTrace
 from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
 from kvpool.rpc import Namespace, PoolRpc
@@ -73,6 +73,11 @@ class Admin:
         """
         request = pb.ExplainRequest(namespace=fingerprint, runs=wire.encode_runs(runs))
         return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
+
+    def explain_request(self, request_id: str, *, timeout_ms: int | None = None) -> tuple[RequestTrace, ...]:
+        """What engines have told of the requests whose id is or begins with `request_id`, the newest first."""
+        request = pb.ExplainRequest(request_id=request_id)
+        return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), ()).requests
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""

@@ -14,6 +14,7 @@ from kvpool.commands import certs, name_key, token
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
 from kvpool.commands.events import events
+from kvpool.commands.explain import explain
 from kvpool.commands.namespaces import namespaces
 from kvpool.commands.ping import ping
 from kvpool.commands.quota import quota
@@ -64,7 +65,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, namespaces, quota, events):
+for _command in (ping, whoami, stats, namespaces, quota, explain, events):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

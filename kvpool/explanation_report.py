@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
+from kvpool.causes import Cause
+from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RequestTrace, RunExplanation
 from kvpool.holdings import duration_text, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import MissCause
@@ -116,10 +117,13 @@ class PromptReport:
     def _about_missing(self) -> Iterator[str]:
         _, run = min(
             self._prefix_groups(),
-            key=lambda pair: sum(
-                part.count for part in itertools.takewhile(lambda one: one.state is not BlockState.MISSING, pair[1].ranges)
-            )
-            * pair[0].block_tokens,
+            key=lambda pair: (
+                sum(
+                    part.count
+                    for part in itertools.takewhile(lambda one: one.state is not BlockState.MISSING, pair[1].ranges)
+                )
+                * pair[0].block_tokens
+            ),
         )
         is_behind_gap = False
         for part in self.ranges(run):
@@ -133,12 +137,18 @@ class PromptReport:
                 yield f"{which} are stored, but no request can use them without the tokens before them."
         if run.other_children:
             at = self.stored
-            prompts = "another stored prompt continues" if run.other_children == 1 else (
-                f"{run.other_children:,} other stored prompts continue"
+            prompts = (
+                "another stored prompt continues"
+                if run.other_children == 1
+                else (f"{run.other_children:,} other stored prompts continue")
             )
             yield f"At token {at:,} {prompts} differently."
         explained = self.ranges(run)[-1].stop
-        if explained < (self.num_tokens // self._spec.groups[run.group_idx].block_tokens) * self._spec.groups[run.group_idx].block_tokens:
+        if (
+            explained
+            < (self.num_tokens // self._spec.groups[run.group_idx].block_tokens)
+            * self._spec.groups[run.group_idx].block_tokens
+        ):
             yield f"Tokens from {explained:,} on are not explained: too many ranges differ."
 
     def _about_rules(self) -> Iterator[str]:
@@ -275,16 +285,35 @@ def _used(part: BlockRange) -> str:
     return "" if part.unused_seconds is None else f"used {duration_text(part.unused_seconds)} ago"
 
 
-def trace_sentences(traces: Sequence[Any]) -> list[str]:
+def trace_sentences(traces: Sequence[RequestTrace]) -> list[str]:
     """What became of requests, the newest first."""
     return [sentence for trace in traces for sentence in _about_trace(trace)]
 
 
-def _about_trace(trace: Any) -> Iterator[str]:
+def _about_trace(trace: RequestTrace) -> Iterator[str]:
     whose = f" on engine {printable(trace.engine)}" if trace.engine else ""
     model = f" ({printable(trace.model)})" if trace.model else ""
+    computed = sum(trace.computed_tokens.values())
     yield (
         f"Request {printable(trace.request_id)}{whose}{model}, {duration_text(trace.age_seconds)} ago: of "
         f"{trace.prompt_tokens:,} prompt tokens, {trace.local_tokens:,} came from the engine's own cache, "
-        f"{trace.loaded_tokens:,} from the pool, and {sum(trace.computed_tokens.values()):,} were computed."
+        f"{trace.loaded_tokens:,} from the pool, and {computed:,} were computed."
     )
+    for label, count in sorted(trace.computed_tokens.items(), key=lambda pair: -pair[1]):
+        yield f"{count:,} tokens were computed for the cause {printable(label)}: {_gloss(label)}"
+    waits = [f"The lookup took {_ms(trace.lookup_ms)}"] if trace.lookup_ms else ["No lookup was answered"]
+    if trace.tier_wait_ms:
+        waits.append(f"of which the request waited {_ms(trace.tier_wait_ms)} for a tier")
+    if trace.load_ms:
+        waits.append(f"the load took {_ms(trace.load_ms)}{' and failed' if trace.load_failed else ''}")
+    elif trace.load_failed:
+        waits.append("the load failed")
+    yield ", ".join(waits) + "."
+
+
+def _gloss(label: str) -> str:
+    return next((cause.gloss for cause in Cause if cause.label == label), "A cause that this release does not know.")
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.1f} ms"

@@ -45,14 +45,16 @@ def explain(
         ),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(metavar="DIR|NAME", help="Tokenizer of a prompt that is text (needs transformers or tokenizers).")
+        str,
+        typer.Option(metavar="DIR|NAME", help="Tokenizer of a prompt that is text (needs transformers or tokenizers)."),
     ] = "",
     cache_salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
     seed: Annotated[
         str, typer.Option("--hash-seed", envvar="KVPOOL_HASH_SEED", help="PYTHONHASHSEED of the namespace's engines.")
     ] = "",
     name_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Key that names the namespace's blocks, as `kvpool name-key` makes it.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Key that names the namespace's blocks, as `kvpool name-key` makes it."),
     ] = None,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     as_json: AsJson = False,
