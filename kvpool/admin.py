@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool import replies, wire
-from kvpool.explanation import Explanation, RequestTrace
+from kvpool.explanation import Explanation
 from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
+from kvpool.request_trace import RequestTrace
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
 from kvpool.types import BlockRun, PoolStats, Quota, WhoAmI

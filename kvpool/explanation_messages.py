@@ -10,17 +10,16 @@ from kvpool.explanation import (
     MAX_DIFFERENCES,
     MAX_MATCHES,
     MAX_RANGES,
-    MAX_REQUEST_ID_CHARS,
     MAX_TRACES,
     BlockRange,
     BlockState,
     EvictedFor,
     Explanation,
     NamespaceMatch,
-    RequestTrace,
     RunExplanation,
 )
 from kvpool.holdings import escaped
+from kvpool.request_trace import MAX_REQUEST_ID_CHARS, RequestTrace
 from kvpool.types import HASH_BYTES, BlockRun, MissCause
 from kvpool.v1 import pool_pb2 as pb
 

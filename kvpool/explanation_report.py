@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvpool.causes import Cause
-from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RequestTrace, RunExplanation
+from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
 from kvpool.holdings import duration_text, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.request_trace import RequestTrace
 from kvpool.types import MissCause
 
 PREFIX_KIND = "full_attention"

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from kvpool.errors import InvalidReplyError, InvalidRequestError
 from kvpool.holdings import NamespaceInfo, escaped
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
+from kvpool.reports import MAX_CAUSES, MAX_STAGES, EngineState
 from kvpool.segment import MAX_EXTENTS
 from kvpool.types import (
     HASH_BYTES,
@@ -345,8 +347,32 @@ def stats(reply: pb.StatsResponse) -> PoolStats:
                 raise InvalidReplyError(f"the server's counter {name[:64]!r} is no name of a metric")
     for tier in reply.tiers:
         _text("tier", tier.name)
+    _in("number of engines", len(reply.engines), 0, MAX_ENTRIES)
+    for engine in reply.engines:
+        _engine(engine)
     decoded = wire.decode_stats(reply)
-    return replace(decoded, tiers=tuple(replace(tier, name=_shown(tier.name)) for tier in decoded.tiers))
+    return replace(
+        decoded,
+        tiers=tuple(replace(tier, name=_shown(tier.name)) for tier in decoded.tiers),
+        engines=tuple(map(_shown_engine, decoded.engines)),
+    )
+
+
+def _engine(engine: pb.EngineState) -> None:
+    for name in _TEXTS_OF_ENGINE:
+        _text(f"engine's {name}", getattr(engine, name))
+    _in("engine's age_seconds", engine.age_seconds, 0, MAX_AGE_S)
+    _in("number of an engine's namespaces", len(engine.namespaces), 0, MAX_STAGES)
+    for fingerprint in engine.namespaces:
+        _is("size of an engine's namespace", len(fingerprint), HASH_BYTES)
+
+
+def _shown_engine(engine: EngineState) -> EngineState:
+    shown: dict[str, Any] = {name: _shown(getattr(engine, name)) for name in _TEXTS_OF_ENGINE}
+    return replace(engine, **shown)
+
+
+_TEXTS_OF_ENGINE = ("engine", "version", "vllm_version", "transport", "tenant", "model")
 
 
 def namespaces(reply: pb.ListNamespacesResponse) -> list[NamespaceInfo]:
@@ -362,6 +388,13 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
     _in("age_seconds", info.age_seconds, 0, MAX_AGE_S)
     _in("idle_seconds", info.idle_seconds, 0, MAX_AGE_S)
     _text("opened_by", info.opened_by)
+    _in("number of causes", len(info.computed_tokens), 0, MAX_CAUSES)
+    for cause in info.computed_tokens:
+        _text("cause", cause, 64)
+        if not cause.isidentifier():
+            raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
+    _in("saved_seconds", info.saved_seconds, 0, math.inf)
+    _in("lost_seconds", info.lost_seconds, 0, math.inf)
     for tier in info.tiers:
         _text("tier", tier.tier)
     decoded = wire.decode_namespace_info(info)

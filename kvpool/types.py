@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
+from kvpool.reports import EngineState
 
 INT_BYTES = 8
 HASH_BYTES = 32
@@ -496,7 +497,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups."""
+    """A snapshot of the pool. Sizes in bytes; counters since the start; tiers in the order of lookups."""
 
     arena_bytes: int = 0
     free_bytes: int = 0
@@ -508,6 +509,7 @@ class PoolStats:
     num_tickets: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     tiers: tuple[TierStats, ...] = ()
+    engines: tuple[EngineState, ...] = ()
 
 
 def check_hash(value: bytes, what: str) -> None:

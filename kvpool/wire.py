@@ -16,8 +16,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
+from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, EngineState, FirstTokenTimes
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -339,12 +341,14 @@ def decode_whoami(message: pb.WhoAmIResponse) -> WhoAmI:
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers)
+    engines = [_encode(engine, pb.EngineState) for engine in stats.engines]
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, engines=engines)
 
 
 def decode_stats(message: pb.StatsResponse) -> PoolStats:
     tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
-    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers)
+    engines = tuple(_decode(EngineState, each, namespaces=tuple(each.namespaces)) for each in message.engines)
+    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers, engines=engines)
 
 
 def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
@@ -354,7 +358,33 @@ def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
 
 def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
     tiers = tuple(_decode(TierHoldings, tier) for tier in message.tiers)
-    return _decode(NamespaceInfo, message, spec=decode_spec(message.spec), tiers=tiers)
+    computed = dict(message.computed_tokens)
+    return _decode(NamespaceInfo, message, spec=decode_spec(message.spec), tiers=tiers, computed_tokens=computed)
+
+
+def encode_report(report: EngineReport) -> pb.ReportRequest:
+    times = [_encode(each, pb.FirstTokenTimes) for each in report.first_token_times]
+    agreement = _encode(report.agreement, pb.Agreement)
+    requests = map(encode_trace, report.requests)
+    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement, requests=requests)
+
+
+def decode_report(message: pb.ReportRequest) -> EngineReport:
+    """A report whose texts may stand in logs; without its requests, which stay messages."""
+    texts = {name: printable(getattr(message, name)[:MAX_ENGINE_CHARS]) for name in _TEXTS_OF_REPORT}
+    return _decode(
+        EngineReport,
+        message,
+        namespaces=tuple(message.namespaces),
+        computed_tokens=dict(message.computed_tokens),
+        first_token_times=tuple(_decode(FirstTokenTimes, each) for each in message.first_token_times),
+        agreement=_decode(Agreement, message.agreement),
+        requests=(),
+        **texts,
+    )
+
+
+_TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:

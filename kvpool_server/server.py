@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import socket
 import time
@@ -47,6 +48,9 @@ from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.metrics import ReportCollector
+from kvpool_server.reports.pairs import Pairs
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
@@ -132,6 +136,7 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
+        self._reports = EngineReports(time.monotonic, Pairs(has_tenants=self._access is not None))
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
@@ -194,6 +199,7 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
+        registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
@@ -270,6 +276,7 @@ class Server:
             who,
             self._turns,
             self._memory.of_tenant,
+            self._reports,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
@@ -280,7 +287,9 @@ class Server:
         await self._grpc.start()
 
     def _stats(self) -> PoolStats:
-        return self._tiered.stats(self._memory.prefault.backed_bytes)
+        return dataclasses.replace(
+            self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
+        )
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
