@@ -61,19 +61,21 @@ class PromptReport:
         self.loadable = self._loadable()
 
     def _prefix_groups(self) -> list[tuple[GroupSpec, RunExplanation]]:
+        """The groups of which a hit needs every block from the start on; all groups if there is none such."""
         pairs = [(self._spec.groups[run.group_idx], run) for run in self._found.runs]
         return [(group, run) for group, run in pairs if group.kind == PREFIX_KIND] or pairs
 
+    def _shortest(self) -> tuple[int, RunExplanation]:
+        """The run whose stored prefix ends first, and at which token."""
+        ends = [(_leading(run) * group.block_tokens, run) for group, run in self._prefix_groups()]
+        return min(ends, key=lambda pair: pair[0])
+
     def _stored(self) -> int:
         """Tokens from the prompt's start on whose blocks are stored in each group that needs its prefix."""
-        ends = []
-        for group, run in self._prefix_groups():
-            leading = itertools.takewhile(lambda part: part.state is not BlockState.MISSING, run.ranges)
-            ends.append(sum(part.count for part in leading) * group.block_tokens)
-        return min(ends, default=0)
+        return self._shortest()[0]
 
     def _loadable(self) -> int:
-        """Tokens that a request with this prompt would load: the last boundary at which each group has what it needs."""
+        """Tokens that an engine would load: up to the last boundary at which each group has what it needs."""
         boundaries = np.arange(self.limit, 0, -self.alignment)
         usable = np.ones(len(boundaries), np.bool_)
         for run in self._found.runs:
@@ -116,67 +118,50 @@ class PromptReport:
         return text + loaded
 
     def _about_missing(self) -> Iterator[str]:
-        _, run = min(
-            self._prefix_groups(),
-            key=lambda pair: (
-                sum(
-                    part.count
-                    for part in itertools.takewhile(lambda one: one.state is not BlockState.MISSING, pair[1].ranges)
-                )
-                * pair[0].block_tokens
-            ),
-        )
-        is_behind_gap = False
+        at, run = self._shortest()
         for part in self.ranges(run):
-            which = f"Tokens {part.start:,} to {part.stop:,}"
-            if part.blocks.state is BlockState.MISSING:
-                is_behind_gap = True
-                yield f"{which} {_verb(part.blocks)}{_times(part.blocks)}{_room(part.blocks.evicted_for)}."
-            elif part.blocks.state is BlockState.IN_TIER:
-                yield f"{which} are in the tier {printable(part.blocks.tier)} only: a request waits for them, or computes them."
-            elif is_behind_gap:
+            which, blocks = f"Tokens {part.start:,} to {part.stop:,}", part.blocks
+            if blocks.state is BlockState.MISSING:
+                yield f"{which} {_verb(blocks)}{_times(blocks)}{_room(blocks.evicted_for)}."
+            elif blocks.state is BlockState.IN_TIER:
+                yield f"{which} are only in tier {printable(blocks.tier)}: a request waits for them, or computes them."
+            elif part.start > at:
                 yield f"{which} are stored, but no request can use them without the tokens before them."
-        if run.other_children:
-            at = self.stored
-            prompts = (
-                "another stored prompt continues"
-                if run.other_children == 1
-                else (f"{run.other_children:,} other stored prompts continue")
-            )
-            yield f"At token {at:,} {prompts} differently."
-        explained = self.ranges(run)[-1].stop
-        if (
-            explained
-            < (self.num_tokens // self._spec.groups[run.group_idx].block_tokens)
-            * self._spec.groups[run.group_idx].block_tokens
-        ):
-            yield f"Tokens from {explained:,} on are not explained: too many ranges differ."
+        if run.other_children == 1:
+            yield f"At token {at:,} another stored prompt continues differently."
+        elif run.other_children:
+            yield f"At token {at:,} {run.other_children:,} other stored prompts continue differently."
+        size = self._spec.groups[run.group_idx].block_tokens
+        if (explained := run.ranges[-1].stop * size) < self.num_tokens // size * size:
+            yield f"Tokens from {explained:,} on are not explained: what is known of them changes too often."
 
     def _about_rules(self) -> Iterator[str]:
         rest = self.num_tokens - self.limit
-        yield (
-            f"The last {rest:,} tokens are always computed: the request waits for the last token's logits, and hits end "
-            f"at multiples of {self.alignment:,} tokens."
-            if rest > 1
-            else "The last token is always computed: the request waits for its logits."
-        )
-        if self.loadable < min(self.stored, self.limit):
+        if rest == 1:
+            yield "The last token is always computed: the request waits for its logits."
+        else:
+            yield (
+                f"The last {rest:,} tokens are always computed: the request waits for the last token's logits, and "
+                f"loads end at multiples of {self.alignment:,} tokens."
+            )
+        usable = min(self.stored, self.limit)
+        if self.loadable < usable:
             kinds = ", ".join(
                 f"{group.kind} of {group.window_tokens:,} tokens" if group.window_tokens else group.kind
                 for group in self._spec.groups
                 if group.kind != PREFIX_KIND
             )
             yield (
-                f"Of the stored tokens, {self.loadable:,} to {min(self.stored, self.limit):,} cannot be loaded: the window or "
-                f"state to go on from is missing there ({printable(kinds)})."
+                f"Tokens {self.loadable:,} to {usable:,} are stored and cannot be loaded: the window or state to go on "
+                f"from is missing there ({printable(kinds)})."
             )
 
     def _about_others(self) -> Iterator[str]:
         for match in self._found.elsewhere:
             fields = "; ".join(printable(text) for text in match.differences) or "no field that may be told"
             yield (
-                f"Namespace {match.fingerprint.hex()[:12]} of the same tenant has {match.count:,} blocks from the first "
-                f"missing one on. It differs in {fields}."
+                f"Namespace {match.fingerprint.hex()[:12]} has {match.count:,} blocks from the first missing one on. "
+                f"It differs in: {fields}."
             )
         if self._found.tiers_away:
             names = ", ".join(map(printable, self._found.tiers_away))
@@ -230,6 +215,12 @@ class PromptReport:
             "tiers_away": list(self._found.tiers_away),
             "sentences": self.sentences(),
         }
+
+
+def _leading(run: RunExplanation) -> int:
+    """Stored blocks before the first that is missing."""
+    stored = itertools.takewhile(lambda part: part.state is not BlockState.MISSING, run.ranges)
+    return sum(part.count for part in stored)
 
 
 def _json_range(part: TokenRange) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def hash_seed(spec: NamespaceSpec, given: str = "") -> str:
         if spec.hash_seed in (seed, hashlib.sha256(seed.encode()).hexdigest()[:DIGEST_CHARS]):
             return seed
     raise InvalidRequestError(
-        "the namespace's block hashes begin with another seed than the usual one; set --hash-seed to the PYTHONHASHSEED "
-        "of its engines"
+        "the namespace's block hashes begin with another seed than the usual one; set --hash-seed to the "
+        "PYTHONHASHSEED of its engines"
     )
 
 

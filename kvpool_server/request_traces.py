@@ -1,4 +1,4 @@
-"""What engines have told of their requests, for `kvpool explain --request`: the last of each engine, and a bound on all.
+"""What engines have told of their requests, for `kvpool explain --request`: the last ones of each engine.
 
 Kept as messages, which are decoded when somebody asks. Belongs to the pool's event loop.
 """

@@ -46,7 +46,7 @@ def explain(
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(metavar="DIR|NAME", help="Tokenizer of a prompt that is text (needs transformers or tokenizers)."),
+        typer.Option(metavar="DIR|NAME", help="Tokenizer of a text; needs transformers or tokenizers."),
     ] = "",
     cache_salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
     seed: Annotated[
@@ -54,14 +54,14 @@ def explain(
     ] = "",
     name_key_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Key that names the namespace's blocks, as `kvpool name-key` makes it."),
+        typer.Option(metavar="FILE", help="The engines' name_key_file, if they have one."),
     ] = None,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     as_json: AsJson = False,
 ) -> None:
     """Say why a prompt is computed instead of loaded: which of its blocks are stored, and when and why others left.
 
-    Requests with a LoRA adapter, images or prompt embeddings have other block names, which tokens alone do not give: use --request.
+    Tokens do not give the block names of requests with a LoRA adapter, images or prompt embeddings: use --request.
     """
     if (prompt is None) == (request is None):
         raise InvalidRequestError("give either --prompt FILE with --namespace, or --request ID")
@@ -96,7 +96,7 @@ def _report(
     if not runs:
         smallest = min(group.block_tokens for group in info.spec.groups)
         raise InvalidRequestError(
-            f"the prompt has {len(tokens):,} tokens, which is less than a block of {smallest:,}: nothing of it is stored"
+            f"the prompt has {len(tokens):,} tokens, less than a block of {smallest:,}: nothing of it is stored"
         )
     found = client.admin.explain(info.fingerprint, runs, timeout_ms=TIMEOUT_MS)
     return PromptReport(info.spec, len(tokens), found)
