@@ -48,11 +48,12 @@ class Explainer:
             for part in _with_tiers(each, tiers):
                 add_range(ranges, _hidden(part))
             explained.append(replace(each, ranges=tuple(ranges[:MAX_RANGES])))
+        memory = found.memory
         return Explanation(
             tuple(explained),
             found.elsewhere,
-            float(found.memory.oldest_seconds),
-            float(found.memory.half_seconds),
+            float(max(memory.oldest_seconds, 1)) if memory.num_departures else 0.0,
+            float(max(memory.half_seconds, 1)) if memory.num_departures else 0.0,
             tuple(away),
         )
 
