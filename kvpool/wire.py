@@ -20,6 +20,7 @@ from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, EngineState, FirstTokenTimes
+from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -341,14 +342,38 @@ def decode_whoami(message: pb.WhoAmIResponse) -> WhoAmI:
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
+    server = None if stats.server is None else _encode_server(stats.server)
     engines = [_encode(engine, pb.EngineState) for engine in stats.engines]
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, engines=engines)
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, server=server, engines=engines)
+
+
+def _encode_server(server: ServerStats) -> pb.ServerStats:
+    return _encode(
+        server,
+        pb.ServerStats,
+        rpcs=[_encode(each, pb.RpcStats) for each in server.rpcs],
+        transfers=[_encode(each, pb.TransferStats) for each in server.transfers],
+        usage=[_encode(each, pb.UsageStats) for each in server.usage],
+    )
 
 
 def decode_stats(message: pb.StatsResponse) -> PoolStats:
     tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
+    server = _decode_server(message.server) if message.HasField("server") else None
     engines = tuple(_decode(EngineState, each, namespaces=tuple(each.namespaces)) for each in message.engines)
-    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers, engines=engines)
+    counters = dict(message.counters)
+    return _decode(PoolStats, message, counters=counters, tiers=tiers, server=server, engines=engines)
+
+
+def _decode_server(message: pb.ServerStats) -> ServerStats:
+    return _decode(
+        ServerStats,
+        message,
+        rpc_seconds_bounds=tuple(message.rpc_seconds_bounds),
+        rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
+        transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
+        usage=tuple(_decode(UsageStats, each) for each in message.usage),
+    )
 
 
 def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:

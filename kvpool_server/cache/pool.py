@@ -114,7 +114,7 @@ class Pool:
         self.misses = Misses(self._namespaces, departures)
         self.explanations = Explanations(self._namespaces, departures, self.misses, self.use_times, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
-        self._on_closed: Callable[[PoolNamespace], None] = lambda _: None
+        self._on_closed: list[Callable[[PoolNamespace], None]] = []
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -161,7 +161,7 @@ class Pool:
 
     def when_closed(self, listener: Callable[[PoolNamespace], None]) -> None:
         """Has a listener called with each namespace that is closed, once it holds nothing any more."""
-        self._on_closed = listener
+        self._on_closed.append(listener)
 
     def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
         return self._namespaces.find(fingerprint)
@@ -518,7 +518,8 @@ class Pool:
                 break
             self.placement.remove(namespace.groups)
             del self._namespaces.closing[namespace.fingerprint]
-            self._on_closed(namespace)
+            for listener in self._on_closed:
+                listener(namespace)
         return dropped
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
