@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
+from kvpool.reports import EngineState
+from kvpool.server_stats import ServerStats
 
 INT_BYTES = 8
 HASH_BYTES = 32
@@ -496,7 +498,12 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups."""
+    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups.
+
+    Args:
+        server: None if the server is older than this client.
+        boot_token: another one after a restart of the server.
+    """
 
     arena_bytes: int = 0
     free_bytes: int = 0
@@ -508,6 +515,9 @@ class PoolStats:
     num_tickets: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     tiers: tuple[TierStats, ...] = ()
+    server: ServerStats | None = None
+    boot_token: int = 0
+    engines: tuple[EngineState, ...] = ()
 
 
 def check_hash(value: bytes, what: str) -> None:

@@ -18,6 +18,8 @@ from google.protobuf.message import Message
 from kvpool import errors
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, EngineState, FirstTokenTimes
+from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -339,12 +341,38 @@ def decode_whoami(message: pb.WhoAmIResponse) -> WhoAmI:
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers)
+    server = None if stats.server is None else _encode_server(stats.server)
+    engines = [_encode(engine, pb.EngineState) for engine in stats.engines]
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, server=server, engines=engines)
+
+
+def _encode_server(server: ServerStats) -> pb.ServerStats:
+    return _encode(
+        server,
+        pb.ServerStats,
+        rpcs=[_encode(each, pb.RpcStats) for each in server.rpcs],
+        transfers=[_encode(each, pb.TransferStats) for each in server.transfers],
+        usage=[_encode(each, pb.UsageStats) for each in server.usage],
+    )
 
 
 def decode_stats(message: pb.StatsResponse) -> PoolStats:
     tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
-    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers)
+    server = _decode_server(message.server) if message.HasField("server") else None
+    engines = tuple(_decode(EngineState, each, namespaces=tuple(each.namespaces)) for each in message.engines)
+    counters = dict(message.counters)
+    return _decode(PoolStats, message, counters=counters, tiers=tiers, server=server, engines=engines)
+
+
+def _decode_server(message: pb.ServerStats) -> ServerStats:
+    return _decode(
+        ServerStats,
+        message,
+        rpc_seconds_bounds=tuple(message.rpc_seconds_bounds),
+        rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
+        transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
+        usage=tuple(_decode(UsageStats, each) for each in message.usage),
+    )
 
 
 def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
@@ -354,7 +382,31 @@ def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
 
 def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
     tiers = tuple(_decode(TierHoldings, tier) for tier in message.tiers)
-    return _decode(NamespaceInfo, message, spec=decode_spec(message.spec), tiers=tiers)
+    computed = dict(message.computed_tokens)
+    return _decode(NamespaceInfo, message, spec=decode_spec(message.spec), tiers=tiers, computed_tokens=computed)
+
+
+def encode_report(report: EngineReport) -> pb.ReportRequest:
+    times = [_encode(each, pb.FirstTokenTimes) for each in report.first_token_times]
+    agreement = _encode(report.agreement, pb.Agreement)
+    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement)
+
+
+def decode_report(message: pb.ReportRequest) -> EngineReport:
+    """A report whose texts may stand in logs."""
+    texts = {name: printable(getattr(message, name)[:MAX_ENGINE_CHARS]) for name in _TEXTS_OF_REPORT}
+    return _decode(
+        EngineReport,
+        message,
+        namespaces=tuple(message.namespaces),
+        computed_tokens=dict(message.computed_tokens),
+        first_token_times=tuple(_decode(FirstTokenTimes, each) for each in message.first_token_times),
+        agreement=_decode(Agreement, message.agreement),
+        **texts,
+    )
+
+
+_TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:

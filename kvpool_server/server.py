@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import socket
 import time
 from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -47,6 +49,10 @@ from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.metrics import ReportCollector
+from kvpool_server.reports.pairs import Pairs
+from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
@@ -132,6 +138,7 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
+        self._reports = EngineReports(time.monotonic, Pairs(has_tenants=self._access is not None))
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
@@ -194,10 +201,12 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
+        registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
-        self._in_background(LoopLag(registry).run())
+        self._lag = LoopLag(registry)
+        self._in_background(self._lag.run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
@@ -258,18 +267,19 @@ class Server:
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         config, access = self.config, self._access
-        who = None if access is None else access.who
+        who, started = None if access is None else access.who, time.monotonic()
         service = PoolService(
             self._tiered,
             self._memory.segment.bytes,
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            self._stats,
+            lambda: replace(self._stats(), server=server_stats(started, metrics, self._lag, self.usage)),
             self._permits,
             who,
             self._turns,
             self._memory.of_tenant,
+            self._reports,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
@@ -280,7 +290,9 @@ class Server:
         await self._grpc.start()
 
     def _stats(self) -> PoolStats:
-        return self._tiered.stats(self._memory.prefault.backed_bytes)
+        return dataclasses.replace(
+            self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
+        )
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

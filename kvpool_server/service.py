@@ -21,8 +21,10 @@ import structlog
 from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
+from kvpool.holdings import NamespaceInfo
 from kvpool.principal import Role
 from kvpool.quotas import beyond_memory
+from kvpool.reports import MAX_STAGES
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
@@ -41,6 +43,7 @@ from kvpool_server.access.caller import (
 )
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.leases import Owner
+from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
 from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_size
@@ -48,6 +51,7 @@ from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.method_handlers import METHODS, decode
 from kvpool_server.metrics import RpcMetrics
+from kvpool_server.reports.engines import EngineReports
 from kvpool_server.request_reader import RequestReader
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
@@ -80,6 +84,7 @@ class PoolService(PoolServicer):
         who: authenticates callers; None: callers are not authenticated.
         turns: runs the work in steps.
         memory_of: what a tenant's engines may map, where callers prove who they are; None: nothing.
+        reports: gets what engines report.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class PoolService(PoolServicer):
         who: Who | None = None,
         turns: Turns | None = None,
         memory_of: Callable[[str], SegmentInfo | None] | None = None,
+        reports: EngineReports | None = None,
     ):
         self._tiered = pool
         self._memory_of = memory_of
@@ -108,6 +114,7 @@ class PoolService(PoolServicer):
         self._permits = permits
         self._started = time.monotonic()
         self._turns = turns or Turns()
+        self._reports = reports or EngineReports(time.monotonic)
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -391,9 +398,22 @@ class PoolService(PoolServicer):
         for info in [info for info in self._pool.namespaces(holdings=holdings) if is_visible(info.spec.tenant)]:
             if holdings:
                 info = dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint))
+            info = self._with_reports(info)
             reply.namespaces.append(wire.encode_namespace_info(info))
             yield
         return reply
+
+    def _with_reports(self, info: NamespaceInfo) -> NamespaceInfo:
+        """The same, with what engines have reported of the namespace."""
+        totals = self._reports.of_namespace(info.fingerprint)
+        if totals is None:
+            return info
+        return dataclasses.replace(
+            info,
+            computed_tokens=dict(totals.computed_tokens),
+            saved_seconds=totals.saved_seconds,
+            lost_seconds=totals.lost_seconds,
+        )
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         quotas = [quota for quota in self._pool.quotas() if may_see_quota(quota.subject)]
@@ -408,6 +428,19 @@ class PoolService(PoolServicer):
         if warning := beyond_memory(quotas, self._pool.arena.arena_bytes):
             log.warning(warning)
         return pb.SetQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(quotas))
+
+    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
+        if not 1 <= (count := len(request.namespaces)) <= MAX_STAGES:
+            raise InvalidRequestError(f"{count} namespaces in one report; give 1 to {MAX_STAGES}")
+        fingerprints = [self._reader.namespace(name) for name in request.namespaces]
+        first = self._pool.namespace(fingerprints[0])
+        if first is None:
+            raise unknown_namespace(fingerprints[0])
+        counted = self._reports.report(wire.decode_report(request), first.spec.tenant, first.spec.model)
+        return pb.ReportResponse(boot_token=self._boot_token, counted=counted)
+
+    async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
+        return pb.LedgerResponse(boot_token=self._boot_token)
 
 
 def _check_deadline(context: Context) -> None:

@@ -139,6 +139,21 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasResponse.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/kvpool.v1.Pool/Report',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ReportRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ReportResponse.FromString,
+                _registered_method=True)
+        self.Ledger = channel.unary_unary(
+                '/kvpool.v1.Pool/Ledger',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerResponse.FromString,
+                _registered_method=True)
+        self.Value = channel.unary_unary(
+                '/kvpool.v1.Pool/Value',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServicer(object):
@@ -292,6 +307,27 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """What became of an engine's prompt tokens since its last acknowledged report, and how the engine is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ledger(self, request, context):
+        """What the pool has saved, held and moved, by hour, tenant and model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Value(self, request, context):
+        """What a smaller or larger arena would hit, of the caller's tenant and, for an operator, of all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -399,6 +435,21 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.SetQuotas,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.SetQuotasResponse.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ReportRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ReportResponse.SerializeToString,
+            ),
+            'Ledger': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ledger,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerResponse.SerializeToString,
+            ),
+            'Value': grpc.unary_unary_rpc_method_handler(
+                    servicer.Value,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -968,6 +1019,87 @@ class Pool(object):
             '/kvpool.v1.Pool/SetQuotas',
             kvpool_dot_v1_dot_pool__pb2.SetQuotasRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.SetQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Report',
+            kvpool_dot_v1_dot_pool__pb2.ReportRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ledger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Ledger',
+            kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Value(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Value',
+            kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvpool.principal import Role
 
 _READ = {
-    "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify",
+    "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report",
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
-_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas"}
+_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger"}
 _POOL = {"Stats", "SetQuotas"}
 _ANYBODY = {"Ping", "WhoAmI"}
 

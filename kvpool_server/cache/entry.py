@@ -40,6 +40,7 @@ class Group:
     """
 
     __slots__ = (
+        "block_tokens",
         "declared_tenant",
         "fingerprint",
         "full_mask",
@@ -70,6 +71,7 @@ class Group:
         self.fingerprint = fingerprint
         self.tenant = tenant
         self.declared_tenant = declared_tenant
+        self.block_tokens = spec.block_tokens
         self.full_mask = (1 << spec.num_shards) - 1
         self.needs_prefix = not spec.window_tokens and spec.kind not in _LAST_BLOCKS
         self.index = BlockIndex()

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -55,8 +56,8 @@ class Lookups:
                 if lease_id:
                     for entry in entries:
                         entry.leases += 1
-        tokens = count_tokens(groups, runs, hits)
-        return Found(namespace, tuple(hits), num_blocks, entries, spans, *tokens, lease_id, granted_ms)
+        asked, hit_tokens = count_tokens(groups, runs, hits)
+        return Found(namespace, tuple(hits), num_blocks, entries, spans, asked, hit_tokens, lease_id, granted_ms)
 
     def find_in_steps(
         self,
@@ -104,28 +105,31 @@ class Lookups:
         finally:
             if lease_ttl_ms:
                 self._holds.end_leasing(entries, is_leased=lease_id != 0)
-        tokens = count_tokens(groups, runs, hits)
-        return Found(namespace, tuple(hits), sum(map(len, runs)), entries, spans, *tokens, lease_id, granted_ms)
+        asked, hit_tokens = count_tokens(groups, runs, hits)
+        num_blocks = sum(map(len, runs))
+        return Found(namespace, tuple(hits), num_blocks, entries, spans, asked, hit_tokens, lease_id, granted_ms)
 
     def slots(self, found: Found) -> tuple[Slots, ...]:
         """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""
         located = []
-        for _, start, stop in found.spans:
+        nbytes = 0
+        for group, start, stop in found.spans:
             entries = found.entries[start:stop]
+            nbytes += len(entries) * group.slot_class[1]
             offsets = array("Q", [entry.offset for entry in entries])
             located.append(Slots(offsets.tobytes(), b"".join([entry.checksums for entry in entries])))
         self._counters["located_blocks"] += len(found.entries)
-        nbytes = [(stop - start) * group.spec.slot_bytes for group, start, stop in found.spans]
-        found.namespace.loaded_bytes += sum(nbytes)
+        found.namespace.loaded_bytes += nbytes
         return tuple(located)
 
     def record_use(self, found: Found) -> None:
         """Counts a lookup and, if it leased its entries, tells the eviction policies of their use."""
         num_hits = len(found.entries)
-        found.namespace.lookup_blocks += found.num_blocks
-        found.namespace.lookup_hits += num_hits
-        found.namespace.lookup_tokens += found.lookup_tokens
-        found.namespace.hit_tokens += found.hit_tokens
+        namespace = found.namespace
+        namespace.lookup_blocks += found.num_blocks
+        namespace.lookup_hits += num_hits
+        namespace.lookup_tokens += found.lookup_tokens
+        namespace.hit_tokens += found.hit_tokens
         self._counters["lookups"] += 1
         self._counters["lookup_blocks"] += found.num_blocks
         self._counters["lookup_hits"] += num_hits
@@ -152,16 +156,19 @@ def count_tokens(groups: Sequence[Group], runs: Sequence[BlockRun], hits: Sequen
     runs, to learn whether the pool has what they hold themselves.
     """
     if len(runs) == 1:
-        block_tokens = groups[0].spec.block_tokens
-        return len(runs[0]) * block_tokens, _reach(groups[0], hits[0]) * block_tokens
-    first: dict[int, int] = {}
-    for nth, run in enumerate(runs):
-        first.setdefault(run.group_idx, nth)
-    asked = [len(runs[nth]) * groups[nth].spec.block_tokens for nth in first.values()]
-    found = [_reach(groups[nth], hits[nth]) * groups[nth].spec.block_tokens for nth in first.values()]
-    return max(asked), min(found)
-
-
-def _reach(group: Group, hit: RunHits) -> int:
-    """The blocks of a run up to the last one that a hit can end with."""
-    return hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
+        (run,), (group,), (hit,) = runs, groups, hits
+        reach = hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
+        return len(run.block_hashes) * group.block_tokens, reach * group.block_tokens
+    asked, found, counted = 0, sys.maxsize, 0
+    for run, group, hit in zip(runs, groups, hits, strict=True):
+        bit = 1 << group.idx
+        if counted & bit:
+            continue
+        counted |= bit
+        # The blocks of a run up to the last one that a hit can end with.
+        reach = hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
+        if (tokens := len(run.block_hashes) * group.block_tokens) > asked:
+            asked = tokens
+        if (tokens := reach * group.block_tokens) < found:
+            found = tokens
+    return asked, found

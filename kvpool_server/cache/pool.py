@@ -113,7 +113,7 @@ class Pool:
         self.misses = Misses(self._namespaces, departures)
         self._quotas = Quotas(self.limits.max_quotas, arena)
         self._traffic_observers: list[TrafficObserver] = []
-        self._on_closed: Callable[[PoolNamespace], None] = lambda _: None
+        self._on_closed: list[Callable[[PoolNamespace], None]] = []
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -169,7 +169,7 @@ class Pool:
 
     def when_closed(self, listener: Callable[[PoolNamespace], None]) -> None:
         """Has a listener called with each namespace that is closed, once it holds nothing any more."""
-        self._on_closed = listener
+        self._on_closed.append(listener)
 
     def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
         return self._namespaces.find(fingerprint)
@@ -531,7 +531,8 @@ class Pool:
                 break
             self.placement.remove(namespace.groups)
             del self._namespaces.closing[namespace.fingerprint]
-            self._on_closed(namespace)
+            for listener in self._on_closed:
+                listener(namespace)
         return dropped
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_plugin.causes import Cause
+from kvpool.causes import Cause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.hit_rules import Found, longest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_plugin.causes import Cause
+from kvpool.causes import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
@@ -23,6 +23,7 @@ from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
+from vllm_plugin.scheduler.reporter import Reporter
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
@@ -77,6 +78,7 @@ class KVPoolScheduler:
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
+        self._reporter = Reporter(self.stages, recorder)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
@@ -351,4 +353,6 @@ class KVPoolScheduler:
         """Ends the connections; the pool's leases expire by themselves. Idempotent."""
         with self.guard.part("the end of the adapters' thread"):
             self._adapters.close()
+        with self.guard.part("the last report"):
+            self._reporter.close()
         self.stages.close()

@@ -1,0 +1,33 @@
+"""What engines have counted, added up: of one namespace, or of all engines with one model and tenant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvpool.reports import EngineReport
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over reports; the names are those of `EngineReport`."""
+
+    computed_tokens: Counter[str] = field(default_factory=Counter)
+    loaded_tokens: int = 0
+    load_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    num_requests: int = 0
+
+    def add(self, report: EngineReport) -> None:
+        for cause, tokens in report.computed_tokens.items():
+            self.computed_tokens[cause] += tokens
+        self.loaded_tokens += report.loaded_tokens
+        self.load_seconds += report.load_seconds
+        self.saved_seconds += report.saved_seconds
+        self.lost_seconds += report.lost_seconds
+        self.num_requests += report.num_requests
+
+    def copy(self) -> Totals:
+        return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())
