@@ -28,6 +28,7 @@ from kvpool.reports import MAX_STAGES
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
+from kvpool.value import ValueReport
 from kvpool.version import __version__
 from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import (
@@ -85,6 +86,7 @@ class PoolService(PoolServicer):
         turns: runs the work in steps.
         memory_of: what a tenant's engines may map, where callers prove who they are; None: nothing.
         reports: gets what engines report.
+        value: what other arena sizes would hit, of a tenant or of all; None: nothing is simulated.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class PoolService(PoolServicer):
         turns: Turns | None = None,
         memory_of: Callable[[str], SegmentInfo | None] | None = None,
         reports: EngineReports | None = None,
+        value: Callable[[str | None], ValueReport] | None = None,
     ):
         self._tiered = pool
         self._memory_of = memory_of
@@ -115,6 +118,7 @@ class PoolService(PoolServicer):
         self._started = time.monotonic()
         self._turns = turns or Turns()
         self._reports = reports or EngineReports(time.monotonic)
+        self._value = value or (lambda _: ValueReport(False, pool.pool.arena.arena_bytes, ""))
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -441,6 +445,9 @@ class PoolService(PoolServicer):
 
     async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
         return pb.LedgerResponse(boot_token=self._boot_token)
+
+    async def Value(self, request: pb.ValueRequest, context: Any) -> pb.ValueResponse:
+        return wire.encode_value(self._value(own_tenant()), self._boot_token)
 
 
 def _check_deadline(context: Context) -> None:

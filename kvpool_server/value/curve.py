@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
+from kvpool.value import SIZES, ValueCurve, ValueEstimate
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import Steps
 from kvpool_server.value.miniature import Miniature
 from kvpool_server.value.sample import Sampled, SampledRun, Sampler
 
-SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Arena sizes, as multiples of the present one."""
 PRESENT = SIZES.index(1.0)
 MAX_TENANTS = 32
 """Tenants with a curve of their own, those seen first; the rest share one."""
-OTHERS = "other"
+REST = "other"
+"""In the place of a tenant: the rest."""
 HITS, MISSES = 0, 1  # The two strata.
 
 
@@ -84,40 +84,6 @@ class _Tenant:
             tally.fade(keep)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Of one arena size.
-
-    Args:
-        size: as a multiple of the present arena.
-        hit_ratio: tokens hit in memory over tokens looked up.
-        hit_ratio_with_tiers: tokens hit in memory or in a tier; as `hit_ratio` without tiers.
-    """
-
-    size: float
-    hit_ratio: float
-    hit_ratio_with_tiers: float
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Of a tenant, or of all.
-
-    Args:
-        tenant: None: all tenants together.
-        lookup_tokens, hit_tokens: what was looked up and what the pool hit, faded as `fade` says.
-        estimates: by size, ascending; empty if nothing was looked up.
-        simulated_hit_ratio: of the miniature at the present size, without the pool's own count: how far it is from
-            `hit_tokens / lookup_tokens` says how well the miniatures follow the pool.
-    """
-
-    tenant: str | None
-    lookup_tokens: float
-    hit_tokens: float
-    estimates: tuple[Estimate, ...]
-    simulated_hit_ratio: float
-
-
 class CurveSimulation:
     """The miniatures of a pool and what tenants hit in them. Not thread-safe.
 
@@ -127,6 +93,10 @@ class CurveSimulation:
         tier_bytes: of all tiers together; None: without bound; 0: there is no tier.
         max_entries: sampled blocks a size, about.
         sampler: chooses the blocks.
+
+    Attributes:
+        arena_bytes: as given.
+        max_entries: as given; `halve_rates` lowers it.
     """
 
     def __init__(
@@ -139,13 +109,14 @@ class CurveSimulation:
     ):
         self.max_entries = max_entries
         self._policy = policy
-        self._arena_bytes = arena_bytes
+        self.arena_bytes = arena_bytes
         self._tier_bytes = tier_bytes
         self._sampler = sampler or Sampler()
         self._minis: list[Miniature] = []
         self._tier: Miniature | None = None
         self._tenants: dict[str, _Tenant] = {}
         self._all = _Tenant()
+        self._rest = _Tenant()
 
     @property
     def num_entries(self) -> int:
@@ -162,7 +133,7 @@ class CurveSimulation:
     def _start(self, block_bytes: int) -> None:
         if not self._minis:
             make, most = self._policy, self.max_entries
-            self._minis = [Miniature(make, int(size * self._arena_bytes), most, block_bytes) for size in SIZES]
+            self._minis = [Miniature(make, int(size * self.arena_bytes), most, block_bytes) for size in SIZES]
             if self._tier_bytes != 0:
                 self._tier = Miniature(make, self._tier_bytes, most, block_bytes)
 
@@ -236,13 +207,13 @@ class CurveSimulation:
         tenant = self._tenants.get(name)
         if tenant is None:
             if len(self._tenants) >= MAX_TENANTS:
-                name = OTHERS
-            tenant = self._tenants.setdefault(name, _Tenant())
+                return self._rest
+            tenant = self._tenants[name] = _Tenant()
         return tenant
 
     def fade(self, keep: float) -> None:
         """Has all that was counted so far weigh `keep` of what it did."""
-        for tenant in (self._all, *self._tenants.values()):
+        for tenant in (self._all, self._rest, *self._tenants.values()):
             tenant.fade(keep)
 
     def halve_rates(self) -> Steps[None]:
@@ -253,22 +224,31 @@ class CurveSimulation:
             mini.halve_rate()
             yield
 
-    def curve(self, tenant: str | None = None) -> Curve:
-        """Of a tenant, or of all."""
-        found = self._all if tenant is None else self._tenants.get(tenant) or _Tenant()
+    def curves(self) -> list[ValueCurve]:
+        """That of all tenants, that of each tenant in the order of their first lookups, and that of the rest."""
+        named = [self._curve(tenant, tenant=name) for name, tenant in self._tenants.items()]
+        rest = [self._curve(self._rest, tenant=REST, is_rest=True)] if any(self._rest.tokens) else []
+        return [self._curve(self._all, tenant="", is_total=True), *named, *rest]
+
+    def curve_of(self, name: str) -> ValueCurve:
+        """That of one tenant; without estimates if the tenant has none of its own."""
+        return self._curve(self._tenants.get(name) or _Tenant(), tenant=name)
+
+    def _curve(self, found: _Tenant, **names: Any) -> ValueCurve:
         total = sum(found.tokens)
         if not total:
-            return Curve(tenant, 0.0, 0.0, (), 0.0)
+            return ValueCurve(**names)
         estimates = []
         for size, memory, tiers in zip(SIZES, found.in_memory, found.with_tiers, strict=True):
             ratio = memory.hit_tokens(found.tokens) / total
             with_tiers = ratio if self._tier is None else tiers.hit_tokens(found.tokens) / total
-            estimates.append(Estimate(size, ratio, max(ratio, with_tiers)))
+            estimates.append(ValueEstimate(size, ratio, max(ratio, with_tiers)))
         present = found.in_memory[PRESENT] if self._tier is None else found.with_tiers[PRESENT]
-        references = sum(present.references)
-        simulated = sum(present.hits) / references if references else 0.0
-        return Curve(tenant, total, found.tokens[HITS], tuple(estimates), simulated)
-
-    def tenants(self) -> list[str]:
-        """Those with a curve, in the order of their first lookups."""
-        return list(self._tenants)
+        simulated = min(max((sum(present.hits) + total - sum(present.references)) / total, 0.0), 1.0)
+        return ValueCurve(
+            lookup_tokens=total,
+            hit_tokens=found.tokens[HITS],
+            simulated_hit_ratio=simulated,
+            estimates=tuple(estimates),
+            **names,
+        )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import structlog
 
 from kvpool.types import BlockRun, RunHits
+from kvpool.value import ValueReport
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.traffic import TrafficObserver
@@ -95,6 +96,21 @@ class LiveValue(TrafficObserver):
     def is_idle(self) -> bool:
         return self._steps is None and not self._queue
 
+    def report(self, tenant: str | None, has_tiers: bool, policy: str) -> ValueReport:
+        """The curves that a caller of a tenant may see; None: all."""
+        simulation = self.simulation
+        return ValueReport(
+            enabled=True,
+            arena_bytes=simulation.arena_bytes,
+            policy=policy,
+            seconds=self.seconds,
+            left_out=self.num_left_out,
+            sampled_blocks=simulation.num_entries,
+            cpu_seconds=self.cpu_s,
+            has_tiers=has_tiers,
+            curves=simulation.curves() if tenant is None else [simulation.curve_of(tenant)],
+        )
+
     def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
         counts = True
         for run, hit in zip(runs, hits, strict=True):
@@ -165,7 +181,7 @@ class LiveValue(TrafficObserver):
     def _simulate(self, event: _Event) -> Steps[None]:
         namespace, run = event.namespace, event.run
         group = namespace.spec.groups[run.group_idx]
-        salt = self._hash_of(namespace.fingerprint + run.group_idx.to_bytes(4, 'little')) % KEYS
+        salt = self._hash_of(namespace.fingerprint + run.group_idx.to_bytes(4, "little")) % KEYS
         if event.num_hits == _PUT:
             yield from self.simulation.put(salt, run.parent_hash, run.block_hashes, group.slot_bytes)
         else:
