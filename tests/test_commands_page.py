@@ -94,7 +94,7 @@ def _check(command: str, text: str) -> set[str]:
 def test_every_field_of_a_servers_answers_is_documented(
     pool_server: StartServer, connect: Callable[..., Client], tmp_path: Path
 ) -> None:
-    server = pool_server("--memory", "64MiB", "--quota", "tenant:t=1MiB", "--tier", f"file:{tmp_path}/tier")
+    server = pool_server("--memory", "64MiB", "--quota", "tenant:t=1MiB", "--tier", f"file:{tmp_path},size=64MiB")
     client = connect(server)
     for dtype in ("auto", "fp8"):
         spec = namespace_spec(group_spec(chunk_bytes=1_000), tenant="t", salt="", kv_cache_dtype=dtype)
@@ -120,9 +120,8 @@ def test_every_field_of_a_servers_answers_is_documented(
 
 
 def test_fields_that_a_small_server_does_not_tell_are_documented_too() -> None:
-    stats = PoolStats(
-        counters={"corrupt_blocks": 1}, tiers=(TierStats("file:/x"),), engines=(EngineState("h:1", "1", "2", "shm", False, 1.0),)
-    )  # fmt: skip
+    engine = EngineState("h:1", "1", "2", "shm", False, 1.0)
+    stats = PoolStats(counters={"corrupt_blocks": 1}, tiers=(TierStats("file:/x"),), engines=(engine,))
     assert _check("stats", json.dumps(row_of(stats))) >= {"breaker_open", "fix", "used_bytes"}
     assert all(f"`{field}`" in _section("namespaces") for field in TierHoldings.__slots__)
 
