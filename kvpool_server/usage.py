@@ -132,5 +132,6 @@ def _add(sums: Counter[tuple[_Pair, str]], pair: _Pair, namespace: PoolNamespace
 
 
 def _usage(pair: _Pair, sums: Counter[tuple[_Pair, str]]) -> PairUsage:
-    names = (*_COUNTS, "held_bytes", "held_blocks")
-    return PairUsage(*pair, **{name: sums[pair, name] for name in names})
+    model, tenant = pair
+    counts = {name: sums[pair, name] for name in (*_COUNTS, "held_bytes", "held_blocks")}
+    return PairUsage(model, tenant, **counts)
