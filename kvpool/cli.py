@@ -18,6 +18,7 @@ from kvpool.commands.namespaces import namespaces
 from kvpool.commands.ping import ping
 from kvpool.commands.quota import quota
 from kvpool.commands.stats import stats
+from kvpool.commands.top import top
 from kvpool.commands.whoami import whoami
 from kvpool.errors import KVPoolError
 from kvpool.version import __version__
@@ -64,7 +65,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, namespaces, quota, events):
+for _command in (ping, whoami, stats, top, namespaces, quota, events):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")
@@ -94,3 +95,7 @@ def _add_entry_points(arguments: list[str]) -> None:
             app.add_typer(loaded, name=point.name)
         else:
             app.command(point.name)(loaded)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import typer
 
 
-def within(least: int, most: int | None = None) -> Callable[[float | None], float | None]:
+def within(least: float, most: float | None = None) -> Callable[[float | None], float | None]:
     """A callback of `typer.Option` that refuses what is out of bounds; None (not given) is not looked at."""
 
     def check(value: float | None) -> float | None:

@@ -26,6 +26,7 @@ from kvpool.holdings import NamespaceInfo, escaped
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
 from kvpool.segment import MAX_EXTENTS
+from kvpool.server_stats import ServerStats
 from kvpool.types import (
     HASH_BYTES,
     INT_BYTES,
@@ -57,6 +58,8 @@ MAX_BATCH_BLOCKS = 1 << 20
 MAX_SPEC_BYTES = 256 << 10
 MAX_ENTRIES = 4_096
 """Most namespaces, quotas, counters or tiers in one answer."""
+MAX_BUCKETS = 256
+"""Most buckets of a histogram."""
 MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
 MAX_HOST_CHARS = 253
@@ -345,8 +348,46 @@ def stats(reply: pb.StatsResponse) -> PoolStats:
                 raise InvalidReplyError(f"the server's counter {name[:64]!r} is no name of a metric")
     for tier in reply.tiers:
         _text("tier", tier.name)
+    _server(reply.server)
     decoded = wire.decode_stats(reply)
-    return replace(decoded, tiers=tuple(replace(tier, name=_shown(tier.name)) for tier in decoded.tiers))
+    tiers = tuple(replace(tier, name=_shown(tier.name)) for tier in decoded.tiers)
+    return replace(decoded, tiers=tiers, server=decoded.server and _shown_server(decoded.server))
+
+
+def _server(server: pb.ServerStats) -> None:
+    _text("version", server.version)
+    for name in ("uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds"):
+        _in(name, getattr(server, name), 0, MAX_AGE_S)
+    bounds = server.rpc_seconds_bounds
+    _in("number of bounds", len(bounds), 0, MAX_BUCKETS)
+    for low, high in zip([0.0, *bounds], bounds, strict=False):
+        _in("bound of a bucket", high, low, MAX_AGE_S)
+    for name in ("rpcs", "transfers", "usage"):
+        _in(f"number of {name}", len(getattr(server, name)), 0, MAX_ENTRIES)
+    for rpc in server.rpcs:
+        _text("method", rpc.method)
+        _text("status", rpc.status)
+        _in("sum_seconds", rpc.sum_seconds, 0, math.inf)
+        _is("number of buckets", len(rpc.buckets), len(bounds) + 1)
+    for moved in server.transfers:
+        _text("transport", moved.transport)
+        _text("direction", moved.direction)
+    for used in server.usage:
+        _text("tenant", used.tenant)
+        _text("model", used.model)
+
+
+def _shown_server(server: ServerStats) -> ServerStats:
+    return replace(
+        server,
+        version=_shown(server.version),
+        rpcs=tuple(replace(each, method=_shown(each.method), status=_shown(each.status)) for each in server.rpcs),
+        transfers=tuple(
+            replace(each, transport=_shown(each.transport), direction=_shown(each.direction))
+            for each in server.transfers
+        ),
+        usage=tuple(replace(each, tenant=_shown(each.tenant), model=_shown(each.model)) for each in server.usage),
+    )
 
 
 def namespaces(reply: pb.ListNamespacesResponse) -> list[NamespaceInfo]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
+from kvpool.server_stats import ServerStats
 
 INT_BYTES = 8
 HASH_BYTES = 32
@@ -496,7 +497,12 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups."""
+    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups.
+
+    Args:
+        server: None if the server is older than this client.
+        boot_token: another one after a restart of the server.
+    """
 
     arena_bytes: int = 0
     free_bytes: int = 0
@@ -508,6 +514,8 @@ class PoolStats:
     num_tickets: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     tiers: tuple[TierStats, ...] = ()
+    server: ServerStats | None = None
+    boot_token: int = 0
 
 
 def check_hash(value: bytes, what: str) -> None:

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from kvpool import errors
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -339,12 +340,35 @@ def decode_whoami(message: pb.WhoAmIResponse) -> WhoAmI:
 
 def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers)
+    server = None if stats.server is None else _encode_server(stats.server)
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, server=server)
+
+
+def _encode_server(server: ServerStats) -> pb.ServerStats:
+    return _encode(
+        server,
+        pb.ServerStats,
+        rpcs=[_encode(each, pb.RpcStats) for each in server.rpcs],
+        transfers=[_encode(each, pb.TransferStats) for each in server.transfers],
+        usage=[_encode(each, pb.UsageStats) for each in server.usage],
+    )
 
 
 def decode_stats(message: pb.StatsResponse) -> PoolStats:
     tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
-    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers)
+    server = _decode_server(message.server) if message.HasField("server") else None
+    return _decode(PoolStats, message, counters=dict(message.counters), tiers=tiers, server=server)
+
+
+def _decode_server(message: pb.ServerStats) -> ServerStats:
+    return _decode(
+        ServerStats,
+        message,
+        rpc_seconds_bounds=tuple(message.rpc_seconds_bounds),
+        rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
+        transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
+        usage=tuple(_decode(UsageStats, each) for each in message.usage),
+    )
 
 
 def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -32,11 +34,18 @@ class LoopLag(Collector):
         )
         self._window_ends = time.monotonic() + WINDOW_S
         self._longest = self._longest_before = 0.0
+        self._last_minute: deque[tuple[float, float]] = deque(maxlen=int(WINDOW_S / PROBE_EVERY_S))
         registry.register(self)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         text = "The longest kvpool_loop_lag_seconds of the last one to two minutes."
         yield GaugeMetricFamily("kvpool_loop_lag_max_seconds", text, value=max(self._longest, self._longest_before))
+
+    def last_minute(self) -> tuple[float, float]:
+        """Median and largest lag of the probes of the last minute, seconds."""
+        oldest = time.monotonic() - WINDOW_S
+        lags = [seconds for probed_at, seconds in self._last_minute if probed_at >= oldest]
+        return (statistics.median(lags), max(lags)) if lags else (0.0, 0.0)
 
     async def run(self) -> None:
         """Probes until it is cancelled."""
@@ -48,6 +57,7 @@ class LoopLag(Collector):
 
     def _observe(self, seconds: float, now: float) -> None:
         self._seconds.observe(seconds)
+        self._last_minute.append((now, seconds))
         if now >= self._window_ends:
             self._window_ends = now + WINDOW_S
             self._longest, self._longest_before = 0.0, self._longest

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.errors import KVPoolError
+from kvpool.server_stats import RpcStats, TransferStats
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
 from kvpool_server.cache.counters import COUNTERS
@@ -123,10 +124,30 @@ class RpcMetrics(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         text = "Payload bytes that the server moved, by transport (grpc, tcp) and direction (read, write)."
         family = CounterMetricFamily("kvpool_transferred_bytes", text, labels=["transport", "direction"])
-        for transport, moved in (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes())):
-            for direction, nbytes in moved.items():
-                family.add_metric([transport, direction], nbytes)
+        for moved in self.transfers():
+            family.add_metric([moved.transport, moved.direction], moved.nbytes)
         yield family
+
+    def transfers(self) -> tuple[TransferStats, ...]:
+        """Payload bytes by transport and direction."""
+        by_transport = (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes()))
+        return tuple(TransferStats(name, *each) for name, moved in by_transport for each in moved.items())
+
+    def rpcs(self) -> tuple[tuple[float, ...], tuple[RpcStats, ...]]:
+        """What kvpool_rpc_seconds holds: the finite bounds of its buckets, and its series."""
+        cumulative: dict[tuple[str, str], list[int]] = {}
+        sums: dict[tuple[str, str], float] = {}
+        for family in self._seconds.collect():
+            for sample in family.samples:
+                series = sample.labels["method"], sample.labels["status"]
+                if sample.name.endswith("_bucket"):
+                    cumulative.setdefault(series, []).append(int(sample.value))
+                elif sample.name.endswith("_sum"):
+                    sums[series] = sample.value
+        return _BUCKETS, tuple(
+            RpcStats(*series, sums.get(series, 0.0), (counts[0], *map(int.__sub__, counts[1:], counts)))
+            for series, counts in sorted(cumulative.items())
+        )
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
         """Counts payload bytes that passed through gRPC."""

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -47,6 +48,7 @@ from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
@@ -197,7 +199,8 @@ class Server:
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
-        self._in_background(LoopLag(registry).run())
+        self._lag = LoopLag(registry)
+        self._in_background(self._lag.run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
         if self.config.http_listen:
             host, port = split_address(self.config.http_listen)
@@ -258,14 +261,14 @@ class Server:
 
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         config, access = self.config, self._access
-        who = None if access is None else access.who
+        who, started = None if access is None else access.who, time.monotonic()
         service = PoolService(
             self._tiered,
             self._memory.segment.bytes,
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            self._stats,
+            lambda: replace(self._stats(), server=server_stats(started, metrics, self._lag, self.usage)),
             self._permits,
             who,
             self._turns,

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.fingerprints import one_of
+from kvpool.commands.output import console, share_text
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.holdings import NamespaceInfo, duration_text, printable
 from kvpool.namespace import Difference, differences
@@ -45,15 +45,15 @@ def namespaces(
         return
     typer.echo(f"at {endpoint}:" if found else f"no namespaces at {endpoint}")
     for info in found:
-        typer.echo(_text(info, [quota for quota in bounds if _covers(quota, info)]))
+        typer.echo(text_of(info, [quota for quota in bounds if _covers(quota, info)]))
 
 
-def _text(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
+def text_of(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
     """A namespace as a line with its fingerprint and model, and lines of facts."""
     limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
     facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
     if info.hit_ratio is not None:
-        facts.append(f"hits {info.hit_ratio:.1%}")
+        facts.append(f"hit ratio {share_text(info.lookup_hits, info.lookup_blocks)} of {info.lookup_blocks:,} blocks")
     if info.spec.tenant:
         facts.append(f"tenant {info.spec.tenant}")
     if info.superseded:
@@ -97,7 +97,7 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
         table.add_row(
             escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
         )
-    Console().print(table)
+    console().print(table)
 
 
 def _values(difference: Difference) -> tuple[str, Any, Any]:

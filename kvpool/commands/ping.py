@@ -23,6 +23,7 @@ from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.fingerprints import find_namespace
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.errors import InvalidRequestError
+from kvpool.holdings import duration_text
 from kvpool.option_bounds import within
 from kvpool.principal import Role
 
@@ -78,7 +79,7 @@ def ping(
         found = {"version": version, "endpoint": endpoint, "uptime_s": uptime_s}
         found |= {"transport": choice.transport.name, "route": choice.route, "why": choice.why}
         if not as_json:
-            typer.echo(f"kvpool-server {version} at {endpoint}, up for {uptime_s:.0f} s")
+            typer.echo(f"kvpool-server {version} at {endpoint}, up for {duration_text(uptime_s)}")
             # The route of a fallback has a reason, which `why` has, too.
             route = f"{choice.transport.name} (slow)" if choice.is_fallback else choice.route
             typer.echo(f"bytes would travel by {route}: {choice.why}")

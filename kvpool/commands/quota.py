@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvpool.client import Client
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
+from kvpool.commands.output import console
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError, PermissionDeniedError
 from kvpool.quotas import beyond_memory, parse_quota, size_text
@@ -48,11 +48,12 @@ def quota(
     if not found:
         typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
         return
-    table = Table("subject", "limit", "used", "share used", title=f"quotas at {endpoint}")
+    numbers = [Column(name, justify="right") for name in ("limit", "used", "share used")]
+    table = Table(Column("subject", overflow="fold"), *numbers, title=escape(f"quotas at {endpoint}"))
     for each in found:
         share = f"{each.used_bytes / each.limit_bytes:.0%}"
         table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
-    Console().print(table)
+    console().print(table)
 
 
 def _beyond_memory(client: Client, quotas: Sequence[Quota]) -> str:

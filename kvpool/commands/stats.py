@@ -1,47 +1,128 @@
-"""`kvpool stats`: what the pool holds and has done."""
+"""`kvpool stats`: what is wrong with the pool, what it holds and what it has done."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
+import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
+from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, size_text
+from kvpool.commands.output import bar, console, count_text, print_findings, seconds_text, share_text
 from kvpool.config import DEFAULT_ENDPOINT
+from kvpool.doctor.finding import problems
+from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.server_stats import ServerStats
 from kvpool.types import PoolStats, TierStats
+
+BAR_CHARS = 30
 
 
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
-    """Show what the pool holds and has done, under the names of its metrics."""
+    """Show what is wrong with the pool, what it holds and what it has done, under the names of its metrics."""
     with common.client_of(endpoint) as client:
         snapshot = client.admin.stats()
-    tiers = [_metrics(tier) for tier in snapshot.tiers]
-    pool = {**_metrics(snapshot), "tiers": tiers}
     if as_json:
-        common.print_json(pool)
+        common.print_json(row_of(snapshot))
         return
-    table = _metrics_table(f"kvpool-server at {endpoint}", pool)
-    if snapshot.counters.get("lookup_blocks"):
-        ratio = snapshot.counters.get("lookup_hits", 0) / snapshot.counters["lookup_blocks"]
-        table.add_row("lookup hit ratio", f"{ratio:.1%}")
-    Console().print(table)
-    for tier in tiers:
-        tier["up"] = "yes" if tier["up"] else "no: the tier failed, and is not called for a while"
-        Console().print(_metrics_table(escape(f"tier {tier.pop('name')}"), tier))
+    _print_summary(endpoint, snapshot)
+    # What the snapshot has beside numbers has been printed.
+    pool = _metrics(snapshot)
+    console().print(_metrics_table("pool", pool, pool["counters"]))
+    if snapshot.server is not None:
+        console().print(_rpc_table(snapshot.server))
+    for tier in snapshot.tiers:
+        metrics = _metrics(tier)
+        metrics["up"] = "yes" if tier.up else "no: the tier failed, and is not called for a while"
+        console().print(_metrics_table(f"tier {metrics.pop('name')}", metrics, metrics["counters"]))
+
+
+def row_of(stats: PoolStats) -> dict[str, Any]:
+    """A snapshot as JSON; see docs/commands.md."""
+    asked, found = tokens(stats)
+    return {
+        **_metrics(stats),
+        "tiers": [_metrics(tier) for tier in stats.tiers],
+        "boot": f"{stats.boot_token:016x}",
+        "lookup_tokens": asked,
+        "hit_tokens": found,
+        "hit_ratio": found / asked if asked else None,
+        "server": None if stats.server is None else _server_row(stats.server),
+        "problems": [dataclasses.asdict(finding) for finding in problems(pool_state(stats))],
+    }
 
 
 def _metrics(stats: PoolStats | TierStats) -> dict[str, Any]:
     """A snapshot by the names of the server's Prometheus metrics, without kvpool_, kvpool_tier_ and _total."""
-    return {name.removeprefix("num_"): value for name, value in dataclasses.asdict(stats).items()}
+    others = ("tiers", "server", "boot_token", "engines")
+    fields = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats) if field.name not in others}
+    return {name.removeprefix("num_"): value for name, value in fields.items()}
 
 
-def _metrics_table(title: str, metrics: dict[str, Any]) -> Table:
-    table = Table("metric", "value", title=title)
-    values = {name: value for name, value in metrics.items() if name not in ("counters", "tiers")}
-    for name, value in (*values.items(), *sorted(metrics["counters"].items())):
-        table.add_row(name, escape(value) if isinstance(value, str) else f"{value:,}")
+def _server_row(server: ServerStats) -> dict[str, Any]:
+    rpcs = []
+    for each in server.rpcs:
+        alone = dataclasses.replace(server, rpcs=(each,))
+        quantiles = {f"p{share}_seconds": alone.quantile(each.method, share / 100) for share in (50, 99)}
+        rpcs.append({**dataclasses.asdict(each), "count": each.count, **quantiles})
+    return {**dataclasses.asdict(server), "rpcs": rpcs}
+
+
+def _print_summary(endpoint: str, stats: PoolStats) -> None:
+    server = stats.server
+    since = f" {printable(server.version)}, up for {duration_text(server.uptime_seconds)}" if server else ""
+    typer.echo(f"kvpool-server at {endpoint}{since}")
+    found = problems(pool_state(stats))
+    print_findings(found)
+    if not found:
+        typer.echo("ok      nothing is wrong with the pool")
+    for line in _summary(stats):
+        typer.echo(line)
+
+
+def _summary(stats: PoolStats) -> Iterator[str]:
+    used = stats.arena_bytes - stats.free_bytes
+    share = used / stats.arena_bytes if stats.arena_bytes else 0.0
+    yield f"memory      {bar(share, BAR_CHARS)} {share:.0%} of {size_text(stats.arena_bytes)}"
+    asked, found = tokens(stats)
+    counters = stats.counters
+    if asked:
+        yield f"hit ratio   {share_text(found, asked)} of {count_text(asked)} tokens"
+    elif blocks := counters.get("lookup_blocks", 0):
+        yield f"hit ratio   {share_text(counters.get('lookup_hits', 0), blocks)} of {count_text(blocks)} blocks"
+    if (server := stats.server) is not None:
+        p50, p99 = (seconds_text(server.quantile("Lookup", share)) for share in (0.5, 0.99))
+        if lookups := server.count("Lookup"):
+            yield f"lookups     {count_text(lookups)}: p50 {p50}, p99 {p99}"
+        lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
+        yield f"loop lag    p50 {lag[0]}, max {lag[1]} in the last minute"
+        for transport in dict.fromkeys(each.transport for each in server.transfers):
+            moved = [each for each in server.transfers if each.transport == transport]
+            sizes = ", ".join(f"{each.direction} {size_text(each.nbytes)}" for each in moved)
+            yield printable(f"{transport:<12}{sizes}")
+
+
+def _metrics_table(title: str, metrics: dict[str, Any], counters: dict[str, int]) -> Table:
+    table = Table("metric", Column("value", justify="right"), title=escape(title), title_justify="left")
+    values = {name: value for name, value in metrics.items() if name != "counters"}
+    for name, value in (*values.items(), *sorted(counters.items())):
+        table.add_row(name, escape(value) if isinstance(value, str) else _value_text(name, value))
+    return table
+
+
+def _value_text(name: str, value: int) -> str:
+    return size_text(value) if name.endswith("_bytes") else f"{value:,}"
+
+
+def _rpc_table(server: ServerStats) -> Table:
+    right = [Column(name, justify="right") for name in ("count", "p50", "p99")]
+    table = Table("rpc_seconds", "status", *right, title="RPCs", title_justify="left")
+    for each in server.rpcs:
+        alone = dataclasses.replace(server, rpcs=(each,))
+        quantiles = [seconds_text(alone.quantile(each.method, share)) for share in (0.5, 0.99)]
+        table.add_row(escape(each.method), escape(each.status), count_text(each.count), *quantiles)
     return table

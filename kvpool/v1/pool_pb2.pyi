@@ -556,7 +556,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers")
+    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -575,6 +575,7 @@ class StatsResponse(_message.Message):
     NUM_TICKETS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     arena_bytes: int
     free_bytes: int
@@ -586,7 +587,72 @@ class StatsResponse(_message.Message):
     num_tickets: int
     counters: _containers.ScalarMap[str, int]
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
-    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ...) -> None: ...
+    server: ServerStats
+    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ...) -> None: ...
+
+class ServerStats(_message.Message):
+    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_MAX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RPC_SECONDS_BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    RPCS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    uptime_seconds: float
+    unix_seconds: float
+    loop_lag_p50_seconds: float
+    loop_lag_max_seconds: float
+    rpc_seconds_bounds: _containers.RepeatedScalarFieldContainer[float]
+    rpcs: _containers.RepeatedCompositeFieldContainer[RpcStats]
+    transfers: _containers.RepeatedCompositeFieldContainer[TransferStats]
+    usage: _containers.RepeatedCompositeFieldContainer[UsageStats]
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ...) -> None: ...
+
+class RpcStats(_message.Message):
+    __slots__ = ("method", "status", "sum_seconds", "buckets")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    SUM_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    status: str
+    sum_seconds: float
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, method: _Optional[str] = ..., status: _Optional[str] = ..., sum_seconds: _Optional[float] = ..., buckets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TransferStats(_message.Message):
+    __slots__ = ("transport", "direction", "nbytes")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    direction: str
+    nbytes: int
+    def __init__(self, transport: _Optional[str] = ..., direction: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class UsageStats(_message.Message):
+    __slots__ = ("tenant", "model", "lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes", "held_bytes", "held_blocks")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    lookup_tokens: int
+    hit_tokens: int
+    stored_bytes: int
+    loaded_bytes: int
+    held_bytes: int
+    held_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("name", "up", "size_bytes", "used_bytes", "num_entries", "counters")

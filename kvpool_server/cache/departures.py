@@ -1,8 +1,13 @@
-"""Which blocks have left the pool, and why: a table of fixed size, in which later departures replace earlier ones.
+"""Which blocks have left the pool, when, why, and for whose blocks: a table of fixed size.
 
-A block is known by 64 bits of its name, mixed with a secret of its group: nobody can choose which departures are
-forgotten, and one group's blocks are not another's. Of the departures between a block's and now, each replaces it with
-a chance of one in `NUM_SLOTS`: half of what left 700,000 departures ago is still known.
+Later departures replace earlier ones. A block is known by 64 bits of its name, mixed with a secret of its group: nobody
+can choose which departures are forgotten, and one group's blocks are not another's. Of the departures between a block's
+and now, each replaces it with a chance of one in `NUM_SLOTS`: half of what left 700,000 departures ago is still known.
+
+A slot has 12 bytes. Of a block's 64 bits, 20 are its slot's number, which need not be in the slot:
+
+    word  44 bits of the block | 8 bits: seconds since its last use, by their logarithm | 12 bits: for whose blocks
+    note  28 bits: seconds from the pool's start until it left | 4 bits: the cause; 0 in an empty slot
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +25,71 @@ import xxhash
 
 from kvpool.types import MissCause
 from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.steps import Steps
+from kvpool_server.cache.use_times import UNKNOWN, UseTimes
 
-NUM_SLOTS = 1 << 20
+_FOR_BITS, _AGE_BITS, _CAUSE_BITS = 12, 8, 4
+NUM_SLOTS = 1 << _FOR_BITS + _AGE_BITS
 """12 bytes each, which take memory once blocks have left."""
 BATCH = 1024
 """Departures are entered once so many wait, or when somebody asks."""
 MAX_WAITING_GROUPS = 64
 """Or once they are of so many groups, each of which takes 10 us to enter."""
-_CAUSE_BITS = 4
+MAX_MODELS_PER_TENANT = 64
+"""Further models of a tenant have one name, which is empty, where blocks made room for theirs."""
+MAX_NAME_CHARS = 128
+"""Of a tenant or model for whose blocks others made room."""
+SLOTS_PER_STEP = 1 << 16
+"""Slots of one step that looks at the whole table, which takes 0.1 ms."""
+SAMPLED_SLOTS = 4_096
 _CAUSES = (1 << _CAUSE_BITS) - 1
+_MAX_LEFT = (1 << 32 - _CAUSE_BITS) - 1
 _MASK = np.uint64(NUM_SLOTS - 1)
+_FOR = (1 << _FOR_BITS) - 1
+_UNUSED = (1 << _AGE_BITS) - 1
+"""Code of a last use that is unknown, and the largest of all codes."""
+_CODES_PER_DOUBLING = 8
+
+
+class EvictedFor(NamedTuple):
+    """Whose put a block made room for. Clients choose both names.
+
+    Args:
+        tenant: as its namespace declares it.
+        model: empty if the tenant has too many.
+    """
+
+    tenant: str
+    model: str
+
+
+class Departure(NamedTuple):
+    """What is known of a block that has left.
+
+    Args:
+        seconds_ago: since it left.
+        unused_seconds: from its last use until it left, to 9 %; None if unknown.
+        evicted_for: None if it was not evicted, or not for a single put.
+    """
+
+    cause: MissCause
+    seconds_ago: int
+    unused_seconds: float | None = None
+    evicted_for: EvictedFor | None = None
+
+
+class Memory(NamedTuple):
+    """How far back the table reaches.
+
+    Args:
+        num_departures: that are remembered.
+        oldest_seconds: since the oldest remembered departure; 0 if there is none.
+        half_seconds: of the blocks that left so long ago, at least half are remembered, and more of the later ones.
+    """
+
+    num_departures: int
+    oldest_seconds: int
+    half_seconds: int
 
 
 class Departures:
@@ -36,50 +97,91 @@ class Departures:
 
     Args:
         clock: monotonic seconds.
+        use_times: when entries were used.
     """
 
-    def __init__(self, clock: Callable[[], float]):
+    def __init__(self, clock: Callable[[], float], use_times: UseTimes | None = None):
         self._clock = clock
         self._started_at = clock()
+        self._use_times = use_times or UseTimes(clock())
         self._secret = secrets.randbits(64)
-        self._tags = np.zeros(0, np.uint64)  # Of `NUM_SLOTS` from the first departure on.
-        self._notes = np.zeros(0, np.uint32)  # Seconds since the start, and the cause.
-        self._waiting: defaultdict[tuple[Group, int], list[bytes]] = defaultdict(list)
+        self._words = np.zeros(0, np.uint64)  # Of `NUM_SLOTS` from the first departure on.
+        self._notes = np.zeros(0, np.uint32)
+        self._waiting: defaultdict[tuple[Group, int, int], list[Entry]] = defaultdict(list)
         self._num_waiting = 0
+        self._evicted_for: list[EvictedFor | None] = [None]
+        self._codes: dict[EvictedFor, int] = {}
+        self._num_models: Counter[str] = Counter()
 
-    def left(self, entries: Sequence[Entry], cause: MissCause) -> None:
-        """Entries have left, or are about to."""
+    def left(self, entries: Sequence[Entry], cause: MissCause, evicted_for: Group | None = None) -> None:
+        """Entries have left, or are about to.
+
+        Args:
+            evicted_for: the group of the put that they made room for; None: they did so for no single put.
+        """
         if not entries:
             return
-        note = int(self._clock() - self._started_at) << _CAUSE_BITS | cause
+        note = min(int(self._clock() - self._started_at), _MAX_LEFT) << _CAUSE_BITS | cause
+        code = 0 if evicted_for is None else self._code(evicted_for)
         for group, members in itertools.groupby(entries, operator.attrgetter("group")):
-            self._waiting[group, note] += [entry.block_hash for entry in members]
+            self._waiting[group, note, code] += members
         self._num_waiting += len(entries)
         if self._num_waiting >= BATCH or len(self._waiting) >= MAX_WAITING_GROUPS:
             self._enter()
 
+    def _code(self, group: Group) -> int:
+        """The number of a group's tenant and model; 0 if there are too many."""
+        tenant, model = group.declared_tenant[:MAX_NAME_CHARS], group.namespace.partition("@")[2][:MAX_NAME_CHARS]
+        whose = EvictedFor(tenant, model)
+        if (code := self._codes.get(whose)) is None:
+            if self._num_models[tenant] >= MAX_MODELS_PER_TENANT:
+                whose = EvictedFor(tenant, "")
+            code = self._codes.get(whose, 0)
+            if not code and len(self._evicted_for) <= _FOR:
+                code = self._codes[whose] = len(self._evicted_for)
+                self._evicted_for.append(whose)
+                self._num_models[tenant] += 1
+        return code
+
     def _enter(self) -> None:
-        if not len(self._tags):
-            self._tags, self._notes = np.zeros(NUM_SLOTS, np.uint64), np.zeros(NUM_SLOTS, np.uint32)
+        if not len(self._words):
+            self._words, self._notes = np.zeros(NUM_SLOTS, np.uint64), np.zeros(NUM_SLOTS, np.uint32)
         waiting, self._waiting = self._waiting, defaultdict(list)
         self._num_waiting = 0
-        for (group, note), names in waiting.items():
-            tags = self._tags_of(group, names)
+        for (group, note, code), entries in waiting.items():
+            tags = self._tags_of(group, [entry.block_hash for entry in entries])
+            left_at = self._started_at + (note >> _CAUSE_BITS)
+            ages = _age_codes(self._use_times.ages([entry.used for entry in entries], left_at))
             slots = tags & _MASK
-            self._tags[slots] = tags
+            self._words[slots] = tags & ~_MASK | ages << np.uint64(_FOR_BITS) | np.uint64(code)
             self._notes[slots] = note
 
     def cause(self, group: Group, name: bytes) -> MissCause | None:
         """Why a block has left; None if it is not known to have left."""
+        found = self._find(group, name)
+        return None if found is None else MissCause(found[1] & _CAUSES)
+
+    def departure(self, group: Group, name: bytes) -> Departure | None:
+        """What is known of a block's departure; None if it is not known to have left."""
+        found = self._find(group, name)
+        return None if found is None else self._departure(*found)
+
+    def _find(self, group: Group, name: bytes) -> tuple[int, int] | None:
+        """The word and the note of a block; None if its slot has another one's."""
         if self._waiting:
             self._enter()
-        if not len(self._tags):
+        if not len(self._words):
             return None
         tag = int.from_bytes(name[:8], "little") ^ self._salt(group)
         slot = tag & NUM_SLOTS - 1
-        if int(self._tags[slot]) != tag:
-            return None
-        return MissCause(int(self._notes[slot]) & _CAUSES)
+        word, note = int(self._words[slot]), int(self._notes[slot])
+        return (word, note) if note and not (word ^ tag) >> _FOR_BITS + _AGE_BITS else None
+
+    def _departure(self, word: int, note: int) -> Departure:
+        age = word >> _FOR_BITS & _UNUSED
+        seconds_ago = max(int(self._clock() - self._started_at) - (note >> _CAUSE_BITS), 0)
+        unused = None if age == _UNUSED else 2 ** (age / _CODES_PER_DOUBLING) - 1
+        return Departure(MissCause(note & _CAUSES), seconds_ago, unused, self._evicted_for[word & _FOR])
 
     def causes(self, group: Group, names: Sequence[bytes]) -> npt.NDArray[np.uint32]:
         """The cause of each block's departure, of blocks of one prefix of which the first is known to have left.
@@ -88,15 +190,72 @@ class Departures:
         stored, too, for nobody stores a block without those before it: if its departure is forgotten, it counts for
         the cause of the block before it.
         """
+        slots, last = self._slots(group, names)
+        causes = np.zeros(len(names), np.uint32)
+        causes[:last] = self._notes[slots[:last]] & _CAUSES
+        return causes
+
+    def departures(self, group: Group, names: Sequence[bytes]) -> list[tuple[Departure | None, int]]:
+        """As `causes`: what is known of the departures of successive blocks, and of how many blocks it is known.
+
+        None for the last blocks, of which none is known to have left.
+        """
+        slots, last = self._slots(group, names)
+        words, notes = self._words[slots[:last]] & _MASK, self._notes[slots[:last]]
+        changed = np.flatnonzero((np.diff(words) != 0) | (np.diff(notes) != 0)) + 1
+        ends = [*changed.tolist(), last]
+        found: list[tuple[Departure | None, int]] = [
+            (self._departure(int(words[start]), int(notes[start])), stop - start)
+            for start, stop in zip([0, *ends], ends, strict=False)
+        ]
+        return [*found, (None, len(names) - last)] if last < len(names) else found
+
+    def evicted_for(self, group: Group, names: Sequence[bytes]) -> Counter[EvictedFor]:
+        """For whose puts these blocks made room, as `causes` counts them: how many blocks for each that is known."""
+        slots, last = self._slots(group, names)
+        codes = self._words[slots[:last]] & np.uint64(_FOR)
+        counts = np.bincount(codes.astype(np.intp)) if last else ()
+        return Counter(
+            {whose: int(count) for whose, count in zip(self._evicted_for, counts, strict=False) if whose and count}
+        )
+
+    def _slots(self, group: Group, names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], int]:
+        """The slot that tells of each block, and of how many of the first blocks one does."""
+        if self._waiting:
+            self._enter()
+        if not len(self._words):
+            return np.zeros(0, np.uint64), 0
         tags = self._tags_of(group, names)
         slots = tags & _MASK
-        causes = np.where(self._tags[slots] == tags, self._notes[slots] & _CAUSES, 0)
-        known = np.flatnonzero(causes)
+        known = np.flatnonzero(((self._words[slots] ^ tags) & ~_MASK == 0) & (self._notes[slots] != 0))
+        if not len(known):
+            return slots, 0
         last = int(known[-1]) + 1
         known_before = np.zeros(last, np.intp)
+        known_before[:] = known[0]
         known_before[known] = known
-        causes[:last] = causes[np.maximum.accumulate(known_before)]
-        return causes
+        slots[:last] = slots[np.maximum.accumulate(known_before)]
+        return slots, last
+
+    def memory_in_steps(self) -> Steps[Memory]:
+        """How far back the table reaches."""
+        if self._waiting:
+            self._enter()
+        num, oldest = 0, _MAX_LEFT
+        for start in range(0, len(self._notes), SLOTS_PER_STEP):
+            notes = self._notes[start : start + SLOTS_PER_STEP]
+            if filled := int(np.count_nonzero(notes)):
+                num += filled
+                oldest = min(oldest, int(notes[notes != 0].min()) >> _CAUSE_BITS)
+            yield
+        if not num:
+            return Memory(0, 0, 0)
+        now = int(self._clock() - self._started_at)
+        # Blocks are known with a chance of exp(-departures since / slots), so in a full table those that left at the
+        # median time are known with a chance of one half. A table that is not half full knows more than half of all.
+        sampled = np.sort(self._notes[:SAMPLED_SLOTS] >> _CAUSE_BITS)
+        half = int(sampled[len(sampled) // 2]) if 2 * num >= NUM_SLOTS else oldest
+        return Memory(num, max(now - oldest, 0), max(now - half, 0))
 
     def _tags_of(self, group: Group, names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
         """A name is `HASH_BYTES` of a hash; the first 8 bytes tell it from others."""
@@ -105,3 +264,9 @@ class Departures:
 
     def _salt(self, group: Group) -> int:
         return xxhash.xxh3_64_intdigest(group.fingerprint + group.idx.to_bytes(4, "little"), self._secret)
+
+
+def _age_codes(ages: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
+    """Eight codes for each doubling of the age."""
+    codes = np.rint(np.log2(1 + np.maximum(ages, 0.0)) * _CODES_PER_DOUBLING)
+    return np.where(ages == UNKNOWN, _UNUSED, np.minimum(codes, _UNUSED - 1)).astype(np.uint64)

@@ -154,13 +154,14 @@ class EntryTable:
         if entry.live and not entry.children and not entry.pending:
             self._placement.evictor(entry.group).add(entry)
 
-    def evict(self, victims: Sequence[Entry]) -> None:
+    def evict(self, victims: Sequence[Entry], evicted_for: Group | None = None) -> None:
+        """Drops entries to free their slots, for a put into a group or in advance."""
         for victim in victims:
             if victim.complete:
                 for observer in self._observers:
                     observer.evicted(victim)
             self.drop(victim)
-        self.departures.left(victims, MissCause.EVICTED)
+        self.departures.left(victims, MissCause.EVICTED, evicted_for)
         self._counters["evicted_blocks"] += len(victims)
 
     def drop(self, entry: Entry, not_before: float = 0.0) -> None:
@@ -252,7 +253,7 @@ class EntryTable:
         finally:
             for entry in kept:
                 entry.leases -= 1
-        self.evict(victims)
+        self.evict(victims, evicted_for=group)
         if not self._arena.claim(group.spec.slot_bytes, count, group.tenant):
             return None
         offsets = self._arena.allocate(group.spec.slot_bytes, count, group.tenant)

@@ -56,6 +56,7 @@ from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.transfers import NoTransfers, Transfers
+from kvpool_server.cache.use_times import UseTimes
 
 Read = Callable[[int, int], Any]
 """(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
@@ -77,6 +78,7 @@ class Pool:
         leases, tickets: the live ones.
         lookups: finds blocks, and records their use.
         misses: says why blocks are not found.
+        use_times: when a stamp of an entry's use was given.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class Pool:
         longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
         self.placement = Placement(arena, policy, self.counters, longest_hold_s)
         self._quarantine = Quarantine()
-        departures = Departures(clock)
+        self.use_times = UseTimes(clock())
+        departures = Departures(clock, self.use_times)
         self.entry_table = EntryTable(
             arena, self.placement, self._quarantine, departures, clock, self.limits.grace_ms, self.counters
         )
@@ -479,6 +482,8 @@ class Pool:
         Where they are many, it ends some of them, and later calls the others.
         """
         now = self._clock()
+        if now >= self.use_times.next_mark:
+            self.use_times.mark(now, self.placement.stamp)
         self._settle(now, SETTLED_PER_CALL)
         return now
 

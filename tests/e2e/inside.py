@@ -14,6 +14,8 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
+from vllm_plugin.scheduler.load_policy import NUM_LOADS, Connection
+
 Answers = list[dict[str, Any]]
 
 
@@ -131,3 +133,23 @@ def mend_places(llm: LLM) -> int:
     sabotage, patch = _broken.pop()
     patch.undo()
     return int(sabotage.raised.total())
+
+
+def slow_loads(llm: LLM, nbytes: int, seconds: float) -> None:
+    """Tells the load policy of an engine in this process what loads through shared memory took."""
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.loads.policy
+    for _ in range(NUM_LOADS):
+        policy.load_ended(1, nbytes, seconds, True, connection=Connection("shm", 0))
+
+
+def reset_while_running(llm: LLM, running: list[int], later: list[int]) -> None:
+    """Resets the connector while one prompt is answered; then asks another one, while the first still runs."""
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+    engine.add_request("running", {"prompt_token_ids": running}, sampling)
+    while not any(output.outputs[0].token_ids for output in engine.step()):
+        pass
+    engine.reset_prefix_cache(reset_connector=True)
+    engine.add_request("later", {"prompt_token_ids": later}, sampling)
+    while engine.has_unfinished_requests():
+        engine.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from kvpool.config import ClientConfig
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
+from tests.e2e.computed import ask
 from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain
@@ -21,9 +22,6 @@ pytestmark = pytest.mark.vllm
 LENGTH = 400
 FULL = hit_tokens(LENGTH)
 LAST = LENGTH - FULL
-COMPUTED = "vllm:kvpool_computed_tokens"
-
-Causes = dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +40,6 @@ def engines(
     specs = [EngineSpec(write("llama", shapes_dir), each, FLOAT32, in_process=True) for each in transfers]
     with running(tmp_path_factory.mktemp("causes"), *specs) as (engine, other):
         yield engine, other
-
-
-def causes_of(engine: Engine, act: Callable[[], object]) -> Causes:
-    """Tokens that the engine computes while `act` runs, by cause; vLLM has counted as many."""
-    before = engine.metrics()
-    act()
-    after = engine.metrics()
-    drain(engine)
-    assert after[COMPUTED] == after["vllm:prompt_tokens_by_source:local_compute"], "since the engine's start"
-    counted = {
-        name.removeprefix(f"{COMPUTED}:"): value - before.get(name, 0)
-        for name, value in after.items()
-        if name.startswith(f"{COMPUTED}:")
-    }
-    return {cause: tokens for cause, tokens in counted.items() if tokens}
-
-
-def ask(engine: Engine, tokens: list[int], **options: object) -> Causes:
-    return causes_of(engine, lambda: engine.generate([tokens], max_tokens=1, **options))
 
 
 def clear(server: ServerProcess) -> None:

@@ -24,9 +24,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool import cli, replies, wire
+from kvpool import replies, wire
 from kvpool.block_io import InPlace
 from kvpool.client import Client
+from kvpool.commands.namespaces import text_of
 from kvpool.config import ClientConfig
 from kvpool.data_port import PERMIT_BYTES
 from kvpool.errors import InvalidReplyError, KVPoolError
@@ -88,6 +89,10 @@ def found(*hits: pb.RunHits, **fields: Any) -> pb.LookupResponse:
 
 def opened(**fields: Any) -> pb.OpenNamespaceResponse:
     return pb.OpenNamespaceResponse(fingerprint=bytes(32), max_batch_blocks=1, **{**OFFER, **fields})
+
+
+def server(**fields: Any) -> pb.StatsResponse:
+    return pb.StatsResponse(server=pb.ServerStats(**fields))
 
 
 def info(**fields: Any) -> pb.ListNamespacesResponse:
@@ -164,6 +169,12 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "uptime": (replies.ping, pb.PingResponse(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "counter": (replies.stats, pb.StatsResponse(counters={"[red]": 1}), "'\\[red\\]' is no name"),
     "tier": (replies.stats, pb.StatsResponse(tiers=[pb.TierStats(name="t" * 513)]), "tier has 513"),
+    "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),
+    "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),
+    "bounds": (replies.stats, server(rpc_seconds_bounds=[2, 1]), "bound of a bucket is 1"),
+    "too many bounds": (replies.stats, server(rpc_seconds_bounds=range(257)), "number of bounds is 257"),
+    "method": (replies.stats, server(rpcs=[pb.RpcStats(method="m" * 513, buckets=[0])]), "method has 513"),
+    "model": (replies.stats, server(usage=[pb.UsageStats(model="m" * 513)]), "model has 513"),
     "namespace": (replies.namespaces, info(fingerprint=b"x"), "fingerprint's size is 1"),
     "spec": (replies.namespaces, info(spec=pb.NamespaceSpec()), "model is empty"),
     "age": (replies.namespaces, info(age_seconds=float("inf")), "age_seconds is inf"),
@@ -381,7 +392,7 @@ class Caller:
             self._try(lambda: client.chunks.put([self.chunk]))
             self._try(self._get_chunks)
             self._try(lambda: json.dumps(dataclasses.asdict(client.admin.stats())))
-            self._try(lambda: [cli._text(each, []) for each in client.admin.namespaces()])
+            self._try(lambda: [text_of(each, []) for each in client.admin.namespaces()])
             self._try(lambda: [each.used_bytes / each.limit_bytes for each in client.admin.quotas()])
             self._try(lambda: client.admin.verify(namespace, [run]))
             self._try(lambda: client.admin.remove(namespace, [others]))

@@ -312,6 +312,14 @@ def _extend(value: Any, field: FieldDescriptor, dice: random.Random, depth: int)
         value.extend(_scalar(field, value[0] if len(value) else None, dice) for _ in range(size))
 
 
+_BITS = {
+    FieldDescriptor.CPPTYPE_UINT32: 32,
+    FieldDescriptor.CPPTYPE_INT64: 63,
+    FieldDescriptor.CPPTYPE_ENUM: 31,
+}
+"""Of the largest value of a type; 64 for all others."""
+
+
 def _scalar(field: FieldDescriptor, value: Any, dice: random.Random) -> Any:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_DOUBLE:
@@ -323,7 +331,7 @@ def _scalar(field: FieldDescriptor, value: Any, dice: random.Random) -> Any:
             return dice.choice((*_TEXTS, (value or "") + dice.choice(_TEXTS)))
         case FieldDescriptor.CPPTYPE_BOOL:
             return dice.random() < 0.5
-    most = (1 << 32) - 1 if field.cpp_type == FieldDescriptor.CPPTYPE_UINT32 else (1 << 64) - 1
+    most = (1 << _BITS.get(field.cpp_type, 64)) - 1
     near = (max(0, (value or 0) - 1), (value or 0) + 1)
     return min(most, dice.choice((*_INTS, *near)))
 

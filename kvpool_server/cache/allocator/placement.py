@@ -84,6 +84,11 @@ class Placement:
         """Chooses victims among a group's entries, and those that share its slot size and its quotas."""
         return self._partitions.of(group).evictor
 
+    @property
+    def stamp(self) -> int:
+        """Of the last call that used entries."""
+        return self._stamp
+
     def next_stamp(self, groups: Iterable[Group]) -> int:
         """The stamp of a call that uses entries of these groups."""
         self._stamp += TICK

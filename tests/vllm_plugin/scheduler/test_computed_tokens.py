@@ -1,4 +1,4 @@
-"""Why tokens are computed: what is counted when, and the causes that tests/e2e/test_causes.py cannot bring about."""
+"""Why tokens are computed, and when they are counted; real engines: tests/e2e/test_causes.py, test_rare_causes.py."""
 
 from __future__ import annotations
 

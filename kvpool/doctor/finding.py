@@ -1,0 +1,57 @@
+"""What a check has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """The pool works, and is slower or less useful than it could be."""
+    ERROR = "error"
+    """The pool, or a part of it, does not work."""
+
+
+_ORDER = {Level.ERROR: 0, Level.WARNING: 1, Level.OK: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of one check.
+
+    Args:
+        check: what was checked, in a few words: "data port".
+        text: what was found, a sentence that names the thing and the value.
+        fix: what to do about it, a sentence; empty if nothing is wrong.
+    """
+
+    check: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+def ok(check: str, text: str) -> Finding:
+    """Nothing is wrong."""
+    return Finding(check, Level.OK, text)
+
+
+def warning(check: str, text: str, fix: str) -> Finding:
+    """Something is slower, or less useful, than it could be."""
+    return Finding(check, Level.WARNING, text, fix)
+
+
+def error(check: str, text: str, fix: str) -> Finding:
+    """Something does not work."""
+    return Finding(check, Level.ERROR, text, fix)
+
+
+def problems(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings that are not ok, errors first."""
+    found = [finding for finding in findings if finding.level is not Level.OK]
+    return sorted(found, key=lambda finding: _ORDER[finding.level])

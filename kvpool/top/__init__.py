@@ -1,0 +1,1 @@
+"""`kvpool top`: a pool's numbers as they change."""

@@ -1,0 +1,183 @@
+"""One frame of `kvpool top`: what a pool does now, as rich renderables of any width from 80 columns.
+
+Models, tenants, engines and tiers are named by others: each name is made printable, and none is read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from kvpool.commands.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
+from kvpool.doctor.finding import Level, problems
+from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.holdings import duration_text, printable
+from kvpool.quotas import size_text
+from kvpool.server_stats import UsageStats
+from kvpool.top.interval import Interval
+from kvpool.types import PoolStats
+
+BAR_CHARS = 30
+MAX_PROBLEMS = 4
+MAX_ROWS = 12
+"""Most rows of each table."""
+LABEL_CHARS = 11
+_STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.OK: ""}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a frame shows.
+
+    Args:
+        interval: None until two answers have come.
+        trouble: why the server's last answer is missing; empty if it is not.
+        silent_s: seconds since the last answer, if there is `trouble`.
+    """
+
+    endpoint: str
+    interval: Interval | None = None
+    trouble: str = ""
+    silent_s: float = 0.0
+
+
+def frame(view: View) -> RenderableType:
+    """All of one frame."""
+    interval = view.interval
+    if interval is None:
+        waiting = view.trouble or f"waiting for kvpool-server at {view.endpoint}"
+        return Text(printable(waiting), style=_STYLES[Level.ERROR] if view.trouble else "")
+    parts: list[RenderableType] = [_title(view, interval.now)]
+    if view.trouble:
+        text = f"away for {duration_text(view.silent_s)}: {view.trouble}; these are its last numbers"
+        parts.append(Text(printable(text), style=_STYLES[Level.ERROR]))
+    if interval.restarted:
+        parts.append(Text("the server has restarted: counts are those since its start", style=_STYLES[Level.WARNING]))
+    found = problems(pool_state(interval.now))
+    for each in found[:MAX_PROBLEMS]:
+        parts.append(Text(printable(f"{MARKS[each.level]}{each.check}: {each.text}"), style=_STYLES[each.level]))
+    if len(found) > MAX_PROBLEMS:
+        parts.append(Text(f"{'':8}and {len(found) - MAX_PROBLEMS} more: see `kvpool stats`"))
+    parts += [Text(f"{label:<{LABEL_CHARS}}{printable(text)}") for label, text in _lines(interval)]
+    parts += [table for table in (_usage_table(interval), _engine_table(interval.now)) if table is not None]
+    return Group(*parts)
+
+
+def _title(view: View, now: PoolStats) -> Text:
+    server = now.server
+    told = f" {server.version}, up for {duration_text(server.uptime_seconds)}" if server is not None else ""
+    return Text(printable(f"kvpool-server at {view.endpoint}{told}"), style="bold")
+
+
+def _lines(interval: Interval) -> Iterator[tuple[str, str]]:
+    now = interval.now
+    used = now.arena_bytes - now.free_bytes
+    share = used / now.arena_bytes if now.arena_bytes else 0.0
+    yield "memory", f"{bar(share, BAR_CHARS)} {size_text(used)} of {size_text(now.arena_bytes)}"
+    for tier in now.tiers:
+        state = "" if tier.up else ", DOWN"
+        size = f" of {size_text(tier.size_bytes)}" if tier.size_bytes else ""
+        filled = bar(tier.used_bytes / tier.size_bytes if tier.size_bytes else 0.0, BAR_CHARS)
+        yield "tier", f"{filled} {size_text(tier.used_bytes)}{size}{state}: {tier.name}"
+    yield (
+        "blocks",
+        f"{count_text(now.num_entries)} entries, {count_text(now.num_leases)} leases, "
+        f"{count_text(now.num_tickets)} tickets, {_rate(interval, 'evicted_blocks')} evicted/s",
+    )
+    yield "hit ratio", _hit_ratio(interval)
+    yield from _server_lines(interval)
+
+
+def _hit_ratio(interval: Interval) -> str:
+    usage = interval.usage
+    asked, found = sum(each.lookup_tokens for each in usage), sum(each.hit_tokens for each in usage)
+    all_asked, all_found = tokens(interval.now)
+    per_s = count_text(interval.per_second(asked))
+    return f"{share_text(found, asked)} of {per_s} tokens/s; {share_text(all_found, all_asked)} since the start"
+
+
+def _rate(interval: Interval, name: str) -> str:
+    return count_text(interval.per_second(interval.count(name)))
+
+
+def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
+    server = interval.server
+    if server is None:
+        yield "lookups", f"{_rate(interval, 'lookups')}/s; this server is too old to tell more"
+        return
+    p50, p99 = (seconds_text(server.quantile("Lookup", share)) for share in (0.5, 0.99))
+    lookups = count_text(interval.per_second(server.count("Lookup") + server.count("LookupWait")))
+    yield "lookups", f"{lookups}/s, p50 {p50}, p99 {p99}"
+    failed = sum(each.count for each in server.rpcs if each.status != "OK")
+    if failed:
+        yield "failed RPCs", f"{count_text(interval.per_second(failed))}/s"
+    lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
+    yield "loop lag", f"p50 {lag[0]}, max {lag[1]} in the last minute"
+    moved = {(each.transport, each.direction): each.nbytes for each in server.transfers}
+    loaded, stored = (sum(getattr(each, name) for each in interval.usage) for name in ("loaded_bytes", "stored_bytes"))
+    # Over shared memory and RDMA the clients move the bytes, and the server learns of whole blocks.
+    others = {
+        direction: max(0, total - sum(nbytes for (_, way), nbytes in moved.items() if way == direction))
+        for direction, total in (("read", loaded), ("write", stored))
+    }
+    rows = {name: (moved.get((name, "read"), 0), moved.get((name, "write"), 0)) for name, _ in moved}
+    for transport, (read, written) in {"shm, rdma": (others["read"], others["write"]), **rows}.items():
+        yield (
+            transport,
+            f"read {rate_text(interval.per_second(read)):>10}   write {rate_text(interval.per_second(written)):>10}",
+        )
+
+
+def _usage_table(interval: Interval) -> Table | None:
+    usage = sorted(interval.usage, key=lambda each: (-each.lookup_tokens, -each.stored_bytes - each.loaded_bytes))
+    if not usage:
+        return None
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("hits", "tokens/s", "read", "write", "held")]
+    table = _table(Column("model", ratio=3, overflow="fold"), Column("tenant", ratio=1, overflow="fold"), *numbers)
+    for each in usage[:MAX_ROWS]:
+        table.add_row(
+            _name(each.model), _name(each.tenant or "-"), *(Text(text) for text in _usage_row(interval, each))
+        )
+    if len(usage) > MAX_ROWS:
+        table.add_row(f"and {len(usage) - MAX_ROWS} more")
+    return table
+
+
+def _usage_row(interval: Interval, each: UsageStats) -> list[str]:
+    return [
+        share_text(each.hit_tokens, each.lookup_tokens),
+        count_text(interval.per_second(each.lookup_tokens)),
+        rate_text(interval.per_second(each.loaded_bytes)),
+        rate_text(interval.per_second(each.stored_bytes)),
+        size_text(each.held_bytes),
+    ]
+
+
+def _engine_table(now: PoolStats) -> Table | None:
+    # Servers without reports tell of no engines.
+    engines: tuple[Any, ...] = getattr(now, "engines", ())
+    if not engines:
+        return None
+    names = ("engine", "kvpool", "vLLM", "transport", "breaker", "report")
+    table = _table(*(Column(name, overflow="fold") for name in names))
+    for each in engines[:MAX_ROWS]:
+        breaker = Text("OPEN", style=_STYLES[Level.ERROR]) if each.breaker_open else Text("closed")
+        facts = [each.version, each.vllm_version, each.transport or "-"]
+        age = Text(f"{duration_text(each.age_seconds)} ago")
+        table.add_row(_name(each.engine), *map(_name, facts), breaker, age)
+    if len(engines) > MAX_ROWS:
+        table.add_row(f"and {len(engines) - MAX_ROWS} more")
+    return table
+
+
+def _table(*columns: Column) -> Table:
+    return Table(*columns, box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+
+
+def _name(text: str) -> Text:
+    return Text(printable(text))

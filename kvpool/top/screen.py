@@ -1,0 +1,97 @@
+"""Draws frames of `kvpool top` on a terminal until its user presses q, whatever becomes of the server."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+
+from kvpool.client import Client
+from kvpool.errors import KVPoolError
+from kvpool.top.frame import View, frame
+from kvpool.top.interval import Interval
+from kvpool.types import PoolStats
+
+QUIT = "qQ\x03\x04"
+"""Keys that end it: q, Ctrl-C, Ctrl-D."""
+
+
+class Watch:
+    """Asks one server again and again. A server that is away is asked with a new connection.
+
+    Args:
+        connect: makes a client; may raise.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, endpoint: str, connect: Callable[[], Client], clock: Callable[[], float] = time.monotonic):
+        self._connect, self._clock = connect, clock
+        self._client: Client | None = None
+        self._last: tuple[PoolStats, float] | None = None
+        self._view = View(endpoint)
+
+    def look(self) -> View:
+        """Asks the server once. Never raises for a server that is away."""
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            stats = self._client.admin.stats()
+        except KVPoolError as error:
+            self.close()
+            silent_s = self._clock() - self._last[1] if self._last is not None else 0.0
+            self._view = replace(self._view, trouble=str(error), silent_s=silent_s)
+            return self._view
+        now = self._clock()
+        before, asked_at = self._last or (stats, now)
+        self._last = stats, now
+        interval = Interval.of(before, stats, now - asked_at)
+        self._view = View(self._view.endpoint, interval)
+        return self._view
+
+    def close(self) -> None:
+        """Closes the connection; the next look makes another one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+def show(watch: Watch, console: Console, interval_s: float, keys: IO[Any] = sys.stdin) -> None:
+    """Draws a frame every `interval_s` until its user quits."""
+    with _single_keys(keys), Live(frame(watch.look()), console=console, screen=True, auto_refresh=False) as live:
+        while not _quits(keys, interval_s):
+            live.update(frame(watch.look()), refresh=True)
+
+
+@contextlib.contextmanager
+def _single_keys(keys: IO[Any]) -> Iterator[None]:
+    """Has keys arrive when they are pressed, without an echo, where `keys` is a terminal."""
+    if not keys.isatty():
+        yield
+        return
+    before = termios.tcgetattr(keys)
+    try:
+        tty.setcbreak(keys)
+        yield
+    finally:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _quits(keys: IO[Any], timeout_s: float) -> bool:
+    """Waits for `timeout_s`; True at once if a key that ends the command is pressed, or standard input has ended."""
+    ends_at = time.monotonic() + timeout_s
+    if not keys.isatty():
+        time.sleep(timeout_s)
+        return False
+    while (left_s := ends_at - time.monotonic()) > 0:
+        if select.select([keys], [], [], left_s)[0] and (keys.read(1) or "q") in QUIT:
+            return True
+    return False

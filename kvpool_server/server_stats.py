@@ -1,0 +1,33 @@
+"""How this server is doing, for `Stats`; the same numbers as on /metrics."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from kvpool.server_stats import ServerStats, UsageStats
+from kvpool.version import __version__
+from kvpool_server.loop_lag import LoopLag
+from kvpool_server.metrics import RpcMetrics
+from kvpool_server.usage import Usage
+
+
+def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag, usage: Usage) -> ServerStats:
+    """A snapshot.
+
+    Args:
+        started: `time.monotonic` at the server's start.
+    """
+    median_s, longest_s = lag.last_minute()
+    bounds, rpcs = metrics.rpcs()
+    return ServerStats(
+        version=__version__,
+        uptime_seconds=time.monotonic() - started,
+        unix_seconds=time.time(),
+        loop_lag_p50_seconds=median_s,
+        loop_lag_max_seconds=longest_s,
+        rpc_seconds_bounds=bounds,
+        rpcs=rpcs,
+        transfers=metrics.transfers(),
+        usage=tuple(UsageStats(**asdict(pair)) for pair in usage.by_model_and_tenant()),
+    )

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.server_stats import RpcStats, ServerStats, TransferStats, quantile
+
+BOUNDS = (0.001, 0.01, 0.1)
+
+
+def _of(buckets: tuple[int, ...], nbytes: int = 0) -> ServerStats:
+    rpcs = (RpcStats("Lookup", "OK", float(sum(buckets)), buckets),)
+    return ServerStats("1", rpc_seconds_bounds=BOUNDS, rpcs=rpcs, transfers=(TransferStats("tcp", "read", nbytes),))
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "seconds"),
+    [
+        ((10, 0, 0, 0), 0.5, 0.0005),
+        ((0, 10, 0, 0), 0.5, 0.0055),
+        ((90, 0, 10, 0), 0.99, 0.091),
+        ((0, 0, 0, 5), 0.5, 0.1),  # Above all bounds: the largest is all that is known.
+        ((1, 0, 0, 0), 0.0, 0.0),
+    ],
+)
+def test_a_quantile_is_linear_within_its_bucket(counts: tuple[int, ...], share: float, seconds: float) -> None:
+    assert quantile(BOUNDS, [counts], share) == pytest.approx(seconds)
+
+
+def test_there_is_no_quantile_of_nothing() -> None:
+    assert quantile(BOUNDS, [(0, 0, 0, 0)], 0.5) is None
+    assert quantile(BOUNDS, [], 0.5) is None
+
+
+@given(st.lists(st.integers(0, 1_000), min_size=4, max_size=4), st.floats(0, 1), st.floats(0, 1))
+def test_larger_shares_have_larger_quantiles(counts: list[int], one: float, other: float) -> None:
+    low, high = (quantile(BOUNDS, [counts], share) for share in sorted((one, other)))
+    if sum(counts):
+        assert low is not None and high is not None and 0 <= low <= high <= BOUNDS[-1]
+
+
+def test_an_interval_is_the_difference_of_two_snapshots() -> None:
+    before, now = _of((100, 0, 0, 0), 1_000), _of((100, 0, 8, 0), 1_500)
+    interval = now.since(before)
+    assert interval.count("Lookup") == 8 and interval.count("PutStart") == 0
+    assert (interval.quantile("Lookup", 0.5) or 0) > 0.01 > (now.quantile("Lookup", 0.5) or 1)
+    assert interval.transfers[0].nbytes == 500 and interval.rpcs[0].sum_seconds == pytest.approx(8)
+
+
+def test_nothing_is_negative_after_a_restart() -> None:
+    interval = _of((1, 0, 0, 0), 10).since(_of((100, 5, 0, 0), 1_000))
+    assert interval.transfers[0].nbytes == 0 and interval.rpcs[0].buckets == (0, 0, 0, 0)
+    assert interval.rpcs[0].sum_seconds == 0
+
+
+def test_a_status_that_was_not_there_before_counts_from_nothing() -> None:
+    before = ServerStats("1", rpc_seconds_bounds=BOUNDS)
+    assert _of((1, 2, 3, 0)).since(before).count("Lookup") == 6

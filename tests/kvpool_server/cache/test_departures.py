@@ -1,0 +1,148 @@
+"""What is known of blocks that have left: for whom, how long ago, how long after their last use, and how far back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from kvpool.types import MissCause
+from kvpool_server.cache import departures as module
+from kvpool_server.cache.departures import Departure, Departures, EvictedFor
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.steps import finish
+from kvpool_server.cache.use_times import UNKNOWN, UseTimes
+from tests.kvpool_server.cache.test_pool import Bench
+from tests.support.clock import FakeClock
+from tests.support.values import block_hash, group_spec, namespace_spec
+
+
+def group_of(tenant: str, model: str = "m") -> Group:
+    return Group(group_spec(), 0, f"{'0' * 64}@{model}", tenant.encode(), declared_tenant=tenant)
+
+
+def entries_of(group: Group, *names: object, used: int = 0) -> list[Entry]:
+    return [Entry(group, block_hash(name), None, 0, used) for name in names]
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def test_for_whom_when_and_how_long_after_its_last_use_a_block_was_evicted() -> None:
+    bench = Bench()
+    bench.store(*range(10))
+    bench.seconds(100)
+    bench.look(*range(4), ttl_ms=10)  # A use of the first four.
+    bench.seconds(50)
+    other = namespace_spec(bench.group.spec, model="other/model@x", tenant="b")
+    opened, _ = bench.pool.open_namespace(other)
+    bench.name = opened.fingerprint
+    bench.store(*"xyz")
+    bench.seconds(92)
+    bench.pool.expire()
+    departures = bench.pool.entry_table.departures
+    found = departures.departure(bench.group, block_hash(9))
+    assert found is not None and found.unused_seconds is not None
+    assert found[:2] == (MissCause.EVICTED, 92)
+    assert found.unused_seconds == pytest.approx(150, rel=0.1)
+    assert found.evicted_for == EvictedFor("b", "other/model@x")
+    assert departures.departure(bench.group, block_hash("x")) is None
+    names = [block_hash(nth) for nth in range(7, 12)]
+    assert departures.departures(bench.group, names) == [(found, 3), (None, 2)]
+    assert departures.evicted_for(bench.group, names) == {EvictedFor("b", "other/model@x"): 3}
+
+
+def test_what_left_by_itself_made_room_for_nobody(clock: FakeClock) -> None:
+    departures = Departures(clock)
+    group = group_of("a")
+    departures.left(entries_of(group, 1), MissCause.REMOVED)
+    assert departures.departure(group, block_hash(1)) == Departure(MissCause.REMOVED, 0)
+    assert not departures.evicted_for(group, [block_hash(1)])
+
+
+def test_a_departure_that_is_entered_late_keeps_its_time(clock: FakeClock) -> None:
+    times = UseTimes(clock())
+    departures, group = Departures(clock, times), group_of("a")
+    times.mark(clock(), 0)
+    clock.now += 10
+    departures.left(entries_of(group, 1, used=65), MissCause.EVICTED, group)
+    clock.now += 1_000
+    found = departures.departure(group, block_hash(1))
+    assert found is not None and found.seconds_ago == 1_000
+    assert found.unused_seconds == pytest.approx(10, rel=0.1)
+
+
+def test_a_tenant_of_many_models_takes_few_names_and_a_full_table_of_names_forgets_none(clock: FakeClock) -> None:
+    departures = Departures(clock)
+    group, first = group_of("a"), group_of("greedy", "first")
+    departures.left(entries_of(group, "first"), MissCause.EVICTED, first)
+    for nth in range(module.MAX_MODELS_PER_TENANT + 10):
+        departures.left(entries_of(group, nth), MissCause.EVICTED, group_of("greedy", f"model {nth}"))
+    last = departures.departure(group, block_hash(nth))
+    assert last is not None and last.evicted_for == EvictedFor("greedy", "")
+    for nth in range(5_000):
+        departures.left(entries_of(group, (nth, "t")), MissCause.EVICTED, group_of(f"tenant {nth}"))
+    late = departures.departure(group, block_hash((4_999, "t")))
+    assert late is not None and late.evicted_for is None
+    early = departures.departure(group, block_hash("first"))
+    assert early is not None and early.evicted_for == EvictedFor("greedy", "first")
+
+
+def test_a_slot_takes_twelve_bytes_and_no_more(clock: FakeClock) -> None:
+    departures, group = Departures(clock), group_of("a")
+    departures.left(entries_of(group, 1), MissCause.EVICTED, group)
+    departures.cause(group, block_hash(1))
+    arrays = [each for each in vars(departures).values() if isinstance(each, np.ndarray)]
+    assert sum(each.nbytes for each in arrays) == 12 * module.NUM_SLOTS == 12 << 20
+
+
+def test_how_far_back_the_memory_reaches(clock: FakeClock) -> None:
+    departures, group = Departures(clock), group_of("a")
+    assert finish(departures.memory_in_steps()) == (0, 0, 0)
+    clock.now += 5
+    departures.left(entries_of(group, *range(100)), MissCause.EVICTED, group)
+    clock.now += 60
+    assert finish(departures.memory_in_steps()) == (100, 60, 60)
+
+
+@pytest.mark.more
+def test_half_of_what_left_at_the_half_time_is_still_known(clock: FakeClock) -> None:
+    rng = random.Random(1)
+    departures, group = Departures(clock), group_of("a")
+    per_second, seconds = 100_000, 20
+    left: list[list[bytes]] = []
+    for _ in range(seconds):
+        clock.now += 1
+        names = [rng.randbytes(32) for _ in range(per_second)]
+        departures.left([Entry(group, name, None, 0, 0) for name in names], MissCause.EVICTED, group)
+        left.append(names[:1_000])
+    steps = departures.memory_in_steps()
+    assert sum(1 for _ in steps) >= module.NUM_SLOTS // module.SLOTS_PER_STEP
+    memory = finish(departures.memory_in_steps())
+    known = [sum(departures.cause(group, name) is not None for name in names) / 1_000 for names in left]
+    assert memory.oldest_seconds == seconds - 1
+    at_half = known[seconds - 1 - memory.half_seconds]
+    assert 0.42 < at_half < 0.58, known
+
+
+def test_ages_of_stamps_are_right_to_three_percent_and_one_second() -> None:
+    rng = random.Random(2)
+    clock = FakeClock()
+    times, stamp = UseTimes(clock()), 0
+    given: list[tuple[int, float]] = []
+    for _ in range(20_000):
+        clock.now += rng.choice([0.001, 0.1, 1, 30, 3_600])
+        if clock.now >= times.next_mark:
+            times.mark(clock.now, stamp)
+        stamp += 64
+        given.append((stamp | rng.randrange(64), clock.now))
+    found = times.ages([each for each, _ in given], clock.now)
+    for (each, given_at), age in itertools.islice(zip(given, found, strict=True), None, None, 37):
+        real = clock.now - given_at
+        assert real - 1e-6 <= age <= real * 1.04 + 1.1
+        assert times.age(each, clock.now) == age
+    assert UseTimes(0.0).age(1, 5.0) == UNKNOWN
