@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvpool.namespace import NamespaceSpec
 
@@ -32,6 +33,8 @@ class NamespaceInfo:
             are evicted first.
         tiers: what each tier holds of the namespace, as far as the server knows.
         opened_by: host of the client that opened the namespace first on this server; empty if unknown.
+        computed_tokens: prompt tokens that engines have computed since the server's start, by cause, as they report.
+        saved_seconds, lost_seconds: what loads have saved and lost since then, as engines estimate.
     """
 
     spec: NamespaceSpec
@@ -45,6 +48,9 @@ class NamespaceInfo:
     superseded: bool = False
     tiers: tuple[TierHoldings, ...] = ()
     opened_by: str = ""
+    computed_tokens: Mapping[str, int] = field(default_factory=dict)
+    saved_seconds: float = 0.0
+    lost_seconds: float = 0.0
 
     @property
     def hit_ratio(self) -> float | None:

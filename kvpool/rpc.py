@@ -31,6 +31,7 @@ from kvpool.lookup_stream import LookupStream
 from kvpool.name_key import NameKey, check_key, named_by
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.replies import LookupQuestion
+from kvpool.reports import EngineReport
 from kvpool.transport.base import Transport
 from kvpool.types import MAX_BATCH_CHUNKS, BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -346,6 +347,22 @@ class PoolRpc:
         if live:
             with contextlib.suppress(ValueError):  # The channel is closed.
                 self._lookups.release(live)
+
+    # Reports
+
+    def report(self, report: EngineReport, timeout_ms: int) -> bool:
+        """Tells the server what an engine has counted; False if the server is of a release that takes no reports.
+
+        Raises InvalidRequestError, UnknownNamespaceError and PermissionDeniedError.
+        """
+        request = wire.encode_report(report)
+        try:
+            self.stub.Report(request, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return False
+            raise self.error_of(error) from None
+        return True
 
     # What every call is made of
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
+from kvpool.reports import EngineState
 from kvpool.server_stats import ServerStats
 
 INT_BYTES = 8
@@ -516,6 +517,7 @@ class PoolStats:
     tiers: tuple[TierStats, ...] = ()
     server: ServerStats | None = None
     boot_token: int = 0
+    engines: tuple[EngineState, ...] = ()
 
 
 def check_hash(value: bytes, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import socket
 import time
@@ -45,7 +46,9 @@ from kvpool_server.exposure import (
     tls_files,
 )
 from kvpool_server.grpc_server import GrpcServer
+from kvpool_server.history import History
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
+from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
@@ -55,6 +58,12 @@ from kvpool_server.metrics import (
     RpcMetrics,
     UsageCollector,
 )
+from kvpool_server.page.instruments import Instruments
+from kvpool_server.page.site import Site
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.metrics import ReportCollector
+from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.usage_ledger import open_ledger
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -62,6 +71,8 @@ from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
+from kvpool_server.value.instruments import ValueCollector, ValueInstruments
+from kvpool_server.value.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -76,6 +87,9 @@ class Server:
     What `start` opens goes onto one exit stack in the order of use, so that a stop, or a start that fails, closes it in
     the reverse order: first what lets clients in, last the memory.
 
+    Args:
+        events: the last warnings and errors of the log, which the dashboard shows; None: it shows none.
+
     Attributes:
         port: of gRPC, once started. The settings may have asked for any free port.
         http_port: of /metrics and /healthz; 0 if HTTP is off.
@@ -83,8 +97,10 @@ class Server:
         data: the data port's workers, once started; None if it is off.
     """
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, events: LogEvents | None = None):
         self.config = config
+        self._events = events or LogEvents()
+        self._started = time.monotonic()
         self.port = self.http_port = 0
         self.boot_token = secrets.randbits(63) | 1
         self.engine: Engine | None = None
@@ -141,10 +157,17 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
+        pairs = Pairs(has_tenants=self._access is not None)
+        self._reports = EngineReports(time.monotonic, pairs)
+        usage = self.usage.by_model_and_tenant
+        self._ledger = await open_ledger(config.ledger, self._reports, pairs, usage, time.time, time.monotonic)
+        self._open.push_async_callback(self._ledger.close)
+        self._in_background(self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
-        metrics = self._serve_http()
+        registry = CollectorRegistry()
+        metrics = self._serve_http(registry)
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self._memory.prefault.step()
@@ -152,6 +175,7 @@ class Server:
             self._publish_events()
         self._open.push_async_callback(self._tiered.close)
         await self._tiered.open()
+        self._value = self._watch_traffic(registry)
         if config.mooncake != "off":
             self.engine = await self._start_engine()
         if self.data is not None and not await self.data.ready():
@@ -196,14 +220,14 @@ class Server:
             log.warning(warning)
         return pool
 
-    def _serve_http(self) -> RpcMetrics:
-        registry = CollectorRegistry()
+    def _serve_http(self, registry: CollectorRegistry) -> RpcMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
         registry.register(QuotaCollector(on_loop(loop, self.pool.quotas)))
+        registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
@@ -215,12 +239,33 @@ class Server:
             tls = None if access is None else access.credentials.for_http
             gate = None if access is None else access.check_scrape
             try:
-                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate)
+                site = Site(self._instruments(metrics), History(), self._turns, loop)
+                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate, site)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
             self._open.push_async_callback(asyncio.to_thread, http.close)
             self.http_port = http.port
+            self._in_background(site.run())
         return metrics
+
+    def _instruments(self, metrics: RpcMetrics) -> Instruments:
+        """What the dashboard reads."""
+        access = self._access
+        return Instruments(
+            state=lambda: self._state,
+            stats=lambda: self._tiered.stats(self._memory.prefault.backed_bytes),
+            lookup_seconds=lambda: metrics.buckets("Lookup"),
+            loop_lag_seconds=self._lag.buckets,
+            loop_lag_max=lambda: self._lag.longest_s,
+            moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in metrics.transfers()},
+            usage=self.usage.by_model_and_tenant,
+            reported=self._reports.snapshot,
+            engines=self._reports.engines,
+            quotas=self.pool.quotas,
+            ends=lambda: {} if access is None else ends_of(access.credentials.value.tls),
+            events=self._events,
+            uptime_s=lambda: time.monotonic() - self._started,
+        )
 
     def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
@@ -246,6 +291,16 @@ class Server:
         )
         self._open.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)
+
+    def _watch_traffic(self, registry: CollectorRegistry) -> ValueInstruments:
+        """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
+        config = self.config
+        recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
+        if recorder is not None:
+            self._open.push_async_callback(asyncio.to_thread, recorder.close)
+        value = ValueInstruments(self.pool, config.policy, config.value_sample, self._tiered.stats().tiers, recorder)
+        registry.register(ValueCollector(on_loop(asyncio.get_running_loop(), value.report), recorder))
+        return value
 
     async def _start_engine(self) -> Engine:
         config = self.config
@@ -281,6 +336,9 @@ class Server:
             who,
             self._turns,
             self._memory.of_tenant,
+            self._reports,
+            self._ledger,
+            self._value.report,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
@@ -291,7 +349,9 @@ class Server:
         await self._grpc.start()
 
     def _stats(self) -> PoolStats:
-        return self._tiered.stats(self._memory.prefault.backed_bytes)
+        return dataclasses.replace(
+            self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
+        )
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from vllm_plugin.causes import Cause
+from kvpool.causes import Cause
 from vllm_plugin.guard import Guard, hook
 
 COUNTERS = {
@@ -104,8 +104,15 @@ class KVPoolStats(KVConnectorStats):
         return reduced
 
 
+REPORTED = frozenset({"saved_seconds", "lost_seconds"})
+"""Counters that are also reported to the server."""
+TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
+"""What is reported to the server alone, by its name in `EngineReport`."""
+CAUSE_PREFIX = "computed_tokens:"
+
+
 class Recorder:
-    """Collects from the connector's threads; `take` hands over what has come together.
+    """Collects from the connector's threads; `take` hands over what has come together, `totals` what is reported.
 
     Attributes:
         guard: reports errors that the connector did not foresee, and counts them here.
@@ -116,18 +123,32 @@ class Recorder:
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {}
         self._gauges: dict[str, int] = {}
+        self._totals: dict[str, float] = {}
 
     def add(self, name: str, count: float = 1) -> None:
         assert name in COUNTERS, name
         if count:
             with self._lock:
                 self._data[name] = self._data.get(name, 0) + count
+                if name in REPORTED:
+                    self._totals[name] = self._totals.get(name, 0) + count
 
     def add_computed(self, cause: Cause, num_tokens: int) -> None:
         """Prompt tokens that were computed for a cause."""
         with self._lock:
-            name = f"computed_tokens:{cause.label}"
+            name = f"{CAUSE_PREFIX}{cause.label}"
             self._data[name] = self._data.get(name, 0) + num_tokens
+            self._totals[name] = self._totals.get(name, 0) + num_tokens
+
+    def tally(self, name: str, count: float = 1) -> None:
+        """Counts what is reported to the server alone: `TALLIES`, and what `holdout.py` measures."""
+        with self._lock:
+            self._totals[name] = self._totals.get(name, 0) + count
+
+    def totals(self) -> dict[str, float]:
+        """Sums since the start of what the server is told: `REPORTED`, tallies, and computed tokens by cause."""
+        with self._lock:
+            return dict(self._totals)
 
     def observe(self, name: str, seconds: float) -> None:
         assert name in HISTOGRAMS, name

@@ -16,6 +16,12 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_PUT_FAILED: _ClassVar[MissCause]
     MISS_CAUSE_OTHER_NAMESPACE: _ClassVar[MissCause]
 
+class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_STATE_COMPLETE: _ClassVar[BlockState]
+    BLOCK_STATE_IN_TIER: _ClassVar[BlockState]
+    BLOCK_STATE_MISSING: _ClassVar[BlockState]
+
 class PutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PUT_STATUS_GRANTED: _ClassVar[PutStatus]
@@ -28,6 +34,9 @@ MISS_CAUSE_REMOVED: MissCause
 MISS_CAUSE_CORRUPT: MissCause
 MISS_CAUSE_PUT_FAILED: MissCause
 MISS_CAUSE_OTHER_NAMESPACE: MissCause
+BLOCK_STATE_COMPLETE: BlockState
+BLOCK_STATE_IN_TIER: BlockState
+BLOCK_STATE_MISSING: BlockState
 PUT_STATUS_GRANTED: PutStatus
 PUT_STATUS_PRESENT: PutStatus
 PUT_STATUS_BUSY: PutStatus
@@ -278,6 +287,121 @@ class Miss(_message.Message):
     cause: MissCause
     count: int
     def __init__(self, cause: _Optional[_Union[MissCause, str]] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("namespace", "runs", "request_id")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    request_id: str
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("boot_token", "runs", "elsewhere", "remembered_seconds", "half_remembered_seconds", "tiers_away", "requests")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HALF_REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_AWAY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    runs: _containers.RepeatedCompositeFieldContainer[RunExplanation]
+    elsewhere: _containers.RepeatedCompositeFieldContainer[NamespaceMatch]
+    remembered_seconds: float
+    half_remembered_seconds: float
+    tiers_away: _containers.RepeatedScalarFieldContainer[str]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, boot_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[RunExplanation, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[_Union[NamespaceMatch, _Mapping]]] = ..., remembered_seconds: _Optional[float] = ..., half_remembered_seconds: _Optional[float] = ..., tiers_away: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+
+class RunExplanation(_message.Message):
+    __slots__ = ("group_idx", "ranges", "other_children")
+    GROUP_IDX_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    group_idx: int
+    ranges: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    other_children: int
+    def __init__(self, group_idx: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., other_children: _Optional[int] = ...) -> None: ...
+
+class BlockRange(_message.Message):
+    __slots__ = ("first", "count", "state", "cause", "tier", "newest_left_seconds", "oldest_left_seconds", "unused_seconds", "evicted_for")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FOR_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    state: BlockState
+    cause: MissCause
+    tier: str
+    newest_left_seconds: float
+    oldest_left_seconds: float
+    unused_seconds: float
+    evicted_for: EvictedFor
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., cause: _Optional[_Union[MissCause, str]] = ..., tier: _Optional[str] = ..., newest_left_seconds: _Optional[float] = ..., oldest_left_seconds: _Optional[float] = ..., unused_seconds: _Optional[float] = ..., evicted_for: _Optional[_Union[EvictedFor, _Mapping]] = ...) -> None: ...
+
+class EvictedFor(_message.Message):
+    __slots__ = ("is_hidden", "tenant", "model")
+    IS_HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    is_hidden: bool
+    tenant: str
+    model: str
+    def __init__(self, is_hidden: bool = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class NamespaceMatch(_message.Message):
+    __slots__ = ("fingerprint", "count", "differences")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    count: int
+    differences: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fingerprint: _Optional[bytes] = ..., count: _Optional[int] = ..., differences: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RequestTrace(_message.Message):
+    __slots__ = ("request_id", "engine", "model", "age_seconds", "prompt_tokens", "local_tokens", "loaded_tokens", "computed_tokens", "lookup_ms", "tier_wait_ms", "load_ms", "load_failed")
+    class ComputedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_MS_FIELD_NUMBER: _ClassVar[int]
+    TIER_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    engine: str
+    model: str
+    age_seconds: float
+    prompt_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    computed_tokens: _containers.ScalarMap[str, int]
+    lookup_ms: float
+    tier_wait_ms: float
+    load_ms: float
+    load_failed: bool
+    def __init__(self, request_id: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., age_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., lookup_ms: _Optional[float] = ..., tier_wait_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., load_failed: bool = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
     __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")
@@ -556,7 +680,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server")
+    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server", "engines")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -576,6 +700,7 @@ class StatsResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     arena_bytes: int
     free_bytes: int
@@ -588,7 +713,8 @@ class StatsResponse(_message.Message):
     counters: _containers.ScalarMap[str, int]
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
     server: ServerStats
-    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineState]
+    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ...) -> None: ...
 
 class ServerStats(_message.Message):
     __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage")
@@ -684,7 +810,14 @@ class ListNamespacesRequest(_message.Message):
     def __init__(self, without_holdings: bool = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "superseded", "tiers", "opened_by")
+    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "superseded", "tiers", "opened_by", "computed_tokens", "saved_seconds", "lost_seconds")
+    class ComputedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -696,6 +829,9 @@ class NamespaceInfo(_message.Message):
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     OPENED_BY_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     spec: NamespaceSpec
     num_entries: int
@@ -707,7 +843,10 @@ class NamespaceInfo(_message.Message):
     superseded: bool
     tiers: _containers.RepeatedCompositeFieldContainer[TierHoldings]
     opened_by: str
-    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., superseded: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ...) -> None: ...
+    computed_tokens: _containers.ScalarMap[str, int]
+    saved_seconds: float
+    lost_seconds: float
+    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., superseded: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ...) -> None: ...
 
 class TierHoldings(_message.Message):
     __slots__ = ("tier", "num_entries", "nbytes")
@@ -762,3 +901,247 @@ class SetQuotasResponse(_message.Message):
     boot_token: int
     quotas: _containers.RepeatedCompositeFieldContainer[Quota]
     def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "first_token_times", "agreement", "num_devices", "requests")
+    class ComputedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REPORTER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    reporter: bytes
+    sequence: int
+    engine: str
+    version: str
+    vllm_version: str
+    transport: str
+    breaker_open: bool
+    namespaces: _containers.RepeatedScalarFieldContainer[bytes]
+    computed_tokens: _containers.ScalarMap[str, int]
+    loaded_tokens: int
+    load_seconds: float
+    saved_seconds: float
+    lost_seconds: float
+    num_requests: int
+    last: bool
+    first_token_times: _containers.RepeatedCompositeFieldContainer[FirstTokenTimes]
+    agreement: Agreement
+    num_devices: int
+    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., first_token_times: _Optional[_Iterable[_Union[FirstTokenTimes, _Mapping]]] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ..., num_devices: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+
+class FirstTokenTimes(_message.Message):
+    __slots__ = ("size_class", "held_out", "count", "sum_seconds", "sum_square_seconds")
+    SIZE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SUM_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SUM_SQUARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    size_class: int
+    held_out: bool
+    count: int
+    sum_seconds: float
+    sum_square_seconds: float
+    def __init__(self, size_class: _Optional[int] = ..., held_out: bool = ..., count: _Optional[int] = ..., sum_seconds: _Optional[float] = ..., sum_square_seconds: _Optional[float] = ...) -> None: ...
+
+class Agreement(_message.Message):
+    __slots__ = ("num_mixed", "num_mixed_equal", "num_held_out", "num_held_out_equal")
+    NUM_MIXED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIXED_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_OUT_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    num_mixed: int
+    num_mixed_equal: int
+    num_held_out: int
+    num_held_out_equal: int
+    def __init__(self, num_mixed: _Optional[int] = ..., num_mixed_equal: _Optional[int] = ..., num_held_out: _Optional[int] = ..., num_held_out_equal: _Optional[int] = ...) -> None: ...
+
+class ReportResponse(_message.Message):
+    __slots__ = ("boot_token", "counted")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    counted: bool
+    def __init__(self, boot_token: _Optional[int] = ..., counted: bool = ...) -> None: ...
+
+class EngineState(_message.Message):
+    __slots__ = ("engine", "version", "vllm_version", "transport", "breaker_open", "age_seconds", "namespaces", "tenant", "model")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    version: str
+    vllm_version: str
+    transport: str
+    breaker_open: bool
+    age_seconds: float
+    namespaces: _containers.RepeatedScalarFieldContainer[bytes]
+    tenant: str
+    model: str
+    def __init__(self, engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., age_seconds: _Optional[float] = ..., namespaces: _Optional[_Iterable[bytes]] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class LedgerRequest(_message.Message):
+    __slots__ = ("since", "until")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    until: int
+    def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ...) -> None: ...
+
+class LedgerRow(_message.Message):
+    __slots__ = ("hour", "tenant", "model", "saved_gpu_seconds", "lost_gpu_seconds", "gib_hours", "stored_bytes", "loaded_bytes", "loaded_tokens", "computed_tokens", "num_requests", "evicted_by_others_tokens", "evicted_of_others_tokens", "hit_tokens")
+    class ComputedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HOUR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SAVED_GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GIB_HOURS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BY_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_OF_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    hour: int
+    tenant: str
+    model: str
+    saved_gpu_seconds: float
+    lost_gpu_seconds: float
+    gib_hours: float
+    stored_bytes: int
+    loaded_bytes: int
+    loaded_tokens: int
+    computed_tokens: _containers.ScalarMap[str, int]
+    num_requests: int
+    evicted_by_others_tokens: int
+    evicted_of_others_tokens: int
+    hit_tokens: int
+    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., saved_gpu_seconds: _Optional[float] = ..., lost_gpu_seconds: _Optional[float] = ..., gib_hours: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., num_requests: _Optional[int] = ..., evicted_by_others_tokens: _Optional[int] = ..., evicted_of_others_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
+class MeasuredSaving(_message.Message):
+    __slots__ = ("tenant", "model", "num_loaded", "num_held_out", "num_compared", "saved_seconds", "low_seconds", "high_seconds", "agreement")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPARED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOW_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HIGH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    num_loaded: int
+    num_held_out: int
+    num_compared: int
+    saved_seconds: float
+    low_seconds: float
+    high_seconds: float
+    agreement: Agreement
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., num_loaded: _Optional[int] = ..., num_held_out: _Optional[int] = ..., num_compared: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., low_seconds: _Optional[float] = ..., high_seconds: _Optional[float] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ...) -> None: ...
+
+class LedgerResponse(_message.Message):
+    __slots__ = ("boot_token", "rows", "measured", "is_persistent", "begins", "next_since")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    IS_PERSISTENT_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SINCE_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    rows: _containers.RepeatedCompositeFieldContainer[LedgerRow]
+    measured: _containers.RepeatedCompositeFieldContainer[MeasuredSaving]
+    is_persistent: bool
+    begins: int
+    next_since: int
+    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ..., next_since: _Optional[int] = ...) -> None: ...
+
+class ValueRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ValueResponse(_message.Message):
+    __slots__ = ("boot_token", "enabled", "arena_bytes", "policy", "seconds", "left_out", "sampled_blocks", "cpu_seconds", "has_tiers", "curves")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
+    CURVES_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    enabled: bool
+    arena_bytes: int
+    policy: str
+    seconds: float
+    left_out: int
+    sampled_blocks: int
+    cpu_seconds: float
+    has_tiers: bool
+    curves: _containers.RepeatedCompositeFieldContainer[ValueCurve]
+    def __init__(self, boot_token: _Optional[int] = ..., enabled: bool = ..., arena_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., seconds: _Optional[float] = ..., left_out: _Optional[int] = ..., sampled_blocks: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., has_tiers: bool = ..., curves: _Optional[_Iterable[_Union[ValueCurve, _Mapping]]] = ...) -> None: ...
+
+class ValueCurve(_message.Message):
+    __slots__ = ("is_total", "tenant", "lookup_tokens", "hit_tokens", "simulated_hit_ratio", "estimates")
+    IS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    is_total: bool
+    tenant: str
+    lookup_tokens: float
+    hit_tokens: float
+    simulated_hit_ratio: float
+    estimates: _containers.RepeatedCompositeFieldContainer[ValueEstimate]
+    def __init__(self, is_total: bool = ..., tenant: _Optional[str] = ..., lookup_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., simulated_hit_ratio: _Optional[float] = ..., estimates: _Optional[_Iterable[_Union[ValueEstimate, _Mapping]]] = ...) -> None: ...
+
+class ValueEstimate(_message.Message):
+    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_WITH_TIERS_FIELD_NUMBER: _ClassVar[int]
+    size: float
+    hit_ratio: float
+    hit_ratio_with_tiers: float
+    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ...) -> None: ...

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.causes import Cause
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.hashing import DEFAULT_SEED, block_hashes
@@ -24,7 +25,6 @@ from tests.e2e.computed import ask, causes_of
 from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, running
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
-from vllm_plugin.causes import Cause
 
 pytestmark = [pytest.mark.vllm, MORE]
 

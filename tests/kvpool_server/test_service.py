@@ -460,6 +460,8 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10),
         stub.ListQuotas(pb.ListQuotasRequest(), timeout=10),
         stub.SetQuotas(pb.SetQuotasRequest(), timeout=10),
+        stub.Report(pb.ReportRequest(reporter=bytes(16), sequence=1, namespaces=[namespace.fingerprint]), timeout=10),
+        stub.Ledger(pb.LedgerRequest(), timeout=10),
     ]
     streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
     assert [reply.found.boot_token for reply in streamed] == [namespace.boot_token]
@@ -479,6 +481,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         ("Get", lambda ns, run: pb.GetRequest(namespace=ns, runs=[run], shards=pb.ShardRange(count=1), lease_id=1)),
         ("Verify", lambda ns, run: pb.VerifyRequest(namespace=ns, runs=[run])),
         ("Remove", lambda ns, run: pb.RemoveRequest(namespace=ns, runs=[run])),
+        ("Explain", lambda ns, run: pb.ExplainRequest(namespace=ns, runs=[run])),
     ],
 )
 class TestEveryMethodThatNamesBlocks:

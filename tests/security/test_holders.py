@@ -32,7 +32,7 @@ from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 WHOLE = ShardRange(0, 1)
-ABOUT_NOTHING = {"Ping", "WhoAmI", "Stats", "ListNamespaces", "ListQuotas", "SetQuotas"}
+ABOUT_NOTHING = {"Ping", "WhoAmI", "Stats", "ListNamespaces", "ListQuotas", "SetQuotas", "Ledger"}
 BY_ID = ("Get", "Read", "Release", "PutEnd", "PutRevoke", "Write")
 UNKNOWN_ID = 0x1234_5678_9ABC
 UMBRAS = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="umbra")
@@ -71,7 +71,17 @@ def held(deployment: Deployment) -> Iterator[Target]:
 
 def test_every_rpc_is_about_a_namespace_or_an_id_or_nothing() -> None:
     """A new RPC has to be put in its place, so that the test below makes calls of it about another tenant's things."""
-    found = {"OpenNamespace", "Lookup", "LookupStream", "PutStart", "PutChunks", "GetChunks", "Verify", "Remove"}
+    found = {
+        "OpenNamespace",
+        "Lookup",
+        "LookupStream",
+        "PutStart",
+        "PutChunks",
+        "GetChunks",
+        "Verify",
+        "Remove",
+        "Explain",
+    }
     assert found | {"Clear", *BY_ID} | ABOUT_NOTHING == set(METHODS)
 
 

@@ -18,6 +18,7 @@ from kvpool_server.metrics import (
     RpcMetrics,
     UsageCollector,
 )
+from kvpool_server.reports.metrics import ReportCollector
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -31,6 +32,7 @@ def server_rows() -> list[Row]:
     registry.register(PoolCollector(PoolStats))
     registry.register(UsageCollector(tuple))
     registry.register(QuotaCollector(tuple))
+    registry.register(ReportCollector(dict))
     registry.register(OwnMemory())
     registry.register(CertificateExpiry(dict))
     LoopLag(registry)

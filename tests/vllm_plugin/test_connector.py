@@ -16,6 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
+from kvpool.causes import Cause
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
@@ -28,7 +29,6 @@ from tests.support.processes import run_command, wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.vllm_objects import cache_config, make_request, tokens
 from vllm_plugin import NAME, register
-from vllm_plugin.causes import Cause
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder
 

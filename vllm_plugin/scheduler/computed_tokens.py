@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvpool.causes import Cause
 from kvpool.types import MissCause
-from vllm_plugin.causes import Cause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.request_lookup import RequestLookup
@@ -102,6 +102,7 @@ class ComputedTokens:
             request, causes = self._prompts[request_id]
             if request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens:
                 del self._prompts[request_id]
+                self._recorder.tally("num_requests")
                 for cause, count in causes.items():
                     self._recorder.add_computed(cause, count)
 

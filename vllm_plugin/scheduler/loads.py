@@ -55,6 +55,7 @@ class Loads:
     """
 
     def __init__(self, geometry: Geometry, stages: Stages, decline: bool, recorder: Recorder):
+        self._recorder = recorder
         self._geometry = geometry
         self._stages = stages
         self._decline = decline
@@ -136,6 +137,8 @@ class Loads:
         if load is None:
             return None
         seconds = time.monotonic() - load.started_at
+        self._recorder.tally("load_seconds", seconds)
+        self._recorder.tally("loaded_tokens", load.num_tokens if succeeded else 0)
         self.policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe, load.connection)
         return load.job
 

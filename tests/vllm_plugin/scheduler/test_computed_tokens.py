@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
+from kvpool.causes import Cause
 from kvpool.errors import PoolTimeoutError
 from kvpool.types import MissCause
 from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from tests.vllm_plugin.kinds import kv_cache, window
-from vllm_plugin.causes import Cause
 from vllm_plugin.scheduler.load_policy import Verdict
 from vllm_plugin.scheduler.step_budget import StepBudget
 

@@ -1,4 +1,6 @@
-"""What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total`."""
+"""What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total`, and of what
+engines report to the server.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,10 @@ class Cause(enum.Enum):
         "The pool has them, and not the window or the state to go on from.",
     )
     DECLINED = ("declined", "Loading them would have taken longer than computing them.")
+    HELD_OUT = (
+        "held_out",
+        "The pool has them, and they were computed to measure what loading saves (`holdout_fraction`).",
+    )
     LOAD_FAILED = ("load_failed", "Their load failed.")
     LOOKUP_FAILED = ("lookup_failed", "Their lookup failed, or its answer was late.")
     WAITING = ("too_many_waiting", "Too many other requests waited for lookups, room or a tier.")

@@ -1,0 +1,1 @@
+"""What engines report of their prompt tokens, and what the server keeps of it."""

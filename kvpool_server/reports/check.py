@@ -1,0 +1,58 @@
+"""What a report may say. An engine can make up its own figures, so bounds keep them finite and few, not true."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+from kvpool.causes import Cause
+from kvpool.errors import InvalidRequestError
+from kvpool.reports import MAX_CAUSES, MAX_SIZE_CLASS, MAX_STAGES, REPORTER_BYTES, EngineReport
+
+MAX_COUNT = 1 << 40
+"""Tokens, requests and comparisons of one report: more than an engine computes in a day."""
+MAX_SECONDS = 1e7
+"""Of one report, over all of its requests."""
+MAX_DEVICES = 4_096
+OTHER_CAUSE = "other"
+"""Of tokens whose cause this release of the server does not know."""
+CAUSES = frozenset(cause.label for cause in Cause)
+
+_COUNTS = ("loaded_tokens", "num_requests")
+_SECONDS = ("load_seconds", "saved_seconds", "lost_seconds")
+
+
+def checked(report: EngineReport) -> EngineReport:
+    """The same report, with unknown causes as `OTHER_CAUSE`. Raises InvalidRequestError for one that breaks a bound."""
+    if len(report.reporter) != REPORTER_BYTES:
+        raise InvalidRequestError(f"reporter has {len(report.reporter)} bytes; give {REPORTER_BYTES}")
+    if not report.sequence:
+        raise InvalidRequestError("sequence is 0; count reports from 1")
+    _within("number of namespaces", len(report.namespaces), MAX_STAGES, low=1)
+    _within("num_devices", report.num_devices, MAX_DEVICES)
+    _within("number of causes", len(report.computed_tokens), MAX_CAUSES)
+    _within("number of size classes", len(report.first_token_times), 2 * (MAX_SIZE_CLASS + 1))
+    for name in _COUNTS:
+        _within(name, getattr(report, name), MAX_COUNT)
+    for name in _SECONDS:
+        _within(name, getattr(report, name), MAX_SECONDS)
+    known: Counter[str] = Counter()
+    for cause, tokens in report.computed_tokens.items():
+        known[cause if cause in CAUSES else OTHER_CAUSE] += tokens
+    _within("computed_tokens", known.total(), MAX_COUNT)
+    for times in report.first_token_times:
+        _within("size_class", times.size_class, MAX_SIZE_CLASS)
+        _within("count of a size class", times.count, MAX_COUNT)
+        _within("sum_seconds", times.sum_seconds, MAX_SECONDS)
+        _within("sum_square_seconds", times.sum_square_seconds, MAX_SECONDS * MAX_SECONDS)
+    agreement = report.agreement
+    for name, of in (("num_mixed_equal", "num_mixed"), ("num_held_out_equal", "num_held_out")):
+        _within(of, getattr(agreement, of), MAX_COUNT)
+        _within(name, getattr(agreement, name), getattr(agreement, of))
+    return dataclasses.replace(report, computed_tokens=dict(known))
+
+
+def _within(name: str, value: float, most: float, low: float = 0) -> None:
+    if not (math.isfinite(value) and low <= value <= most):
+        raise InvalidRequestError(f"{name} of the report is {value}; give {low} to {most:g}")

@@ -1,0 +1,153 @@
+"""The engines that report, and the sums of what they have counted.
+
+Invariants:
+- A report counts once, however often it is sent: of each reporter the newest counted number is remembered, far longer
+  than the engine is shown.
+- Totals outlive their engines. They end with the server; `usage_ledger.py` keeps what is to outlive it.
+- An engine spoils only the figures of its own tenant, and pushes out only engines of the tenant with most of them.
+
+Not thread-safe: the pool's event loop owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpool.holdings import printable
+from kvpool.reports import EngineReport, EngineState
+from kvpool_server.reports.check import checked
+from kvpool_server.reports.pairs import Pair, Pairs
+from kvpool_server.reports.totals import Totals
+
+MAX_ENGINES = 256
+"""Shown at once."""
+SILENT_S = 60.0
+"""An engine that has not reported for so long is not shown any more."""
+MAX_REPORTERS = 4_096
+"""Whose newest number is remembered; the least recent of the tenant with most of them is forgotten for another."""
+MAX_NAMESPACES = 1_024
+"""With totals of their own; the one with the oldest report is forgotten for another. Totals by model stay."""
+MAX_MODEL_CHARS = 200
+
+Listener = Callable[[Pair, str, EngineReport], None]
+
+
+@dataclass(slots=True)
+class _Reporter:
+    tenant: str
+    sequence: int
+    report: EngineReport | None  # The newest; None once the engine is not shown any more.
+    reported_at: float
+    model: str = ""
+
+
+class EngineReports:
+    """See the module.
+
+    Args:
+        clock: monotonic seconds.
+        pairs: folds models and tenants to few.
+
+    Attributes:
+        totals: by model and tenant.
+    """
+
+    def __init__(self, clock: Callable[[], float], pairs: Pairs | None = None):
+        self._clock = clock
+        self._pairs = pairs or Pairs()
+        self._reporters: OrderedDict[tuple[str, bytes], _Reporter] = OrderedDict()  # The oldest report first.
+        self._by_namespace: OrderedDict[bytes, Totals] = OrderedDict()
+        self.totals: dict[Pair, Totals] = {}
+        self._listeners: list[Listener] = []
+
+    def observe(self, listener: Listener) -> None:
+        """Calls a listener with the model and tenant that a report counts for, its tenant, and the report, checked."""
+        self._listeners.append(listener)
+
+    def report(self, report: EngineReport, tenant: str, model: str) -> bool:
+        """Counts a report; False if it was counted before.
+
+        Args:
+            tenant, model: of the report's first namespace, which the caller may use.
+
+        Raises InvalidRequestError if the report breaks a bound; nothing has changed then.
+        """
+        report = checked(report)
+        key, now = (tenant, report.reporter), self._clock()
+        known = self._reporters.pop(key, None)
+        newest = 0 if known is None else known.sequence
+        is_new = report.sequence > newest
+        if known is None and len(self._reporters) >= MAX_REPORTERS:
+            self._forget_one()
+        shown = known.report if known is not None and not is_new else report
+        model = printable(model[:MAX_MODEL_CHARS])
+        self._reporters[key] = _Reporter(
+            tenant, max(newest, report.sequence), None if report.last else shown, now, model
+        )
+        if is_new:
+            self._count(report, tenant, self._pairs.of(model, tenant))
+        return is_new
+
+    def _count(self, report: EngineReport, tenant: str, pair: Pair) -> None:
+        fingerprint = report.namespaces[0]
+        of_namespace = self._by_namespace.pop(fingerprint, None) or Totals()
+        self._by_namespace[fingerprint] = of_namespace
+        if len(self._by_namespace) > MAX_NAMESPACES:
+            self._by_namespace.popitem(last=False)
+        for totals in (of_namespace, self.totals.setdefault(pair, Totals())):
+            totals.add(report)
+        for listener in self._listeners:
+            listener(pair, tenant, report)
+
+    def _forget_one(self) -> None:
+        """Forgets the reporter that has been silent longest of the tenant with most reporters."""
+        ((most, _),) = Counter(tenant for tenant, _ in self._reporters).most_common(1)
+        del self._reporters[next(key for key in self._reporters if key[0] == most)]
+
+    def restore(self, tenant: str, reporter: bytes, sequence: int) -> None:
+        """A reporter's newest number, counted before the server's start."""
+        self._reporters[tenant, reporter] = _Reporter(tenant, sequence, None, self._clock())
+
+    def of_namespace(self, fingerprint: bytes) -> Totals | None:
+        """What engines have counted in a namespace; None if nothing is known."""
+        return self._by_namespace.get(fingerprint)
+
+    def snapshot(self) -> dict[Pair, Totals]:
+        """Copies of the totals, for other threads."""
+        return {pair: totals.copy() for pair, totals in self.totals.items()}
+
+    def engines(self) -> tuple[EngineState, ...]:
+        """The engines that have reported lately, by name: at most `MAX_ENGINES`, the newest of each tenant in turn."""
+        now = self._clock()
+        lately = [
+            each
+            for each in reversed(self._reporters.values())
+            if each.report is not None and now - each.reported_at <= SILENT_S
+        ]
+        if len(lately) > MAX_ENGINES:
+            rank: Counter[str] = Counter()
+            ranked = []
+            for each in lately:
+                ranked.append((rank[each.tenant], each))
+                rank[each.tenant] += 1
+            ranked.sort(key=lambda pair: pair[0])
+            lately = [each for _, each in ranked[:MAX_ENGINES]]
+        return tuple(sorted((_state(each, now) for each in lately), key=lambda state: (state.engine, state.tenant)))
+
+
+def _state(reporter: _Reporter, now: float) -> EngineState:
+    report = reporter.report
+    assert report is not None
+    return EngineState(
+        report.engine,
+        report.version,
+        report.vllm_version,
+        report.transport,
+        report.breaker_open,
+        max(0.0, now - reporter.reported_at),
+        report.namespaces,
+        reporter.tenant,
+        reporter.model,
+    )

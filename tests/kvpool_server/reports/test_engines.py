@@ -1,0 +1,142 @@
+"""What engines report is counted once, whatever is lost, repeated or reordered; and what one may say is bounded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from kvpool.causes import Cause
+from kvpool.errors import InvalidRequestError
+from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, FirstTokenTimes
+from kvpool.wire import decode_report, encode_report
+from kvpool_server.reports import engines as engines_module
+from kvpool_server.reports.engines import SILENT_S, EngineReports
+from kvpool_server.reports.pairs import Pair, Pairs
+from kvpool_server.usage import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER
+from tests.support.clock import FakeClock
+
+SPACE = b"n" * 32
+EVICTED = Cause.EVICTED.label
+
+
+def report(sequence: int = 1, reporter: bytes = b"r" * 16, **fields: object) -> EngineReport:
+    return replace(EngineReport(reporter, sequence, "host:1", namespaces=(SPACE,)), **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def reports(clock: FakeClock) -> EngineReports:
+    return EngineReports(clock)
+
+
+def test_an_engine_is_shown_until_it_is_silent_or_says_that_it_ends(reports: EngineReports, clock: FakeClock) -> None:
+    reports.report(report(version="1.2", breaker_open=True, transport="shm"), "acme", "model")
+    clock.advance(SILENT_S - 1)
+    (state,) = reports.engines()
+    assert (state.engine, state.version, state.breaker_open, state.transport) == ("host:1", "1.2", True, "shm")
+    assert (state.age_seconds, state.tenant, state.model, state.namespaces) == (59, "acme", "model", (SPACE,))
+    reports.report(report(2, last=True), "acme", "model")
+    assert reports.engines() == ()
+    reports.report(report(3), "acme", "model")
+    clock.advance(SILENT_S + 1)
+    assert reports.engines() == ()
+    assert reports.totals and reports.of_namespace(SPACE) is not None
+
+
+def test_a_report_of_long_ago_is_no_news_of_the_engine(reports: EngineReports) -> None:
+    reports.report(report(2, transport="shm"), "acme", "model")
+    assert not reports.report(report(1, transport="tcp"), "acme", "model")
+    assert reports.engines()[0].transport == "shm"
+
+
+def test_tenants_have_numbers_of_their_own(reports: EngineReports) -> None:
+    reports.report(report(100, num_requests=1), "umbra", "model")
+    assert reports.report(report(1, num_requests=1), "acme", "model")
+    assert {pair.tenant: each.num_requests for pair, each in reports.totals.items()} == {"umbra": 1, "acme": 1}
+
+
+def test_one_tenant_pushes_out_no_other(reports: EngineReports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_module, "MAX_REPORTERS", 8)
+    monkeypatch.setattr(engines_module, "MAX_ENGINES", 4)
+    first = report(7, engine="small")
+    reports.report(first, "small", "model")
+    for nth in range(100):
+        reports.report(report(1, nth.to_bytes(16, "little")), "large", "model")
+    shown = reports.engines()
+    assert len(shown) == 4 and [state.tenant for state in shown].count("small") == 1
+    assert not reports.report(first, "small", "model")
+
+
+def test_labels_are_few() -> None:
+    pairs, proven = Pairs(), Pairs(has_tenants=True)
+    named = [pairs.of(f"model {nth}", "acme") for nth in range(100)]
+    assert len(set(named)) == MAX_PAIRS + 1 and named[-1] == Pair(OTHER, OTHER) and named[0] == Pair("model 0", "acme")
+    assert len({proven.of(f"model {nth}", "acme") for nth in range(100)}) == MAX_PAIRS_OF_TENANT + 1
+    assert proven.of("model", "umbra") == Pair("model", "umbra")
+
+
+def test_unknown_causes_are_one(reports: EngineReports) -> None:
+    reports.report(report(computed_tokens={"of a later release": 3, "and another": 4, EVICTED: 5}), "acme", "model")
+    assert reports.totals[Pair("model", "acme")].computed_tokens == {"other": 7, EVICTED: 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"reporter": b"short"}, "reporter has 5 bytes"),
+        ({"sequence": 0}, "count reports from 1"),
+        ({"namespaces": ()}, "number of namespaces"),
+        ({"namespaces": (SPACE,) * 17}, "number of namespaces"),
+        ({"saved_seconds": math.nan}, "saved_seconds of the report is nan"),
+        ({"saved_seconds": math.inf}, "saved_seconds"),
+        ({"lost_seconds": -1.0}, "lost_seconds"),
+        ({"load_seconds": 1e9}, "load_seconds"),
+        ({"loaded_tokens": 1 << 41}, "loaded_tokens"),
+        ({"num_requests": 1 << 41}, "num_requests"),
+        ({"computed_tokens": {f"cause {nth}": 1 for nth in range(65)}}, "number of causes"),
+        ({"computed_tokens": {EVICTED: 1 << 40, "declined": 1}}, "computed_tokens"),
+        ({"first_token_times": (FirstTokenTimes(41, True),)}, "size_class"),
+        ({"first_token_times": (FirstTokenTimes(1, True, 1, math.nan),)}, "sum_seconds"),
+        ({"first_token_times": (FirstTokenTimes(1, True, 1, 1.0, math.inf),)}, "sum_square_seconds"),
+        ({"first_token_times": (FirstTokenTimes(1, True, 1 << 41),)}, "count of a size class"),
+        ({"first_token_times": (FirstTokenTimes(1, True),) * 83}, "number of size classes"),
+        ({"agreement": Agreement(num_mixed=1, num_mixed_equal=2)}, "num_mixed_equal"),
+        ({"agreement": Agreement(num_held_out=1 << 41)}, "num_held_out"),
+    ],
+)
+def test_a_report_beyond_a_bound_changes_nothing(reports: EngineReports, fields: dict[str, object], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        reports.report(report(**{"num_requests": 1, **fields}), "acme", "model")  # type: ignore[arg-type]
+    assert reports.engines() == () and not reports.totals
+
+
+def test_texts_are_cut_and_printable() -> None:
+    hostile = encode_report(report(engine="\x1b[31m" + "x" * 1_000, version="1\n2"))
+    read = decode_report(hostile)
+    assert read.engine.isprintable() and len(read.engine) <= MAX_ENGINE_CHARS and read.version == "12"
+
+
+def test_a_report_survives_the_wire() -> None:
+    full = report(
+        9,
+        version="1",
+        vllm_version="2",
+        transport="tcp",
+        breaker_open=True,
+        computed_tokens={EVICTED: 3},
+        loaded_tokens=4,
+        load_seconds=0.5,
+        saved_seconds=1.5,
+        lost_seconds=2.5,
+        num_requests=6,
+        last=True,
+        first_token_times=(FirstTokenTimes(4, True, 2, 0.5, 0.25),),
+        agreement=Agreement(4, 3, 2, 1),
+    )
+    assert decode_report(encode_report(full)) == full

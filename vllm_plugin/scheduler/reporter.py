@@ -1,0 +1,141 @@
+"""Tells the server what became of the engine's prompt tokens: every `EVERY_S`, and once when the engine ends.
+
+A thread of its own sends the reports, one call at a time. Nothing waits for it, but for the engine's end, which waits
+for `LAST_S` at most. A server of an older release takes no reports: the engine sends none until the server restarts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+
+import vllm
+from vllm.logger import init_logger
+
+from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
+from kvpool.reports import MAX_STAGES, REPORTER_BYTES, Agreement, EngineReport, FirstTokenTimes
+from kvpool.version import __version__
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.scheduler.holdout import AGREEMENT, TIMES
+from vllm_plugin.scheduler.report_log import ReportLog
+from vllm_plugin.scheduler.stages import Stages
+
+logger = init_logger("vllm.kvpool.reporter")
+
+EVERY_S = 10.0
+FIRST_EVERY_S = 1.0
+"""Until the first report is acknowledged: operators see the engine soon."""
+TIMEOUT_MS = 2_000
+LAST_S = 1.0
+
+
+class Reporter:
+    """One engine's. Thread-safe.
+
+    Args:
+        stages: name the engine's namespaces, and have the connection.
+        recorder: counts.
+        num_devices: that compute each step.
+    """
+
+    def __init__(self, stages: Stages, recorder: Recorder, num_devices: int):
+        self._num_devices = num_devices
+        self._stages = stages
+        self._recorder = recorder
+        self._id = secrets.token_bytes(REPORTER_BYTES)
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._log = ReportLog()
+        self._namespaces: tuple[bytes, ...] = ()
+        self._refused_by = 0  # Boot token of a server that takes no reports.
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpool-report", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends the last report, and ends the thread. Idempotent."""
+        self._ends.set()
+        self._thread.join(timeout=LAST_S)
+
+    def _run(self) -> None:
+        wait_s = FIRST_EVERY_S
+        while not self._ends.wait(wait_s):
+            with self._recorder.guard.part("a report to the pool"):
+                if self._send(TIMEOUT_MS):
+                    wait_s = EVERY_S
+        timeout_ms = int(LAST_S * 500)
+        with self._recorder.guard.part("the last report to the pool"):
+            if not self._log.is_under_way or self._send(timeout_ms):
+                self._send(timeout_ms, is_last=True)
+
+    def _send(self, timeout_ms: int, is_last: bool = False) -> bool:
+        """Sends the next report; False if it was not acknowledged."""
+        boot_token = self._stages.boot_token
+        if boot_token and boot_token == self._refused_by:
+            return False
+        if not self._find_namespaces():
+            return False
+        client = self._stages.sessions[0].client
+        try:
+            is_taken = client.rpc.report(self._report(is_last), timeout_ms)
+        except InvalidRequestError as error:
+            logger.warning("kvpool: the server has refused a report, whose figures are lost: %s", error)
+            self._log.acknowledged()
+            return False
+        except PermissionDeniedError:
+            is_taken = False
+        except KVPoolError as error:
+            logger.debug("kvpool: a report did not reach the server, and is sent again: %s", error)
+            return False
+        if is_taken:
+            self._log.acknowledged()
+        else:
+            self._refused_by = boot_token
+        return is_taken
+
+    def _find_namespaces(self) -> bool:
+        """Notes the namespaces that are open now; False if none has been open yet."""
+        opened = [session.namespace for session in self._stages.sessions]
+        if opened and all(opened):
+            self._namespaces = tuple(each.fingerprint for each in opened if each is not None)[:MAX_STAGES]
+        return bool(self._namespaces)
+
+    def _report(self, is_last: bool) -> EngineReport:
+        delta = self._log.next(self._recorder.totals())
+        counts = delta.counts
+        return EngineReport(
+            reporter=self._id,
+            sequence=delta.sequence,
+            engine=self._name,
+            version=__version__,
+            vllm_version=vllm.__version__,
+            transport=self._stages.transport,
+            breaker_open=not self._stages.are_open,
+            namespaces=self._namespaces,
+            computed_tokens=delta.computed_tokens(),
+            loaded_tokens=int(counts.get("loaded_tokens", 0)),
+            load_seconds=counts.get("load_seconds", 0.0),
+            saved_seconds=counts.get("saved_seconds", 0.0),
+            lost_seconds=counts.get("lost_seconds", 0.0),
+            num_requests=int(counts.get("num_requests", 0)),
+            last=is_last,
+            num_devices=self._num_devices,
+            first_token_times=_first_token_times(counts),
+            agreement=Agreement(
+                **{each.name: int(counts.get(f"{AGREEMENT}:{each.name}", 0)) for each in dataclasses.fields(Agreement)}
+            ),
+        )
+
+
+def _first_token_times(counts: Mapping[str, float]) -> tuple[FirstTokenTimes, ...]:
+    """What `Holdout` has tallied, by size class."""
+    measured = {name.rpartition(":")[0] for name in counts if name.startswith(f"{TIMES}:")}
+    times = []
+    for name in sorted(measured):
+        _, size_class, held_out = name.split(":")
+        count, total, squares = (counts.get(f"{name}:{part}", 0) for part in ("count", "sum", "squares"))
+        times.append(FirstTokenTimes(int(size_class), held_out == "1", int(count), total, squares))
+    return tuple(times)
