@@ -30,8 +30,11 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.vllm_objects import tokens
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.scheduler import reporter
 
 SCRAPE = "200ms"
+REPORT_S = 0.1
+"""How often engines report to the server."""
 RATE, RANGE = "10m", "10m"
 BLOCK_BYTES = 64 << 10
 HOSTILE = 'a"}\\\n{model="b' + "x" * 500
@@ -114,6 +117,8 @@ class Scene:
         wait_for(lambda: self.prometheus.value("kvpool_lookups_total") >= lookups, "the server's numbers")
         hits = sum(engine.cached_tokens["prompt-0"] for engine in self.engines)
         wait_for(lambda: self.prometheus.value("vllm:kvpool_hit_tokens_total") >= hits, "the engines' numbers")
+        loaded = "kvpool_loaded_tokens_total"
+        wait_for(lambda: self.prometheus.value(loaded) >= hits * self._drives, "what the engines report")
 
     def _load(self, namespace: Namespace, names: Sequence[str], client: Client | None = None) -> None:
         self._put(namespace, names, client)
@@ -157,6 +162,9 @@ def _config(urls: dict[str, str], further_job: dict[str, Any]) -> dict[str, Any]
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory, vllm_config: MakeConfig) -> Iterator[Scene]:
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name in ("EVERY_S", "FIRST_EVERY_S"):
+            patch.setattr(reporter, name, REPORT_S)
         made = Scene(tmp_path_factory.mktemp("scene"), vllm_config, stack)
         prometheus = made.prometheus
         wait_for(lambda: prometheus.value("sum(up)") == 3, "three targets that answer")
