@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
+from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.namespace import GroupSpec, NamespaceSpec
@@ -49,6 +50,7 @@ from kvpool.types import (
     check_hash,
 )
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.value import ValueCurve, ValueEstimate, ValueReport
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message that clients and servers send or accept."""
@@ -390,11 +392,12 @@ def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
 def encode_report(report: EngineReport) -> pb.ReportRequest:
     times = [_encode(each, pb.FirstTokenTimes) for each in report.first_token_times]
     agreement = _encode(report.agreement, pb.Agreement)
-    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement)
+    requests = map(encode_trace, report.requests)
+    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement, requests=requests)
 
 
 def decode_report(message: pb.ReportRequest) -> EngineReport:
-    """A report whose texts may stand in logs."""
+    """A report whose texts may stand in logs; without its requests, which stay messages."""
     texts = {name: printable(getattr(message, name)[:MAX_ENGINE_CHARS]) for name in _TEXTS_OF_REPORT}
     return _decode(
         EngineReport,
@@ -403,6 +406,7 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
         computed_tokens=dict(message.computed_tokens),
         first_token_times=tuple(_decode(FirstTokenTimes, each) for each in message.first_token_times),
         agreement=_decode(Agreement, message.agreement),
+        requests=(),
         **texts,
     )
 
@@ -424,6 +428,22 @@ def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
+
+
+def encode_value(report: ValueReport, boot_token: int) -> pb.ValueResponse:
+    curves = [
+        _encode(curve, pb.ValueCurve, estimates=[_encode(each, pb.ValueEstimate) for each in curve.estimates])
+        for curve in report.curves
+    ]
+    return _encode(report, pb.ValueResponse, boot_token=boot_token, curves=curves)
+
+
+def decode_value(message: pb.ValueResponse) -> ValueReport:
+    curves = tuple(
+        _decode(ValueCurve, curve, estimates=tuple(_decode(ValueEstimate, each) for each in curve.estimates))
+        for curve in message.curves
+    )
+    return _decode(ValueReport, message, curves=curves)
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:
