@@ -95,7 +95,8 @@ def test_engines_report_what_they_count(tmp_path: Path, shapes_dir: Path, server
         page = client.admin.ledger(0)
         assert sum(row.loaded_tokens for row in page.rows) == loaded == FULL * (2 * len(PROMPTS) - held_out)
         assert sum((Counter(row.computed_tokens) for row in page.rows), Counter()) == computed
-        assert sum(row.num_requests for row in page.rows) == 3 * len(PROMPTS)
+        num_requests = sum(row.num_requests for row in page.rows)
+        assert num_requests == sum(each["vllm:request_success"] for each in metrics) >= 3 * len(PROMPTS)
         (measured,) = page.measured
         assert (measured.num_held_out, measured.num_loaded) == (held_out, 2 * len(PROMPTS) - held_out)
         agreement = measured.agreement
