@@ -81,6 +81,7 @@ def test_every_rpc_is_about_a_namespace_or_an_id_or_nothing() -> None:
         "Verify",
         "Remove",
         "Explain",
+        "Report",
     }
     assert found | {"Clear", *BY_ID} | ABOUT_NOTHING == set(METHODS)
 
