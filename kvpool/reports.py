@@ -78,6 +78,7 @@ class EngineReport:
     last: bool = False
     first_token_times: tuple[FirstTokenTimes, ...] = ()
     agreement: Agreement = Agreement()
+    num_devices: int = 1
     requests: tuple[RequestTrace, ...] = ()
 
 

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from kvpool import errors
 from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
+from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, EngineState, FirstTokenTimes
 from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
@@ -407,6 +408,22 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
         requests=(),
         **texts,
     )
+
+
+def encode_ledger(page: LedgerPage, boot_token: int) -> pb.LedgerResponse:
+    rows = [_encode(row, pb.LedgerRow) for row in page.rows]
+    measured = [
+        _encode(each, pb.MeasuredSaving, agreement=_encode(each.agreement, pb.Agreement)) for each in page.measured
+    ]
+    return _encode(page, pb.LedgerResponse, boot_token=boot_token, rows=rows, measured=measured)
+
+
+def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
+    rows = tuple(_decode(LedgerRow, row, computed_tokens=dict(row.computed_tokens)) for row in message.rows)
+    measured = tuple(
+        _decode(MeasuredSaving, each, agreement=_decode(Agreement, each.agreement)) for each in message.measured
+    )
+    return _decode(LedgerPage, message, rows=rows, measured=measured)
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")

@@ -55,6 +55,8 @@ from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.method_handlers import METHODS, decode
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.evictions import count_evictions
+from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.request_reader import RequestReader
 from kvpool_server.request_traces import RequestTraces
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -89,6 +91,7 @@ class PoolService(PoolServicer):
         turns: runs the work in steps.
         memory_of: what a tenant's engines may map, where callers prove who they are; None: nothing.
         reports: gets what engines report.
+        ledger: gets what lookups have missed because of other tenants; None: there is none.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class PoolService(PoolServicer):
         turns: Turns | None = None,
         memory_of: Callable[[str], SegmentInfo | None] | None = None,
         reports: EngineReports | None = None,
+        ledger: UsageLedger | None = None,
     ):
         self._tiered = pool
         self._memory_of = memory_of
@@ -121,6 +125,7 @@ class PoolService(PoolServicer):
         self._explainer = Explainer(pool, self._turns.run)
         self._traces = RequestTraces(time.monotonic)
         self._reports = reports or EngineReports(time.monotonic)
+        self._ledger = ledger
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -176,6 +181,8 @@ class PoolService(PoolServicer):
             found = self._tiered.lookup(fingerprint, runs, *options)
         if request.explain:
             found = dataclasses.replace(found, hits=self._pool.misses.explain(fingerprint, runs, found.hits))
+            if self._ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.
+                count_evictions(self._pool, fingerprint, runs, found.hits, self._ledger)
         if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000, owner)
         return wire.encode_lookup(found, runs, self._boot_token)
@@ -457,7 +464,11 @@ class PoolService(PoolServicer):
         return pb.ReportResponse(boot_token=self._boot_token, counted=counted)
 
     async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
-        return pb.LedgerResponse(boot_token=self._boot_token)
+        if self._ledger is None:
+            return pb.LedgerResponse(boot_token=self._boot_token)
+        page = await self._ledger.page(request.since, request.until, own_tenant())
+        # In a thread, because a page has up to MAX_LEDGER_ROWS rows.
+        return await asyncio.to_thread(wire.encode_ledger, page, self._boot_token)
 
 
 def _check_deadline(context: Context) -> None:

@@ -903,7 +903,7 @@ class SetQuotasResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "first_token_times", "agreement", "requests")
+    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "first_token_times", "agreement", "num_devices", "requests")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -928,6 +928,7 @@ class ReportRequest(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     reporter: bytes
     sequence: int
@@ -946,8 +947,9 @@ class ReportRequest(_message.Message):
     last: bool
     first_token_times: _containers.RepeatedCompositeFieldContainer[FirstTokenTimes]
     agreement: Agreement
+    num_devices: int
     requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
-    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., first_token_times: _Optional[_Iterable[_Union[FirstTokenTimes, _Mapping]]] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., first_token_times: _Optional[_Iterable[_Union[FirstTokenTimes, _Mapping]]] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ..., num_devices: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
 class FirstTokenTimes(_message.Message):
     __slots__ = ("size_class", "held_out", "count", "sum_seconds", "sum_square_seconds")
@@ -1014,7 +1016,7 @@ class LedgerRequest(_message.Message):
     def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ...) -> None: ...
 
 class LedgerRow(_message.Message):
-    __slots__ = ("hour", "tenant", "model", "saved_seconds", "lost_seconds", "gib_hours", "stored_bytes", "loaded_bytes", "loaded_tokens", "computed_tokens", "num_requests", "evicted_by_others_tokens", "evicted_of_others_tokens")
+    __slots__ = ("hour", "tenant", "model", "saved_gpu_seconds", "lost_gpu_seconds", "gib_hours", "stored_bytes", "loaded_bytes", "loaded_tokens", "computed_tokens", "num_requests", "evicted_by_others_tokens", "evicted_of_others_tokens", "hit_tokens")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1025,8 +1027,8 @@ class LedgerRow(_message.Message):
     HOUR_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GIB_HOURS_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -1035,11 +1037,12 @@ class LedgerRow(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BY_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_OF_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hour: int
     tenant: str
     model: str
-    saved_seconds: float
-    lost_seconds: float
+    saved_gpu_seconds: float
+    lost_gpu_seconds: float
     gib_hours: float
     stored_bytes: int
     loaded_bytes: int
@@ -1048,7 +1051,8 @@ class LedgerRow(_message.Message):
     num_requests: int
     evicted_by_others_tokens: int
     evicted_of_others_tokens: int
-    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., gib_hours: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., num_requests: _Optional[int] = ..., evicted_by_others_tokens: _Optional[int] = ..., evicted_of_others_tokens: _Optional[int] = ...) -> None: ...
+    hit_tokens: int
+    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., saved_gpu_seconds: _Optional[float] = ..., lost_gpu_seconds: _Optional[float] = ..., gib_hours: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., num_requests: _Optional[int] = ..., evicted_by_others_tokens: _Optional[int] = ..., evicted_of_others_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class MeasuredSaving(_message.Message):
     __slots__ = ("tenant", "model", "num_loaded", "num_held_out", "num_compared", "saved_seconds", "low_seconds", "high_seconds", "agreement")
@@ -1073,15 +1077,17 @@ class MeasuredSaving(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., num_loaded: _Optional[int] = ..., num_held_out: _Optional[int] = ..., num_compared: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., low_seconds: _Optional[float] = ..., high_seconds: _Optional[float] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ...) -> None: ...
 
 class LedgerResponse(_message.Message):
-    __slots__ = ("boot_token", "rows", "measured", "is_persistent", "begins")
+    __slots__ = ("boot_token", "rows", "measured", "is_persistent", "begins", "next_since")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     IS_PERSISTENT_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SINCE_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     rows: _containers.RepeatedCompositeFieldContainer[LedgerRow]
     measured: _containers.RepeatedCompositeFieldContainer[MeasuredSaving]
     is_persistent: bool
     begins: int
-    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ...) -> None: ...
+    next_since: int
+    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ..., next_since: _Optional[int] = ...) -> None: ...
