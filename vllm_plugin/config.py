@@ -63,6 +63,8 @@ class ConnectorConfig:
         decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
         holdout_fraction: share of the hits, chosen at random, that are computed all the same, to measure what loading
             saves (`kvpool ledger`). 0: none; 0.5 at most. With 0.01 one hit in a hundred costs its computation.
+        explain_requests: tell the server of each request, by its id and without its tokens, how many tokens were
+            loaded and computed and why, for `kvpool explain --request`.
         weights_epoch_file: a file with the name of the engine's weights, read after each reset, so that engines with
             equal names share again; see `resets.named_epoch`.
         on_reset: what a reset of the engine's prefix cache means; vLLM also resets it when an engine goes to sleep.
@@ -98,6 +100,7 @@ class ConnectorConfig:
     weights_epoch: str = ""
     decline_slow_loads: bool = True
     holdout_fraction: float = 0.0
+    explain_requests: bool = False
     weights_epoch_file: str = ""
     on_reset: str = "leave"
     share_adapters: str = "unchanged"

@@ -25,6 +25,8 @@ from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.reporter import Reporter
+from vllm_plugin.scheduler.request_traces import RequestTraces
+from vllm_plugin.scheduler.request_watcher import RequestWatcher
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
@@ -64,7 +66,9 @@ class KVPoolScheduler:
         self.contents = PoolContents(Events(geometry.groups, enabled=publishes))
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
-        self.computed = ComputedTokens(geometry, recorder)
+        self._traces = RequestTraces() if config.explain_requests else None
+        self._watchers: list[RequestWatcher] = [] if self._traces is None else [self._traces]
+        self.computed = ComputedTokens(geometry, recorder, self._watchers)
         self.holdout = Holdout(config.holdout_fraction, recorder)
         self.admission = Admission(
             geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, self.holdout, recorder
@@ -80,7 +84,7 @@ class KVPoolScheduler:
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
-        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size)
+        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size, self._traces)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
@@ -94,6 +98,8 @@ class KVPoolScheduler:
         matched: int | None = 0
         with self.budget:
             self.holdout.asked(request)
+            for watcher in self._watchers:
+                watcher.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
                 self.computed.because(request, why_not)
@@ -134,6 +140,8 @@ class KVPoolScheduler:
             self.holdout.admitted(request_id)
             with self.guard.part("the count of computed tokens"):
                 self.computed.admitted(request, lookup)
+                for watcher in self._watchers:
+                    watcher.admitted(request, lookup, num_external_tokens)
             self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
             if lookup is not None:
                 for idx in lookup.proven:
@@ -307,6 +315,8 @@ class KVPoolScheduler:
     def _load_ended(self, request_id: str, succeeded: bool) -> None:
         job = self.loads.ended(request_id, succeeded)
         if job is not None:
+            for watcher in self._watchers:
+                watcher.load_ended(request_id, succeeded)
             self.lookups.release(job.lease_ids)
             for part in () if succeeded else job.groups:
                 for run in part.runs:
@@ -324,6 +334,8 @@ class KVPoolScheduler:
             self._names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
+            for watcher in self._watchers:
+                watcher.finished(request_id)
         with part("the measurement of held-out hits"):
             self.holdout.finished(request)
         self._failed.discard(request_id)
