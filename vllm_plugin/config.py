@@ -81,6 +81,8 @@ class ConnectorConfig:
             certificate, and its key. The files are read again when they change.
         token_file: a file with a bearer token, for servers that know engines by tokens; then `tls` needs only "ca", and
             `tenant` has to be given.
+        otel: make spans of lookups, loads and stores for OpenTelemetry, as the OTEL_* variables of the environment say;
+            needs the extra `otel`.
         name_key_file: a file with the key that names blocks on the wire, so that neither the server nor other tenants
             can test guesses of prompts; engines share blocks only if it is the same. It is read at the engine's start.
         insecure_network: allow plaintext to another host, on a network where all are trusted.
@@ -109,6 +111,7 @@ class ConnectorConfig:
     tls: TlsFiles | None = None
     token_file: str = ""
     name_key_file: str = ""
+    otel: bool = False
     insecure_network: bool = False
 
     @classmethod
@@ -179,6 +182,7 @@ class ConnectorConfig:
             tls=self.tls,
             token_file=self.token_file,
             name_key_file=self.name_key_file,
+            otel=self.otel,
             insecure_network=self.insecure_network,
         )
 
