@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.causes import Cause
+from kvpool.tracing import tracing_of
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
@@ -25,6 +26,7 @@ from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.reporter import Reporter
+from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.request_traces import RequestTraces
 from vllm_plugin.scheduler.request_watcher import RequestWatcher
 from vllm_plugin.scheduler.resets import Resets
@@ -67,7 +69,9 @@ class KVPoolScheduler:
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self._traces = RequestTraces() if config.explain_requests else None
-        self._watchers: list[RequestWatcher] = [] if self._traces is None else [self._traces]
+        tracing = tracing_of(config.client_config())
+        self._spans = None if tracing is None else RequestSpans(tracing)
+        self._watchers: list[RequestWatcher] = [each for each in (self._traces, self._spans) if each is not None]
         self.computed = ComputedTokens(geometry, recorder, self._watchers)
         self.holdout = Holdout(config.holdout_fraction, recorder)
         self.admission = Admission(
@@ -75,6 +79,9 @@ class KVPoolScheduler:
         )
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
+        if self._spans is not None:
+            self.lookups.traceparent_of = self._spans.lookup_traceparent
+            self.jobs.traceparent_of = self._spans.request_traceparent
         self._peer_loads = PeerLoads(self.stores, self.jobs)
         self._resets = Resets(config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder)
         self._failed: set[str] = set()
@@ -159,6 +166,8 @@ class KVPoolScheduler:
                 self.lookups.release(lookup.lease_ids)
                 lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
             job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch, own_clock())
+            if self._spans is not None:
+                job.traceparent = self._spans.load_traceparent(request_id)
             self._new_loads.append(job)
             is_probe = lookup.verdict is not None and lookup.verdict.is_probe
             self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
