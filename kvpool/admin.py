@@ -15,6 +15,7 @@ from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
 from kvpool.types import BlockRun, PoolStats, Quota, WhoAmI
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.value import ValueReport
 
 MAX_ROWS = 100_000
 """Of a ledger, over all of its parts: more than a server keeps."""
@@ -54,6 +55,10 @@ class Admin:
         request = pb.ListNamespacesRequest(without_holdings=not holdings)
         reply = self._rpc.call(self._rpc.stub.ListNamespaces, request)
         return replies.namespaces(reply)
+
+    def value(self) -> ValueReport:
+        """What smaller and larger arenas would hit: of the caller's tenant, or of all for an operator."""
+        return replies.value(self._rpc.call(self._rpc.stub.Value, pb.ValueRequest()))
 
     def quotas(self) -> list[Quota]:
         """Every quota, by subject."""

@@ -21,6 +21,7 @@ from kvpool.commands.ping import ping
 from kvpool.commands.quota import quota
 from kvpool.commands.stats import stats
 from kvpool.commands.top import top
+from kvpool.commands.value import value
 from kvpool.commands.whoami import whoami
 from kvpool.errors import KVPoolError
 from kvpool.version import __version__
@@ -67,7 +68,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain):
+for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain, value):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

@@ -51,6 +51,7 @@ from kvpool.types import (
     WhoAmI,
 )
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.value import MAX_CURVES, MAX_ESTIMATES, ValueReport
 
 MAX_ARENA_BYTES = 1 << 56
 """Bound of an arena whose size the server does not tell: the data port and gRPC check offsets themselves."""
@@ -66,6 +67,9 @@ MAX_BUCKETS = 256
 MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
 MAX_HOST_CHARS = 253
+MAX_TOKENS = 1e18
+MAX_SIZE = 1_024.0
+"""Largest simulated arena, as a multiple of the present one."""
 
 METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
                  "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
@@ -493,6 +497,28 @@ def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
         decoded.append(replace(quota, subject=_shown(quota.subject)))
         _in("number of quotas", len(decoded), 0, MAX_ENTRIES)
     return decoded
+
+
+def value(reply: pb.ValueResponse) -> ValueReport:
+    """Curves whose ratios are ratios, and whose names can be printed."""
+    _text("policy", reply.policy, 64)
+    _in("arena_bytes", reply.arena_bytes, 0, MAX_ARENA_BYTES)
+    _in("seconds", reply.seconds, 0, MAX_AGE_S)
+    _in("cpu_seconds", reply.cpu_seconds, 0, MAX_AGE_S)
+    _in("number of curves", len(reply.curves), 0, MAX_CURVES)
+    for curve in reply.curves:
+        _text("tenant", curve.tenant)
+        _in("lookup_tokens", curve.lookup_tokens, 0, MAX_TOKENS)
+        _in("hit_tokens", curve.hit_tokens, 0, curve.lookup_tokens)
+        _in("simulated_hit_ratio", curve.simulated_hit_ratio, 0, 1)
+        _in("number of sizes", len(curve.estimates), 0, MAX_ESTIMATES)
+        for estimate in curve.estimates:
+            _in("size", estimate.size, 0, MAX_SIZE)
+            _in("hit_ratio", estimate.hit_ratio, 0, 1)
+            _in("hit_ratio_with_tiers", estimate.hit_ratio_with_tiers, estimate.hit_ratio, 1)
+    decoded = wire.decode_value(reply)
+    curves = [replace(curve, tenant=_shown(curve.tenant)) for curve in decoded.curves]
+    return replace(decoded, policy=escaped(decoded.policy, 64), curves=tuple(curves))
 
 
 _shown = functools.partial(escaped, most=MAX_NAME_CHARS)

@@ -50,6 +50,7 @@ from kvpool.types import (
     check_hash,
 )
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.value import ValueCurve, ValueEstimate, ValueReport
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message that clients and servers send or accept."""
@@ -427,6 +428,22 @@ def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
+
+
+def encode_value(report: ValueReport, boot_token: int) -> pb.ValueResponse:
+    curves = [
+        _encode(curve, pb.ValueCurve, estimates=[_encode(each, pb.ValueEstimate) for each in curve.estimates])
+        for curve in report.curves
+    ]
+    return _encode(report, pb.ValueResponse, boot_token=boot_token, curves=curves)
+
+
+def decode_value(message: pb.ValueResponse) -> ValueReport:
+    curves = tuple(
+        _decode(ValueCurve, curve, estimates=tuple(_decode(ValueEstimate, each) for each in curve.estimates))
+        for curve in message.curves
+    )
+    return _decode(ValueReport, message, curves=curves)
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:

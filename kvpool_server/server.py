@@ -51,7 +51,14 @@ from kvpool_server.history import History
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.metrics import (
+    CertificateExpiry,
+    OwnMemory,
+    PoolCollector,
+    QuotaCollector,
+    RpcMetrics,
+    UsageCollector,
+)
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
 from kvpool_server.reports.engines import EngineReports
@@ -67,6 +74,8 @@ from kvpool_server.tiers.traced import SpansOfBlocks, TracedTier
 from kvpool_server.traced_service import TracedPoolService
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
+from kvpool_server.value.instruments import ValueCollector, ValueInstruments
+from kvpool_server.value.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -168,7 +177,8 @@ class Server:
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
-        metrics = self._serve_http()
+        registry = CollectorRegistry()
+        metrics = self._serve_http(registry)
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self._memory.prefault.step()
@@ -176,6 +186,7 @@ class Server:
             self._publish_events()
         self._open.push_async_callback(self._tiered.close)
         await self._tiered.open()
+        self._value = self._watch_traffic(registry)
         if config.mooncake != "off":
             self.engine = await self._start_engine()
         if self.data is not None and not await self.data.ready():
@@ -220,13 +231,13 @@ class Server:
             log.warning(warning)
         return pool
 
-    def _serve_http(self) -> RpcMetrics:
-        registry = CollectorRegistry()
+    def _serve_http(self, registry: CollectorRegistry) -> RpcMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
+        registry.register(QuotaCollector(on_loop(loop, self.pool.quotas)))
         registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
@@ -292,6 +303,16 @@ class Server:
         self._open.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)
 
+    def _watch_traffic(self, registry: CollectorRegistry) -> ValueInstruments:
+        """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
+        config = self.config
+        recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
+        if recorder is not None:
+            self._open.push_async_callback(asyncio.to_thread, recorder.close)
+        value = ValueInstruments(self.pool, config.policy, config.value_sample, self._tiered.stats().tiers, recorder)
+        registry.register(ValueCollector(on_loop(asyncio.get_running_loop(), value.report), recorder))
+        return value
+
     async def _start_engine(self) -> Engine:
         config = self.config
         host = config.mooncake_host or split_address(config.listen)[0]
@@ -333,6 +354,7 @@ class Server:
             self._memory.of_tenant,
             self._reports,
             self._ledger,
+            self._value.report,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running

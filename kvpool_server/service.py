@@ -30,6 +30,7 @@ from kvpool.reports import MAX_STAGES
 from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
+from kvpool.value import ValueReport
 from kvpool.version import __version__
 from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import (
@@ -92,6 +93,7 @@ class PoolService(PoolServicer):
         memory_of: what a tenant's engines may map, where callers prove who they are; None: nothing.
         reports: gets what engines report.
         ledger: gets what lookups have missed because of other tenants; None: there is none.
+        value: what other arena sizes would hit, of a tenant or of all; None: nothing is simulated.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class PoolService(PoolServicer):
         memory_of: Callable[[str], SegmentInfo | None] | None = None,
         reports: EngineReports | None = None,
         ledger: UsageLedger | None = None,
+        value: Callable[[str | None], ValueReport] | None = None,
     ):
         self._tiered = pool
         self._memory_of = memory_of
@@ -126,6 +129,7 @@ class PoolService(PoolServicer):
         self._traces = RequestTraces(time.monotonic)
         self._reports = reports or EngineReports(time.monotonic)
         self._ledger = ledger
+        self._value = value or (lambda _: ValueReport(False, pool.pool.arena.arena_bytes, ""))
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -469,6 +473,9 @@ class PoolService(PoolServicer):
         page = await self._ledger.page(request.since, request.until, own_tenant())
         # In a thread, because a page has up to MAX_LEDGER_ROWS rows.
         return await asyncio.to_thread(wire.encode_ledger, page, self._boot_token)
+
+    async def Value(self, request: pb.ValueRequest, context: Any) -> pb.ValueResponse:
+        return wire.encode_value(self._value(own_tenant()), self._boot_token)
 
 
 def _check_deadline(context: Context) -> None:

@@ -1093,3 +1093,57 @@ class LedgerResponse(_message.Message):
     begins: int
     next_since: int
     def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ..., next_since: _Optional[int] = ...) -> None: ...
+
+class ValueRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ValueResponse(_message.Message):
+    __slots__ = ("boot_token", "enabled", "arena_bytes", "policy", "seconds", "left_out", "sampled_blocks", "cpu_seconds", "has_tiers", "curves")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
+    CURVES_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    enabled: bool
+    arena_bytes: int
+    policy: str
+    seconds: float
+    left_out: int
+    sampled_blocks: int
+    cpu_seconds: float
+    has_tiers: bool
+    curves: _containers.RepeatedCompositeFieldContainer[ValueCurve]
+    def __init__(self, boot_token: _Optional[int] = ..., enabled: bool = ..., arena_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., seconds: _Optional[float] = ..., left_out: _Optional[int] = ..., sampled_blocks: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., has_tiers: bool = ..., curves: _Optional[_Iterable[_Union[ValueCurve, _Mapping]]] = ...) -> None: ...
+
+class ValueCurve(_message.Message):
+    __slots__ = ("is_total", "tenant", "lookup_tokens", "hit_tokens", "simulated_hit_ratio", "estimates")
+    IS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    is_total: bool
+    tenant: str
+    lookup_tokens: float
+    hit_tokens: float
+    simulated_hit_ratio: float
+    estimates: _containers.RepeatedCompositeFieldContainer[ValueEstimate]
+    def __init__(self, is_total: bool = ..., tenant: _Optional[str] = ..., lookup_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., simulated_hit_ratio: _Optional[float] = ..., estimates: _Optional[_Iterable[_Union[ValueEstimate, _Mapping]]] = ...) -> None: ...
+
+class ValueEstimate(_message.Message):
+    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_WITH_TIERS_FIELD_NUMBER: _ClassVar[int]
+    size: float
+    hit_ratio: float
+    hit_ratio_with_tiers: float
+    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ...) -> None: ...

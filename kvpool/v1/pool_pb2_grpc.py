@@ -154,6 +154,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerResponse.FromString,
                 _registered_method=True)
+        self.Value = channel.unary_unary(
+                '/kvpool.v1.Pool/Value',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServicer(object):
@@ -329,6 +334,13 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Value(self, request, context):
+        """What a smaller or larger arena would hit, of the caller's tenant and, for an operator, of all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -451,6 +463,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerResponse.SerializeToString,
+            ),
+            'Value': grpc.unary_unary_rpc_method_handler(
+                    servicer.Value,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1101,6 +1118,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Ledger',
             kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Value(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Value',
+            kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -209,6 +209,8 @@ class TieredPool(Observer):
             self.pool.lookups.record_use_on_get(found)
         else:
             self.pool.lookups.record_use(found)
+            if lease_ttl_ms:
+                self.pool.tell_lookup(found, runs)
         slots = self.pool.lookups.slots(found) if locate and found.lease_id and not retry_after_ms else ()
         return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms, slots)
 
