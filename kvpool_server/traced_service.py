@@ -30,7 +30,7 @@ class TracedPoolService(PoolService):
     async def _lookup(self, request: pb.LookupRequest, owner: Owner, wait_ms: int = 0) -> pb.LookupResponse:
         if not request.runs:
             return await super()._lookup(request, owner, wait_ms)
-        attributes = {"rpc.method": "Lookup", "kvpool.runs": len(request.runs), **_caller()}
+        attributes: dict[str, str | int] = {"rpc.method": "Lookup", "kvpool.runs": len(request.runs), **_caller()}
         with self.tracing.span("kvpool.lookup", request.traceparent, attributes, kind="SERVER") as span:
             found = await super()._lookup(request, owner, wait_ms)
             span.set_attribute("kvpool.leading_blocks", sum(hit.num_leading for hit in found.hits))
