@@ -172,6 +172,7 @@ class LookupQuestion:
         arena_bytes: see the function of that name.
         lease_ttl_ms: 0: without a lease.
         encode_runs: makes messages of runs, with the blocks' names on the wire.
+        traceparent: of the client's span; empty if it makes none.
         asked_at: monotonic seconds.
     """
 
@@ -184,6 +185,7 @@ class LookupQuestion:
     locate: bool
     explain: bool
     encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
+    traceparent: str = ""
     asked_at: float = field(default_factory=time.monotonic)
 
     def __call__(self, wait_ms: int = 0) -> pb.LookupRequest:
@@ -195,6 +197,7 @@ class LookupQuestion:
             locate=self.locate and self.lease_ttl_ms > 0,
             explain=self.explain,
             wait_ms=wait_ms,
+            traceparent=self.traceparent,
         )
 
     @property
