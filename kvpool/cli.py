@@ -13,12 +13,15 @@ from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.commands import certs, name_key, token
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
+from kvpool.commands.doctor import doctor
 from kvpool.commands.events import events
+from kvpool.commands.explain import explain
 from kvpool.commands.namespaces import namespaces
 from kvpool.commands.ping import ping
 from kvpool.commands.quota import quota
 from kvpool.commands.stats import stats
 from kvpool.commands.top import top
+from kvpool.commands.value import value
 from kvpool.commands.whoami import whoami
 from kvpool.errors import KVPoolError
 from kvpool.version import __version__
@@ -65,7 +68,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, top, namespaces, quota, events):
+for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain, value):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

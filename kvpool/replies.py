@@ -14,7 +14,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvpool import wire
 from kvpool.data_port import NONCE_BYTES, PERMIT_BYTES, PERMIT_KEY_BYTES
 from kvpool.errors import InvalidReplyError, InvalidRequestError
 from kvpool.holdings import NamespaceInfo, escaped
+from kvpool.ledger import MAX_LEDGER_ROWS, LedgerPage
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
 from kvpool.reports import MAX_CAUSES, MAX_STAGES, EngineState
@@ -50,6 +51,7 @@ from kvpool.types import (
     WhoAmI,
 )
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.value import MAX_CURVES, MAX_ESTIMATES, ValueReport
 
 MAX_ARENA_BYTES = 1 << 56
 """Bound of an arena whose size the server does not tell: the data port and gRPC check offsets themselves."""
@@ -65,9 +67,12 @@ MAX_BUCKETS = 256
 MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
 MAX_HOST_CHARS = 253
+MAX_TOKENS = 1e18
+MAX_SIZE = 1_024.0
+"""Largest simulated arena, as a multiple of the present one."""
 
-METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "GetChunks": wire.MAX_MESSAGE_BYTES,
-                 "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
+METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
+                 "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much
 memory once parsed."""
 CONTROL_LIMIT = 1 << 20
@@ -429,11 +434,7 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
     _in("age_seconds", info.age_seconds, 0, MAX_AGE_S)
     _in("idle_seconds", info.idle_seconds, 0, MAX_AGE_S)
     _text("opened_by", info.opened_by)
-    _in("number of causes", len(info.computed_tokens), 0, MAX_CAUSES)
-    for cause in info.computed_tokens:
-        _text("cause", cause, 64)
-        if not cause.isidentifier():
-            raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
+    _causes(info.computed_tokens)
     _in("saved_seconds", info.saved_seconds, 0, math.inf)
     _in("lost_seconds", info.lost_seconds, 0, math.inf)
     for tier in info.tiers:
@@ -447,6 +448,43 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
     return replace(decoded, tiers=tiers, opened_by=_shown(decoded.opened_by))
 
 
+def ledger(reply: pb.LedgerResponse) -> LedgerPage:
+    """A part of the ledger whose texts can be printed."""
+    _in("number of rows", len(reply.rows), 0, MAX_LEDGER_ROWS)
+    _in("number of measured savings", len(reply.measured), 0, MAX_ENTRIES)
+    for row in reply.rows:
+        for name in ("tenant", "model"):
+            _text(name, getattr(row, name))
+        for name in ("saved_gpu_seconds", "lost_gpu_seconds", "gib_hours"):
+            _in(name, getattr(row, name), 0, math.inf)
+        _in("hour", row.hour, 0, MAX_AGE_S)
+        _causes(row.computed_tokens)
+    for each in reply.measured:
+        for name in ("tenant", "model"):
+            _text(name, getattr(each, name))
+        for name in ("saved_seconds", "low_seconds", "high_seconds"):
+            _in(name, getattr(each, name), -MAX_AGE_S, MAX_AGE_S)
+        _in("num_compared", each.num_compared, 0, each.num_loaded)
+        _in("num_mixed_equal", each.agreement.num_mixed_equal, 0, each.agreement.num_mixed)
+        _in("num_held_out_equal", each.agreement.num_held_out_equal, 0, each.agreement.num_held_out)
+    _in("begins", reply.begins, 0, MAX_AGE_S)
+    _in("next_since", reply.next_since, 0, MAX_AGE_S)
+    decoded = wire.decode_ledger(reply)
+    return replace(
+        decoded,
+        rows=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.rows),
+        measured=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.measured),
+    )
+
+
+def _causes(computed_tokens: Mapping[str, int]) -> None:
+    _in("number of causes", len(computed_tokens), 0, MAX_CAUSES)
+    for cause in computed_tokens:
+        _text("cause", cause, 64)
+        if not cause.isidentifier():
+            raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
+
+
 def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
     """Quotas that are set."""
     decoded = []
@@ -456,6 +494,28 @@ def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
         decoded.append(replace(quota, subject=_shown(quota.subject)))
         _in("number of quotas", len(decoded), 0, MAX_ENTRIES)
     return decoded
+
+
+def value(reply: pb.ValueResponse) -> ValueReport:
+    """Curves whose ratios are ratios, and whose names can be printed."""
+    _text("policy", reply.policy, 64)
+    _in("arena_bytes", reply.arena_bytes, 0, MAX_ARENA_BYTES)
+    _in("seconds", reply.seconds, 0, MAX_AGE_S)
+    _in("cpu_seconds", reply.cpu_seconds, 0, MAX_AGE_S)
+    _in("number of curves", len(reply.curves), 0, MAX_CURVES)
+    for curve in reply.curves:
+        _text("tenant", curve.tenant)
+        _in("lookup_tokens", curve.lookup_tokens, 0, MAX_TOKENS)
+        _in("hit_tokens", curve.hit_tokens, 0, curve.lookup_tokens)
+        _in("simulated_hit_ratio", curve.simulated_hit_ratio, 0, 1)
+        _in("number of sizes", len(curve.estimates), 0, MAX_ESTIMATES)
+        for estimate in curve.estimates:
+            _in("size", estimate.size, 0, MAX_SIZE)
+            _in("hit_ratio", estimate.hit_ratio, 0, 1)
+            _in("hit_ratio_with_tiers", estimate.hit_ratio_with_tiers, estimate.hit_ratio, 1)
+    decoded = wire.decode_value(reply)
+    curves = [replace(curve, tenant=_shown(curve.tenant)) for curve in decoded.curves]
+    return replace(decoded, policy=escaped(decoded.policy, 64), curves=tuple(curves))
 
 
 _shown = functools.partial(escaped, most=MAX_NAME_CHARS)

@@ -33,7 +33,8 @@ log = structlog.get_logger()
 
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
-    shown = "1GiB" if name == "memory" else "none" if field.default in ("", ()) else field.default
+    sizes = {"memory": "1GiB", "record_bytes": "256MiB"}
+    shown = sizes[name] if name in sizes else "none" if field.default in ("", ()) else field.default
     return escape(f"{field.description} (default: {shown})")  # Rich would take pyjwt[crypto] for markup.
 
 
@@ -64,6 +65,7 @@ def serve(
     oidc_role_claim: Annotated[str | None, typer.Option(help=_help("oidc_role_claim"))] = None,
     deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
+    ledger: Annotated[str | None, typer.Option(help=_help("ledger"))] = None,
     identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,
     insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
@@ -87,6 +89,10 @@ def serve(
     kv_events_medium: Annotated[str | None, typer.Option(help=_help("kv_events_medium"))] = None,
     kv_events_hashes: Annotated[str | None, typer.Option(help=_help("kv_events_hashes"))] = None,
     kv_events_buffer: Annotated[str | None, typer.Option(help=_help("kv_events_buffer"))] = None,
+    value_sample: Annotated[str | None, typer.Option(help=_help("value_sample"))] = None,
+    record: Annotated[str | None, typer.Option(help=_help("record"))] = None,
+    record_bytes: Annotated[str | None, typer.Option(help=_help("record_bytes"))] = None,
+    record_names: Annotated[bool | None, typer.Option("--record-names", help=_help("record_names"))] = None,
     log_level: Annotated[str | None, typer.Option(help=_help("log_level"))] = None,
     log_format: Annotated[str | None, typer.Option(help=_help("log_format"))] = None,
     config: Annotated[

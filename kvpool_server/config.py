@@ -128,6 +128,11 @@ class ServerConfig(BaseModel):
         description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
         "remove blocks, set quotas or open namespaces, and for credentials that it reads. Empty: none.",
     )
+    ledger: str = Field(
+        "",
+        description="File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by "
+        "the hour (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start.",
+    )
     identity_limits: str = Field(
         "",
         description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "
@@ -222,6 +227,22 @@ class ServerConfig(BaseModel):
     kv_events_buffer: int = Field(
         10_000, ge=1_000, le=1_000_000, description="KV event messages kept for subscribers that missed some."
     )
+    value_sample: int = Field(
+        1_024,
+        ge=0,
+        le=65_536,
+        description="Blocks sampled to simulate each other arena size, for `kvpool value`: more blocks are more exact, "
+        "and take more CPU time and memory. 0: no simulation.",
+    )
+    record: str = Field(
+        "",
+        description="File that records lookups and puts for `kvpool bench replay` and `kvpool advise`: salted hashes, "
+        "times, sizes and hits, no tokens; see docs/value.md. Empty: none.",
+    )
+    record_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="With --record: size of the file at which recording stops."
+    )
+    record_names: bool = Field(False, description="With --record: also record the names of models and tenants.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level that is logged: debug, info, warning or error."
     )
@@ -319,7 +340,7 @@ class ServerConfig(BaseModel):
                 raise ValueError(f"{subject} has two quotas; give one")
         return value
 
-    @field_validator("memory")
+    @field_validator("memory", "record_bytes")
     @classmethod
     def _check_memory(cls, value: int) -> int:
         if value < 1 << 20:

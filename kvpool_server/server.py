@@ -56,6 +56,7 @@ from kvpool_server.page.site import Site
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import ReportCollector
 from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.usage_ledger import open_ledger
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -63,6 +64,8 @@ from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
+from kvpool_server.value.instruments import ValueCollector, ValueInstruments
+from kvpool_server.value.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -147,11 +150,17 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
-        self._reports = EngineReports(time.monotonic, Pairs(has_tenants=self._access is not None))
+        pairs = Pairs(has_tenants=self._access is not None)
+        self._reports = EngineReports(time.monotonic, pairs)
+        usage = self.usage.by_model_and_tenant
+        self._ledger = await open_ledger(config.ledger, self._reports, pairs, usage, time.time, time.monotonic)
+        self._open.push_async_callback(self._ledger.close)
+        self._in_background(self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
-        metrics = self._serve_http()
+        registry = CollectorRegistry()
+        metrics = self._serve_http(registry)
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self._memory.prefault.step()
@@ -159,6 +168,7 @@ class Server:
             self._publish_events()
         self._open.push_async_callback(self._tiered.close)
         await self._tiered.open()
+        self._value = self._watch_traffic(registry)
         if config.mooncake != "off":
             self.engine = await self._start_engine()
         if self.data is not None and not await self.data.ready():
@@ -203,8 +213,7 @@ class Server:
             log.warning(warning)
         return pool
 
-    def _serve_http(self) -> RpcMetrics:
-        registry = CollectorRegistry()
+    def _serve_http(self, registry: CollectorRegistry) -> RpcMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         loop = asyncio.get_running_loop()
@@ -275,6 +284,16 @@ class Server:
         self._open.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)
 
+    def _watch_traffic(self, registry: CollectorRegistry) -> ValueInstruments:
+        """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
+        config = self.config
+        recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
+        if recorder is not None:
+            self._open.push_async_callback(asyncio.to_thread, recorder.close)
+        value = ValueInstruments(self.pool, config.policy, config.value_sample, self._tiered.stats().tiers, recorder)
+        registry.register(ValueCollector(on_loop(asyncio.get_running_loop(), value.report), recorder))
+        return value
+
     async def _start_engine(self) -> Engine:
         config = self.config
         host = config.mooncake_host or split_address(config.listen)[0]
@@ -310,6 +329,8 @@ class Server:
             self._turns,
             self._memory.of_tenant,
             self._reports,
+            self._ledger,
+            self._value.report,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running

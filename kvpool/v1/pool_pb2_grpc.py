@@ -104,6 +104,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.RemoveResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvpool.v1.Pool/Explain',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvpool.v1.Pool/Clear',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ClearRequest.SerializeToString,
@@ -148,6 +153,11 @@ class PoolStub(object):
                 '/kvpool.v1.Pool/Ledger',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerResponse.FromString,
+                _registered_method=True)
+        self.Value = channel.unary_unary(
+                '/kvpool.v1.Pool/Value',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
                 _registered_method=True)
 
 
@@ -253,6 +263,14 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What is known of some blocks, for people who ask why a prompt was computed: where they are, or when, why and for whose
+        blocks they left. Or what engines have told of one request. Renews nothing, and counts as no use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Clear(self, request, context):
         """Drops every block of one namespace, or of all.
         """
@@ -311,6 +329,13 @@ class PoolServicer(object):
 
     def Ledger(self, request, context):
         """What the pool has saved, held and moved, by hour, tenant and model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Value(self, request, context):
+        """What a smaller or larger arena would hit, of the caller's tenant and, for an operator, of all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -389,6 +414,11 @@ def add_PoolServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.RemoveRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.RemoveResponse.SerializeToString,
             ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ExplainRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ExplainResponse.SerializeToString,
+            ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ClearRequest.FromString,
@@ -433,6 +463,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerResponse.SerializeToString,
+            ),
+            'Value': grpc.unary_unary_rpc_method_handler(
+                    servicer.Value,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -824,6 +859,33 @@ class Pool(object):
             _registered_method=True)
 
     @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Explain',
+            kvpool_dot_v1_dot_pool__pb2.ExplainRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Clear(request,
             target,
             options=(),
@@ -1056,6 +1118,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Ledger',
             kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Value(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Value',
+            kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
             options,
             channel_credentials,
             insecure,

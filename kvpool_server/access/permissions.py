@@ -8,7 +8,7 @@ _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report",
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
-_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger"}
+_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value"}
 _POOL = {"Stats", "SetQuotas"}
 _ANYBODY = {"Ping", "WhoAmI"}
 
@@ -17,7 +17,7 @@ CALLS: dict[Role, frozenset[str]] = {
     Role.ENGINE_WRITE: frozenset(_ANYBODY | _READ | _WRITE),
     Role.TENANT_OPERATOR: frozenset(_ANYBODY | _TENANT),
     Role.OPERATOR: frozenset(_ANYBODY | _READ | _WRITE | _TENANT | _POOL),
-    Role.METRICS: frozenset(_ANYBODY | {"Stats"}),
+    Role.METRICS: frozenset(_ANYBODY | {"Stats", "Value"}),
 }
 """By role: the methods of the Pool service."""
 

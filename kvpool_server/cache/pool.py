@@ -45,6 +45,7 @@ from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import NOBODY, Found, Owner, Ticket
@@ -55,6 +56,7 @@ from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
+from kvpool_server.cache.traffic import TrafficObserver
 from kvpool_server.cache.transfers import NoTransfers, Transfers
 from kvpool_server.cache.use_times import UseTimes
 
@@ -78,6 +80,7 @@ class Pool:
         leases, tickets: the live ones.
         lookups: finds blocks, and records their use.
         misses: says why blocks are not found.
+        explanations: say what is known of a prompt's blocks.
         use_times: when a stamp of an entry's use was given.
     """
 
@@ -110,12 +113,23 @@ class Pool:
         self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
         self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
         self.misses = Misses(self._namespaces, departures)
+        self.explanations = Explanations(self._namespaces, departures, self.misses, self.use_times, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
+        self._traffic_observers: list[TrafficObserver] = []
         self._on_closed: list[Callable[[PoolNamespace], None]] = []
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
         self.entry_table.observe(observer)
+
+    def observe_traffic(self, observer: TrafficObserver) -> None:
+        """Tells an observer of every lookup for a load and every put from now on."""
+        self._traffic_observers.append(observer)
+
+    def tell_lookup(self, found: Found, runs: Sequence[BlockRun]) -> None:
+        """Tells the observers of traffic that a lookup for a load has been answered."""
+        for observer in self._traffic_observers:
+            observer.looked_up(found.namespace, runs, found.hits)
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
@@ -211,6 +225,8 @@ class Pool:
         """Which blocks are complete. With a TTL, leases them, which is a use; without one renews nothing."""
         found = self.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
         self.lookups.record_use(found)
+        if lease_ttl_ms:
+            self.tell_lookup(found, runs)
         return Lookup(found.hits, found.lease_id, found.lease_ttl_ms)
 
     def find(
@@ -262,6 +278,9 @@ class Pool:
         """As `put_start`; the ticket is the owner's."""
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = yield from self.reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
+        if self._traffic_observers and not shards.start and (namespace := self.namespace(fingerprint)) is not None:
+            for observer in self._traffic_observers:
+                observer.put(namespace, runs)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
         self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)

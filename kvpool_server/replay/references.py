@@ -25,7 +25,7 @@ def lru(requests: Sequence[Request], capacity: int) -> int:
     hits = 0
     for request in requests:
         hits += _leading(request, resident)
-        for block in request.ids:
+        for block in request.stored:
             resident[block] = None
             resident.move_to_end(block)
             if len(resident) > capacity:
@@ -41,7 +41,7 @@ def clairvoyant(requests: Sequence[Request], capacity: int) -> int:
     hits = 0
     for request, uses in zip(requests, next_uses, strict=True):
         hits += _leading(request, resident)
-        for depth, (block, use) in enumerate(zip(request.ids, uses, strict=True)):
+        for depth, (block, use) in enumerate(zip(request.stored, uses, strict=False)):
             resident[block] = use
             heapq.heappush(farthest, (-use, -depth, block))
         while len(resident) > capacity:
@@ -52,17 +52,20 @@ def clairvoyant(requests: Sequence[Request], capacity: int) -> int:
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[float]]:
-    """For each block of each request, the index of the next request that uses it."""
+    """For each block of each request, the index of the next request that looks it up."""
     next_use: dict[int, float] = {}
     found: list[list[float]] = []
     for nth in range(len(requests) - 1, -1, -1):
         ids = requests[nth].ids
         found.append([next_use.get(block, NEVER) for block in ids])
-        next_use.update(dict.fromkeys(ids, nth))
+        if not requests[nth].is_put:
+            next_use.update(dict.fromkeys(ids, nth))
     return found[::-1]
 
 
 def _leading(request: Request, resident: Mapping[int, object]) -> int:
+    if request.is_put:
+        return 0
     return sum(1 for _ in itertools.takewhile(resident.__contains__, request.ids))
 
 

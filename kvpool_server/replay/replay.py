@@ -1,7 +1,7 @@
 """Replays a trace against the server's own `Pool`, in this process, without bytes and without RPCs.
 
-Each request looks its blocks up, as an engine does, and then stores those that missed. A block hits if it and all
-blocks before it in the prompt are in the pool when the request comes.
+Each prompt looks its blocks up, as an engine does, and then stores those that missed; a recording has the engines' puts
+beside their lookups. A block hits if it and all blocks before it in the prompt are in the pool when the request comes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvpool_server.replay.trace import Request, num_blocks
 
 SLOT_BYTES = 2 << 20
 """Any size will do: an arena consists of offsets, and no bytes are stored."""
+BLOCK_TOKENS = 512
 LEASE_MS = TICKET_MS = 10_000
 REQUESTS_PER_STEP = 256
 
@@ -35,10 +36,7 @@ def replay(
     A request with more blocks than the pool can hold stores none, because an engine's put of them would fail.
     """
     now = 0.0
-    pool = Pool(_arena(capacity), lambda: now, itertools.count(1).__next__, policy=POLICIES[policy])
-    group = GroupSpec("full_attention", 512, 8, 128, 128, 1, SLOT_BYTES)
-    fingerprint = pool.open_namespace(NamespaceSpec("replay", (group,)))[0].fingerprint
-    shards = ShardRange(0, 1)
+    pool, fingerprint = make_pool(capacity, policy, lambda: now)
     hits = 0
     for nth, request in enumerate(requests):
         if nth % REQUESTS_PER_STEP == 0:
@@ -46,18 +44,42 @@ def replay(
         if not request.ids:
             continue
         now = max(now, request.at_s)
-        run = BlockRun(0, [block.to_bytes(HASH_BYTES, "big") for block in request.ids])
-        found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
-        hits += found.hits[0].num_leading
-        try:
-            grant = pool.put_start(fingerprint, [run], shards, TICKET_MS)
-        except OutOfSpaceError:
-            pass
-        else:
-            if grant.ticket_id:
-                pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
-        pool.release([found.lease_id])
+        run = run_of(request)
+        lease_id, num_stored = 0, len(request.stored)
+        if not request.is_put:
+            found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
+            lease_id, leading = found.lease_id, found.hits[0].num_leading
+            hits += leading
+            if request.hits is not None and leading >= num_stored:
+                num_stored = 0
+        if num_stored:
+            put(pool, fingerprint, BlockRun(0, run.block_hashes[:num_stored], run.parent_hash))
+        if lease_id:
+            pool.release([lease_id])
     return hits
+
+
+def run_of(request: Request) -> BlockRun:
+    """The blocks of a request."""
+    parent_hash = b"" if request.parent is None else request.parent.to_bytes(HASH_BYTES, "big")
+    return BlockRun(0, [block.to_bytes(HASH_BYTES, "big") for block in request.ids], parent_hash)
+
+
+def put(pool: Pool, fingerprint: bytes, run: BlockRun) -> None:
+    """Stores blocks of one shard, without bytes; none if they do not fit."""
+    try:
+        grant = pool.put_start(fingerprint, [run], ShardRange(0, 1), TICKET_MS)
+    except OutOfSpaceError:
+        return
+    if grant.ticket_id:
+        pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+
+
+def make_pool(capacity: int, policy: str, clock: Callable[[], float], tenant: str = "") -> tuple[Pool, bytes]:
+    """A pool of `capacity` blocks, and a namespace of it with blocks of one shard."""
+    pool = Pool(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
+    group = GroupSpec("full_attention", BLOCK_TOKENS, 8, 128, 128, 1, SLOT_BYTES)
+    return pool, pool.open_namespace(NamespaceSpec("replay", (group,), tenant=tenant))[0].fingerprint
 
 
 def _arena(capacity: int) -> Arena:

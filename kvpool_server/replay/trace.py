@@ -1,6 +1,6 @@
 """Traces: the blocks of a service's prompts, and when each prompt came.
 
-A trace is a file of JSON lines, each with `timestamp` (ms) and `hash_ids` (one id for each block; equal ids mean equal
+A trace is a recording of `kvpool-server --record` (see `recording`), or a file of JSON lines, each with `timestamp` (ms) and `hash_ids` (one id for each block; equal ids mean equal
 prefixes), the format of the traces published with the Mooncake paper.
 
 Source of the format: Qin et al., Mooncake, FAST '25.
@@ -22,19 +22,38 @@ MAX_BLOCKS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt of a trace.
+    """One prompt of a trace; of a recording, one run of a lookup or put.
 
     Args:
         at_s: when it came, in seconds.
         ids: of its blocks, from the first.
+        hits: leading blocks that the recorded pool had; None: not recorded, and the prompt stores all of its blocks.
+        parent: id of the block before the first one; None: there is none.
+        is_put: a put: its blocks are stored, and not looked up.
     """
 
     at_s: float
     ids: Sequence[int]
+    hits: int | None = None
+    parent: int | None = None
+    is_put: bool = False
+
+    @property
+    def stored(self) -> Sequence[int]:
+        """The blocks that are in a pool of any size afterwards, if they fit.
+
+        Of a recorded lookup only those that hit: the engine that computes them instead stores them. Others may never
+        have been stored; if they were, a recorded put follows.
+        """
+        return self.ids if self.hits is None else self.ids[: self.hits]
 
 
 def load(path: Path) -> list[Request]:
     """Reads a trace. Raises ValueError if the file is not text, or a line is not a request."""
+    from kvpool_server.replay.recording import is_recording, load_recording
+
+    if is_recording(path):
+        return load_recording(path)
     requests = []
     try:
         lines = path.read_text().splitlines()
@@ -65,8 +84,8 @@ def _ids(ids: list[int]) -> list[int]:
 
 
 def num_blocks(requests: Sequence[Request]) -> int:
-    """Blocks of all prompts together."""
-    return sum(len(request.ids) for request in requests)
+    """Blocks of all prompts together; of a recording, those that were looked up."""
+    return sum(len(request.ids) for request in requests if not request.is_put)
 
 
 def num_distinct(requests: Sequence[Request]) -> int:

@@ -1,0 +1,21 @@
+"""What clients ask of the pool, told to those who only watch: the recorder and the miniature simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.types import BlockRun, RunHits
+from kvpool_server.cache.namespaces import PoolNamespace
+
+
+class TrafficObserver:
+    """Called inside the call of the client: must return quickly and must not call the pool. These methods do nothing.
+
+    A lookup that waits for a tier and is repeated is told once. Lookups without a lease are no uses, and are not told.
+    """
+
+    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
+        """A lookup for a load has been answered; one of `hits` for each run."""
+
+    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
+        """A put of blocks of one group has begun; it may name blocks that the pool has already."""

@@ -1,0 +1,254 @@
+"""Hit ratios against arena size: one miniature for each size, one for the tiers below, and what tenants hit in them.
+
+A reference is a block that a lookup asked for. It hits if it and all blocks before it are held. The pool itself has
+counted its hits at the present size, of all references; the miniatures count those of sampled ones. So the estimate for
+another size has two strata (post-stratification): of the references that hit in the pool, which of them would hit there,
+and of those that missed.
+
+- Hit in the pool: h of r sampled references (each counts 1/R) hit in the miniature, N of all did in the pool. The
+  sample has more or fewer references than expected, N - r, mostly because few blocks are referenced very often; these
+  hit at every size. So h + (N - r) would hit: the correction of SHARDS_adj.
+- Missed in the pool: h / r of them would hit.
+
+At the present size the estimate is what the pool has counted, but for what the miniature does differently.
+
+Sources: see `miniature`; W. G. Cochran, Sampling Techniques, 1977, for strata.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpool.value import SIZES, ValueCurve, ValueEstimate
+from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.steps import Steps
+from kvpool_server.value.miniature import Miniature
+from kvpool_server.value.sample import Sampled, SampledRun, Sampler
+
+PRESENT = SIZES.index(1.0)
+MAX_TENANTS = 32
+"""Tenants with a curve of their own, those seen first; the rest share one."""
+REST = "other"
+"""In the place of a tenant: the rest."""
+HITS, MISSES = 0, 1  # The two strata.
+
+
+class _Tally:
+    """References in one miniature, by stratum, and the hits among them: each counts 1/R."""
+
+    __slots__ = ("hits", "references")
+
+    def __init__(self) -> None:
+        self.references = [0.0, 0.0]
+        self.hits = [0.0, 0.0]
+
+    def count(self, blocks: Sampled, num_hits: int, num_hits_in_pool: int, weight: float) -> None:
+        """Adds a run's sampled blocks, of which the first `num_hits` hit.
+
+        Args:
+            num_hits_in_pool: leading blocks of the whole run that the pool has hit.
+            weight: tokens for which each sampled block stands.
+        """
+        split = bisect.bisect_left(blocks, (num_hits_in_pool,))
+        self.references[HITS] += weight * split
+        self.references[MISSES] += weight * (len(blocks) - split)
+        self.hits[HITS] += weight * min(split, num_hits)
+        self.hits[MISSES] += weight * max(0, num_hits - split)
+
+    def fade(self, keep: float) -> None:
+        self.references = [keep * each for each in self.references]
+        self.hits = [keep * each for each in self.hits]
+
+    def hit_tokens(self, tokens: Sequence[float]) -> float:
+        """The estimate of the module's docstring, given all references by stratum."""
+        missing = tokens[HITS] - self.references[HITS]
+        found = min(max(self.hits[HITS] + missing, 0.0), tokens[HITS])
+        if self.references[MISSES]:
+            found += tokens[MISSES] * self.hits[MISSES] / self.references[MISSES]
+        return found
+
+
+class _Tenant:
+    """What a tenant asked for and hit: all references by stratum, in tokens, and tallies for each size."""
+
+    def __init__(self) -> None:
+        self.tokens = [0.0, 0.0]
+        self.in_memory = [_Tally() for _ in SIZES]
+        self.with_tiers = [_Tally() for _ in SIZES]
+
+    def fade(self, keep: float) -> None:
+        self.tokens = [keep * each for each in self.tokens]
+        for tally in (*self.in_memory, *self.with_tiers):
+            tally.fade(keep)
+
+
+class CurveSimulation:
+    """The miniatures of a pool and what tenants hit in them. Not thread-safe.
+
+    Args:
+        policy: makes the policy in use.
+        arena_bytes: the present size.
+        tier_bytes: of all tiers together; None: without bound; 0: there is no tier.
+        max_entries: sampled blocks a size, about.
+        sampler: chooses the blocks.
+
+    Attributes:
+        arena_bytes: as given.
+        max_entries: as given; `halve_rates` lowers it.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], Policy],
+        arena_bytes: int,
+        tier_bytes: int | None = 0,
+        max_entries: int = 2_048,
+        sampler: Sampler | None = None,
+    ):
+        self.max_entries = max_entries
+        self._policy = policy
+        self.arena_bytes = arena_bytes
+        self._tier_bytes = tier_bytes
+        self._sampler = sampler or Sampler()
+        self._minis: list[Miniature] = []
+        self._tier: Miniature | None = None
+        self._tenants: dict[str, _Tenant] = {}
+        self._all = _Tenant()
+        self._rest = _Tenant()
+
+    @property
+    def num_entries(self) -> int:
+        """Sampled blocks in all miniatures."""
+        return sum(map(len, self._miniatures()))
+
+    @property
+    def rates(self) -> list[float]:
+        return [mini.rate for mini in self._miniatures()]
+
+    def _miniatures(self) -> list[Miniature]:
+        return self._minis if self._tier is None else [*self._minis, self._tier]
+
+    def _start(self, block_bytes: int) -> None:
+        if not self._minis:
+            make, most = self._policy, self.max_entries
+            self._minis = [Miniature(make, int(size * self.arena_bytes), most, block_bytes) for size in SIZES]
+            if self._tier_bytes != 0:
+                self._tier = Miniature(make, self._tier_bytes, most, block_bytes)
+
+    def lookup(
+        self,
+        tenant: str,
+        salt: int,
+        parent_hash: bytes,
+        hashes: Sequence[bytes],
+        num_hits: int,
+        block_bytes: int,
+        block_tokens: int,
+        counts: bool = True,
+        stores_all: bool = False,
+    ) -> Steps[None]:
+        """A lookup of a run, of which the pool has hit the first `num_hits` blocks.
+
+        The blocks that hit are stored where a miniature lacks them: their engine would have computed and put them.
+
+        Args:
+            salt: see `Sampler.sample`.
+            counts: False for the further groups of a lookup, whose blocks occupy memory, but are the same tokens.
+            stores_all: also store blocks that missed; for traces, in which each prompt is stored when it is looked up.
+        """
+        self._start(block_bytes)
+        run = self._sample(salt, parent_hash, hashes)
+        self._sampler.remember_end(salt, run, hashes, num_hits)
+        self._sampler.remember_end(salt, run, hashes, len(hashes))
+        tenants = (self._all, self._tenant(tenant)) if counts else ()
+        for each in tenants:
+            each.tokens[HITS] += block_tokens * num_hits
+            each.tokens[MISSES] += block_tokens * (len(hashes) - num_hits)
+        num_stored = len(hashes) if stores_all else num_hits
+        tier = self._tier
+        in_tier = frozenset() if tier is None else tier.held(run.blocks)
+        for nth, mini in enumerate(self._miniatures()):
+            blocks = [block for block in run.blocks if block[1] < mini.threshold]
+            leading = mini.leading(blocks)
+            if mini is not tier:
+                for each in tenants:
+                    each.in_memory[nth].count(blocks, leading, num_hits, block_tokens / mini.rate)
+            if tier is not None and mini is not tier and tenants:
+                both = blocks if mini.rate <= tier.rate else [each for each in blocks if each[1] < tier.threshold]
+                found = mini.leading(both, in_tier)
+                for each in tenants:
+                    each.with_tiers[nth].count(both, found, num_hits, block_tokens / min(mini.rate, tier.rate))
+            mini.pass_time(1 if (leading if blocks else num_hits) else 0)
+            mini.use(blocks, leading)
+            mini.pass_time(stores_all)
+            if blocks and blocks[0][0] < num_stored and (stores_all or leading < len(blocks)):
+                stored = blocks if stores_all else [block for block in blocks if block[0] < num_stored]
+                mini.store(run, stored, num_stored, block_bytes)
+            if blocks:
+                yield
+
+    def put(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes], block_bytes: int) -> Steps[None]:
+        """A put of a run's blocks, whether or not the pool had them."""
+        self._start(block_bytes)
+        run = self._sample(salt, parent_hash, hashes)
+        self._sampler.remember_end(salt, run, hashes, len(hashes))
+        for mini in self._miniatures():
+            mini.pass_time()
+            if blocks := [block for block in run.blocks if block[1] < mini.threshold]:
+                mini.store(run, blocks, len(hashes), block_bytes)
+                yield
+
+    def _sample(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes]) -> SampledRun:
+        return self._sampler.sample(salt, parent_hash, hashes, max(mini.threshold for mini in self._miniatures()))
+
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= MAX_TENANTS:
+                return self._rest
+            tenant = self._tenants[name] = _Tenant()
+        return tenant
+
+    def fade(self, keep: float) -> None:
+        """Has all that was counted so far weigh `keep` of what it did."""
+        for tenant in (self._all, self._rest, *self._tenants.values()):
+            tenant.fade(keep)
+
+    def halve_rates(self) -> Steps[None]:
+        """Halves the size of every sample, for good: the simulation takes about half the time then."""
+        self.max_entries //= 2
+        for mini in self._miniatures():
+            mini.max_entries = self.max_entries
+            mini.halve_rate()
+            yield
+
+    def curves(self) -> list[ValueCurve]:
+        """That of all tenants, that of each tenant in the order of their first lookups, and that of the rest."""
+        named = [self._curve(tenant, tenant=name) for name, tenant in self._tenants.items()]
+        rest = [self._curve(self._rest, tenant=REST, is_rest=True)] if any(self._rest.tokens) else []
+        return [self._curve(self._all, tenant="", is_total=True), *named, *rest]
+
+    def curve_of(self, name: str) -> ValueCurve:
+        """That of one tenant; without estimates if the tenant has none of its own."""
+        return self._curve(self._tenants.get(name) or _Tenant(), tenant=name)
+
+    def _curve(self, found: _Tenant, **names: Any) -> ValueCurve:
+        total = sum(found.tokens)
+        if not total:
+            return ValueCurve(**names)
+        estimates = []
+        for size, memory, tiers in zip(SIZES, found.in_memory, found.with_tiers, strict=True):
+            ratio = memory.hit_tokens(found.tokens) / total
+            with_tiers = ratio if self._tier is None else tiers.hit_tokens(found.tokens) / total
+            estimates.append(ValueEstimate(size, ratio, max(ratio, with_tiers)))
+        present = found.in_memory[PRESENT] if self._tier is None else found.with_tiers[PRESENT]
+        simulated = min(max((sum(present.hits) + total - sum(present.references)) / total, 0.0), 1.0)
+        return ValueCurve(
+            lookup_tokens=total,
+            hit_tokens=found.tokens[HITS],
+            simulated_hit_ratio=simulated,
+            estimates=tuple(estimates),
+            **names,
+        )
