@@ -259,8 +259,8 @@ def test_a_restart_of_the_server_is_a_gap(page: Page, pool_server: StartServer) 
     second = pool_server("--listen", listen, "--http-listen", http)
     with Client(ClientConfig(second.endpoint, timeout_ms=10_000)) as client:
         Driver(client, "model/one").turn()
-    page.shows("#state", "The server serves")
-    assert "model/one" in page.text("#owners")
+    page.shows("#owners", "model/one")
+    assert page.run("return document.querySelector('#state').dataset.level") != "away"
     page.run("document.querySelector('#chart-arena details').open = true")
 
     def rows() -> list[str]:
