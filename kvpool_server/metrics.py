@@ -20,12 +20,12 @@ from prometheus_client.registry import Collector
 
 from kvpool.errors import KVPoolError
 from kvpool.server_stats import RpcStats, TransferStats
-from kvpool.types import PoolStats
+from kvpool.types import PoolStats, Quota
 from kvpool.wire import status_of
 from kvpool_server.buckets import cumulative_buckets
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
-from kvpool_server.usage import MAX_PAIRS, OTHER, PairUsage
+from kvpool_server.usage import MAX_PAIRS, OTHER, PairUsage, label_of
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -104,6 +104,26 @@ class UsageCollector(Collector):
                 for pair in usage:
                     family.add_metric([pair.model, pair.tenant], getattr(pair, name))
                 yield family
+
+
+class QuotaCollector(Collector):
+    """Exports each quota and the bytes in use; the thread of the scrape calls `quotas`."""
+
+    def __init__(self, quotas: Callable[[], Sequence[Quota]]):
+        self._quotas = quotas
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        quotas = self._quotas()
+        of = "by subject (tenant:NAME or namespace:FINGERPRINT)."
+        limit = GaugeMetricFamily(
+            "kvpool_quota_limit_bytes", f"Most bytes that a quota allows, {of}", labels=["subject"]
+        )
+        text = f"Bytes that count towards a quota, {of} At the limit the subject's own blocks are evicted."
+        used = GaugeMetricFamily("kvpool_quota_used_bytes", text, labels=["subject"])
+        for quota in quotas:
+            limit.add_metric([label_of(quota.subject)], quota.limit_bytes)
+            used.add_metric([label_of(quota.subject)], quota.used_bytes)
+        yield from (limit, used)
 
 
 class RpcMetrics(Collector):

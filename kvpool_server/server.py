@@ -50,7 +50,14 @@ from kvpool_server.history import History
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.metrics import (
+    CertificateExpiry,
+    OwnMemory,
+    PoolCollector,
+    QuotaCollector,
+    RpcMetrics,
+    UsageCollector,
+)
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
 from kvpool_server.reports.engines import EngineReports
@@ -219,6 +226,7 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
+        registry.register(QuotaCollector(on_loop(loop, self.pool.quotas)))
         registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:

@@ -133,5 +133,5 @@ def _add(sums: Counter[tuple[_Pair, str]], pair: _Pair, namespace: PoolNamespace
 
 def _usage(pair: _Pair, sums: Counter[tuple[_Pair, str]]) -> PairUsage:
     model, tenant = pair
-    names = (*_COUNTS, "held_bytes", "held_blocks")
-    return PairUsage(model=model, tenant=tenant, **{name: sums[pair, name] for name in names})
+    counts = {name: sums[pair, name] for name in (*_COUNTS, "held_bytes", "held_blocks")}
+    return PairUsage(model, tenant, **counts)
