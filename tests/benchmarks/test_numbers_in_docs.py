@@ -66,6 +66,12 @@ SETTINGS: dict[str, dict[str, str]] = {
         "series: at most 4 MiB": "kvpool_server.history: MAX_BYTES",
         "less than 300 KiB": "tests.kvpool_server.page.test_browser: MAX_TRANSFER_BYTES",
     },
+    "ledger.md": {
+        "written every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
+        "sampled every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
+        "Engines report every 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
+        "The 95 % interval": ELSEWHERE,
+    },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
         "less than 16 MiB for each gRPC call": ELSEWHERE,
