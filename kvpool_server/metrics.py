@@ -22,8 +22,8 @@ from kvpool.errors import KVPoolError
 from kvpool.server_stats import RpcStats, TransferStats
 from kvpool.types import PoolStats, Quota
 from kvpool.wire import status_of
+from kvpool_server.buckets import cumulative_buckets
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.loop_lag import cumulative_buckets
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 from kvpool_server.usage import MAX_PAIRS, OTHER, PairUsage, label_of
 
