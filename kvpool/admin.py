@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvpool import replies, wire
+from kvpool.explanation import Explanation
+from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
+from kvpool.ledger import LedgerPage, LedgerRow
+from kvpool.request_trace import RequestTrace
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
 from kvpool.types import BlockRun, PoolStats, Quota, WhoAmI
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.value import ValueReport
+
+MAX_ROWS = 100_000
+"""Of a ledger, over all of its parts: more than a server keeps."""
 
 
 class Admin:
@@ -65,6 +73,36 @@ class Admin:
         """
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
         return replies.quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
+
+    def ledger(self, since: int, until: int = 0) -> LedgerPage:
+        """The ledger of hours that end after `since` and begin before `until`, in Unix time; 0: now.
+
+        The server answers in parts; the rows are of all of them.
+        """
+        rows: list[LedgerRow] = []
+        while True:
+            request = pb.LedgerRequest(since=since, until=until)
+            page = replies.ledger(self._rpc.call(self._rpc.stub.Ledger, request))
+            rows += page.rows
+            if page.next_since <= since or len(rows) > MAX_ROWS:
+                return replace(page, rows=tuple(rows), next_since=0)
+            since = page.next_since
+
+    def explain(self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> Explanation:
+        """What the server knows of a prompt's blocks, given under their names on the wire: see `PoolRpc.name_of`.
+
+        Args:
+            runs: of a namespace, one a group.
+
+        Raises UnknownNamespaceError, InvalidRequestError.
+        """
+        request = pb.ExplainRequest(namespace=fingerprint, runs=wire.encode_runs(runs))
+        return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
+
+    def explain_request(self, request_id: str, *, timeout_ms: int | None = None) -> tuple[RequestTrace, ...]:
+        """What engines have told of the requests whose id is or begins with `request_id`, the newest first."""
+        request = pb.ExplainRequest(request_id=request_id)
+        return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), ()).requests
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""

@@ -14,7 +14,9 @@ from kvpool.commands import certs, name_key, token
 from kvpool.commands.advise import advise
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
+from kvpool.commands.doctor import doctor
 from kvpool.commands.events import events
+from kvpool.commands.explain import explain
 from kvpool.commands.namespaces import namespaces
 from kvpool.commands.ping import ping
 from kvpool.commands.quota import quota
@@ -67,7 +69,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, top, namespaces, quota, value, advise, events):
+for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain, value, advise):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

@@ -14,7 +14,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvpool import wire
 from kvpool.data_port import NONCE_BYTES, PERMIT_BYTES, PERMIT_KEY_BYTES
 from kvpool.errors import InvalidReplyError, InvalidRequestError
 from kvpool.holdings import NamespaceInfo, escaped
+from kvpool.ledger import MAX_LEDGER_ROWS, LedgerPage
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
 from kvpool.reports import MAX_CAUSES, MAX_STAGES, EngineState
@@ -70,8 +71,8 @@ MAX_TOKENS = 1e18
 MAX_SIZE = 1_024.0
 """Largest simulated arena, as a multiple of the present one."""
 
-METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "GetChunks": wire.MAX_MESSAGE_BYTES,
-                 "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
+METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
+                 "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much
 memory once parsed."""
 CONTROL_LIMIT = 1 << 20
@@ -433,11 +434,7 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
     _in("age_seconds", info.age_seconds, 0, MAX_AGE_S)
     _in("idle_seconds", info.idle_seconds, 0, MAX_AGE_S)
     _text("opened_by", info.opened_by)
-    _in("number of causes", len(info.computed_tokens), 0, MAX_CAUSES)
-    for cause in info.computed_tokens:
-        _text("cause", cause, 64)
-        if not cause.isidentifier():
-            raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
+    _causes(info.computed_tokens)
     _in("saved_seconds", info.saved_seconds, 0, math.inf)
     _in("lost_seconds", info.lost_seconds, 0, math.inf)
     for tier in info.tiers:
@@ -449,6 +446,43 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
     except InvalidRequestError as error:
         raise InvalidReplyError(f"the server's spec: {_shown(str(error))}") from None
     return replace(decoded, tiers=tiers, opened_by=_shown(decoded.opened_by))
+
+
+def ledger(reply: pb.LedgerResponse) -> LedgerPage:
+    """A part of the ledger whose texts can be printed."""
+    _in("number of rows", len(reply.rows), 0, MAX_LEDGER_ROWS)
+    _in("number of measured savings", len(reply.measured), 0, MAX_ENTRIES)
+    for row in reply.rows:
+        for name in ("tenant", "model"):
+            _text(name, getattr(row, name))
+        for name in ("saved_gpu_seconds", "lost_gpu_seconds", "gib_hours"):
+            _in(name, getattr(row, name), 0, math.inf)
+        _in("hour", row.hour, 0, MAX_AGE_S)
+        _causes(row.computed_tokens)
+    for each in reply.measured:
+        for name in ("tenant", "model"):
+            _text(name, getattr(each, name))
+        for name in ("saved_seconds", "low_seconds", "high_seconds"):
+            _in(name, getattr(each, name), -MAX_AGE_S, MAX_AGE_S)
+        _in("num_compared", each.num_compared, 0, each.num_loaded)
+        _in("num_mixed_equal", each.agreement.num_mixed_equal, 0, each.agreement.num_mixed)
+        _in("num_held_out_equal", each.agreement.num_held_out_equal, 0, each.agreement.num_held_out)
+    _in("begins", reply.begins, 0, MAX_AGE_S)
+    _in("next_since", reply.next_since, 0, MAX_AGE_S)
+    decoded = wire.decode_ledger(reply)
+    return replace(
+        decoded,
+        rows=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.rows),
+        measured=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.measured),
+    )
+
+
+def _causes(computed_tokens: Mapping[str, int]) -> None:
+    _in("number of causes", len(computed_tokens), 0, MAX_CAUSES)
+    for cause in computed_tokens:
+        _text("cause", cause, 64)
+        if not cause.isidentifier():
+            raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
 
 
 def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:

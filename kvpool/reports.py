@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvpool.request_trace import RequestTrace
+
 REPORTER_BYTES = 16
 MAX_ENGINE_CHARS = 64
 """Of an engine's name, its versions, and its transport; longer ones are cut."""
@@ -76,6 +78,8 @@ class EngineReport:
     last: bool = False
     first_token_times: tuple[FirstTokenTimes, ...] = ()
     agreement: Agreement = Agreement()
+    num_devices: int = 1
+    requests: tuple[RequestTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

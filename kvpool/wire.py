@@ -16,7 +16,9 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
+from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
+from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, EngineState, FirstTokenTimes
 from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
@@ -390,11 +392,12 @@ def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
 def encode_report(report: EngineReport) -> pb.ReportRequest:
     times = [_encode(each, pb.FirstTokenTimes) for each in report.first_token_times]
     agreement = _encode(report.agreement, pb.Agreement)
-    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement)
+    requests = map(encode_trace, report.requests)
+    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement, requests=requests)
 
 
 def decode_report(message: pb.ReportRequest) -> EngineReport:
-    """A report whose texts may stand in logs."""
+    """A report whose texts may stand in logs; without its requests, which stay messages."""
     texts = {name: printable(getattr(message, name)[:MAX_ENGINE_CHARS]) for name in _TEXTS_OF_REPORT}
     return _decode(
         EngineReport,
@@ -403,8 +406,25 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
         computed_tokens=dict(message.computed_tokens),
         first_token_times=tuple(_decode(FirstTokenTimes, each) for each in message.first_token_times),
         agreement=_decode(Agreement, message.agreement),
+        requests=(),
         **texts,
     )
+
+
+def encode_ledger(page: LedgerPage, boot_token: int) -> pb.LedgerResponse:
+    rows = [_encode(row, pb.LedgerRow) for row in page.rows]
+    measured = [
+        _encode(each, pb.MeasuredSaving, agreement=_encode(each.agreement, pb.Agreement)) for each in page.measured
+    ]
+    return _encode(page, pb.LedgerResponse, boot_token=boot_token, rows=rows, measured=measured)
+
+
+def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
+    rows = tuple(_decode(LedgerRow, row, computed_tokens=dict(row.computed_tokens)) for row in message.rows)
+    measured = tuple(
+        _decode(MeasuredSaving, each, agreement=_decode(Agreement, each.agreement)) for each in message.measured
+    )
+    return _decode(LedgerPage, message, rows=rows, measured=measured)
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")

@@ -24,6 +24,7 @@ from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import EVERYWHERE, is_local, split_address
 from kvpool_server.config import ServerConfig, load, service_links
+from kvpool_server.log_events import LogEvents
 from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
 
@@ -64,6 +65,7 @@ def serve(
     oidc_role_claim: Annotated[str | None, typer.Option(help=_help("oidc_role_claim"))] = None,
     deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
+    ledger: Annotated[str | None, typer.Option(help=_help("ledger"))] = None,
     identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,
     insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
@@ -107,16 +109,17 @@ def serve(
     """
     given = {name: value for name, value in locals().items() if name in ServerConfig.model_fields and value is not None}
     settings = load(given, config)
-    logs.configure(settings.log_format, settings.log_level)
+    events = LogEvents()
+    logs.configure(settings.log_format, settings.log_level, events)
     if links := service_links(os.environ):
         log.info("ignored environment variables that Kubernetes sets for its Services", names=sorted(links))
     keep_freed_memory()
     keep_collections_short()
-    asyncio.run(_run(settings))
+    asyncio.run(_run(settings, events))
 
 
-async def _run(settings: ServerConfig) -> None:
-    server = Server(settings)
+async def _run(settings: ServerConfig, events: LogEvents) -> None:
+    server = Server(settings, events)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)

@@ -128,6 +128,11 @@ class ServerConfig(BaseModel):
         description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
         "remove blocks, set quotas or open namespaces, and for credentials that it reads. Empty: none.",
     )
+    ledger: str = Field(
+        "",
+        description="File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by "
+        "the hour (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start.",
+    )
     identity_limits: str = Field(
         "",
         description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "

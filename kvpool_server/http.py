@@ -1,4 +1,4 @@
-"""The operator's HTTP port: /metrics for Prometheus, /healthz for probes.
+"""The operator's HTTP port: /metrics for Prometheus, /healthz for probes, the dashboard for people.
 
 Threads serve the requests, and the event loop owns the pool. So the threads ask the loop for the pool's numbers, with a
 deadline: a loop that has stopped is reported, and holds up no scrape.
@@ -6,8 +6,8 @@ deadline: a loop that has stopped is reported, and holds up no scrape.
 Whoever reaches the port may connect and say nothing. So each connection has a deadline; when there are too many, the
 oldest is closed, and a probe that comes meanwhile is answered.
 
-With TLS, /metrics is for authenticated clients that may read it. /healthz answers every client: a kubelet has no
-certificate, and learns one word.
+With TLS, /metrics and the dashboard's numbers are for authenticated clients that may read them. /healthz answers every
+client: a kubelet has no certificate, and learns one word. So do the dashboard's own files, which tell nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -44,6 +45,38 @@ Value = TypeVar("Value")
 Gate = Callable[[str, bytes | None, Sequence[str]], None]
 """Called with a client's address, its certificate (DER) and its Authorization headers. Raises UnauthenticatedError and
 PermissionDeniedError for those who may not read /metrics."""
+METHODS = "GET, HEAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A GET or HEAD for a page.
+
+    Args:
+        path, query: of the URL, before and behind the first "?", as they were sent.
+    """
+
+    path: str
+    query: str = ""
+    accepts_gzip: bool = False
+    if_none_match: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer, with its body and the headers beside those of its body."""
+
+    status: int
+    body: bytes
+    content_type: str = TEXT
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Pages(Protocol):
+    """Further paths of the port; the threads call it."""
+
+    def answer(self, request: Request, check: Callable[[], None]) -> Response | None:
+        """The answer; None for an unknown path. Calls `check` before it tells numbers, which raises as a Gate."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> Callable[[], Value]:
@@ -146,6 +179,7 @@ class OperatorHttp:
         health: called by the threads: `SERVING`, or why the server does not serve, which becomes status 503.
         tls: the context of a new connection; None: plaintext.
         gate: who may read /metrics; None: everybody.
+        pages: further paths; None: there are none.
     """
 
     def __init__(
@@ -156,44 +190,69 @@ class OperatorHttp:
         health: Callable[[], str],
         tls: Callable[[], ssl.SSLContext] | None = None,
         gate: Gate | None = None,
+        pages: Pages | None = None,
     ):
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
 
             def do_GET(self) -> None:
+                path, _, query = self.path.partition("?")
                 try:
-                    status, text, content_type = self._route()
+                    response = self._route(path, query)
                 except TimeoutError:
-                    status, content_type = 503, TEXT
-                    text = f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n"
+                    response = Response(
+                        503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode()
+                    )
                 except UnauthenticatedError as error:
-                    status, text, content_type = 401, f"{error}\n", TEXT
+                    response = Response(401, f"{error}\n".encode(), headers={"WWW-Authenticate": "Bearer"})
                 except PermissionDeniedError as error:
-                    status, text, content_type = 403, f"{error}\n", TEXT
+                    response = Response(403, f"{error}\n".encode())
                 # Outside the try: a client that reads too slowly is no fault of the loop, and gets no second answer.
-                self._answer(status, text, content_type)
+                self._answer(response)
 
-            def _route(self) -> tuple[int, str, str]:
-                if self.path == "/metrics":
-                    if gate is not None:
-                        is_tls = isinstance(self.connection, ssl.SSLSocket)
-                        certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
-                        gate(self.client_address[0], certificate, self.headers.get_all("Authorization", []))
-                    return 200, generate_latest(registry).decode(), CONTENT_TYPE_LATEST
-                if self.path == "/healthz":
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def __getattr__(self, name: str) -> Callable[[], None]:
+                """The handler of any other method."""
+                if not name.startswith("do_"):
+                    raise AttributeError(name)
+                return self._refuse
+
+            def _refuse(self) -> None:
+                self._answer(Response(405, f"use {METHODS}\n".encode(), headers={"Allow": METHODS}))
+
+            def _route(self, path: str, query: str) -> Response:
+                if path == "/metrics":
+                    self._check()
+                    return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+                if path == "/healthz":
                     state = health()
-                    return 200 if state == SERVING else 503, f"{state}\n", TEXT
-                return 404, "try /metrics or /healthz\n", TEXT
+                    return Response(200 if state == SERVING else 503, f"{state}\n".encode())
+                if pages is not None:
+                    accepts_gzip = "gzip" in self.headers.get("Accept-Encoding", "")
+                    request = Request(path, query, accepts_gzip, self.headers.get("If-None-Match", ""))
+                    if (found := pages.answer(request, self._check)) is not None:
+                        return found
+                return Response(404, b"try /, /metrics or /healthz\n")
 
-            def _answer(self, status: int, text: str, content_type: str) -> None:
-                body = text.encode()
-                self.send_response(status)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
-                if status == 401:
-                    self.send_header("WWW-Authenticate", "Bearer")
+            def _check(self) -> None:
+                """Raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers."""
+                if gate is not None:
+                    is_tls = isinstance(self.connection, ssl.SSLSocket)
+                    certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
+                    gate(self.client_address[0], certificate, self.headers.get_all("Authorization", []))
+
+            def _answer(self, response: Response) -> None:
+                self.send_response(response.status)
+                if response.status != 304:
+                    self.send_header("Content-Type", response.content_type)
+                    self.send_header("Content-Length", str(len(response.body)))
+                for name, value in response.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":
+                    self.wfile.write(response.body)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Scrapes and probes are not logged."""

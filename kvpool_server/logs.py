@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import structlog
 
 from kvpool_server import stray_lines
+from kvpool_server.log_events import LogEvents
 
 END_S = 2.0
 _SHARED: list[Any] = [
@@ -96,9 +97,16 @@ def _log_to(stream: TextIO, renderer: structlog.types.Processor) -> None:
     logging.getLogger().addHandler(handler)
 
 
-def configure(log_format: str, level: str) -> None:
-    """Sets format and level of the log on stderr. For JSON, call it within `json_lines`."""
+def configure(log_format: str, level: str, events: LogEvents | None = None) -> None:
+    """Sets format and level of the log on stderr. For JSON, call it within `json_lines`.
+
+    Args:
+        events: keeps the last warnings and errors.
+    """
     if log_format == "console":
         _log_to(sys.stderr, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+    if events is not None:
+        structlog.configure(processors=[events.record, *structlog.get_config()["processors"]])
+        logging.getLogger().addHandler(events.handler)
     logging.getLogger("kvpool").setLevel(level.upper())  # The client's library, which reads credentials for the server.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))

@@ -17,6 +17,12 @@ WINDOW_S = 60.0
 _BUCKETS = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 5.0)
 
 
+def cumulative_buckets(histogram: Histogram) -> dict[str, float]:
+    """By upper bound, as text: how many observations were not above it."""
+    (metric,) = histogram.collect()
+    return {sample.labels["le"]: sample.value for sample in metric.samples if sample.name.endswith("_bucket")}
+
+
 class LoopLag(Collector):
     """Asks the loop every `PROBE_EVERY_S` to wake a task, and observes how late it does so.
 
@@ -39,7 +45,16 @@ class LoopLag(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         text = "The longest kvpool_loop_lag_seconds of the last one to two minutes."
-        yield GaugeMetricFamily("kvpool_loop_lag_max_seconds", text, value=max(self._longest, self._longest_before))
+        yield GaugeMetricFamily("kvpool_loop_lag_max_seconds", text, value=self.longest_s)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest lag of the last one to two minutes."""
+        return max(self._longest, self._longest_before)
+
+    def buckets(self) -> dict[str, float]:
+        """By upper bound in seconds: how many probes were not later than that."""
+        return cumulative_buckets(self._seconds)
 
     def last_minute(self) -> tuple[float, float]:
         """Median and largest lag of the probes of the last minute, seconds."""

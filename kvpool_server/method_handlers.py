@@ -80,9 +80,12 @@ def _handler(
                 return await behavior((decode_one(message) async for message in messages), context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
-    most = {"OpenNamespace": max_spec_bytes, "SetQuotas": max_spec_bytes, "Lookup": MAX_LOOKUP_BYTES}.get(
-        method.name, MAX_CONTROL_BYTES
-    )
+    most = {
+        "OpenNamespace": max_spec_bytes,
+        "SetQuotas": max_spec_bytes,
+        "Lookup": MAX_LOOKUP_BYTES,
+        "Explain": MAX_LOOKUP_BYTES,
+    }.get(method.name, MAX_CONTROL_BYTES)
 
     async def of_one(_: object, context: Context) -> Any:
         request = decode(message_type, await inbox.receive(context, most))

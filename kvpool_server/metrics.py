@@ -23,6 +23,7 @@ from kvpool.server_stats import RpcStats, TransferStats
 from kvpool.types import PoolStats
 from kvpool.wire import status_of
 from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.loop_lag import cumulative_buckets
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 from kvpool_server.usage import MAX_PAIRS, OTHER, PairUsage
 
@@ -148,6 +149,11 @@ class RpcMetrics(Collector):
             RpcStats(*series, sums.get(series, 0.0), (counts[0], *map(int.__sub__, counts[1:], counts)))
             for series, counts in sorted(cumulative.items())
         )
+
+    def buckets(self, method: str) -> dict[str, float]:
+        """By upper bound in seconds, as text: how many calls of a method succeeded within that time."""
+        series = self._by_status.get((method, "OK"))
+        return {} if series is None else cumulative_buckets(series)
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
         """Counts payload bytes that passed through gRPC."""

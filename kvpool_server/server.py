@@ -46,12 +46,17 @@ from kvpool_server.exposure import (
     tls_files,
 )
 from kvpool_server.grpc_server import GrpcServer
+from kvpool_server.history import History
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
+from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.page.instruments import Instruments
+from kvpool_server.page.site import Site
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import ReportCollector
 from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.usage_ledger import open_ledger
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -75,6 +80,9 @@ class Server:
     What `start` opens goes onto one exit stack in the order of use, so that a stop, or a start that fails, closes it in
     the reverse order: first what lets clients in, last the memory.
 
+    Args:
+        events: the last warnings and errors of the log, which the dashboard shows; None: it shows none.
+
     Attributes:
         port: of gRPC, once started. The settings may have asked for any free port.
         http_port: of /metrics and /healthz; 0 if HTTP is off.
@@ -82,8 +90,10 @@ class Server:
         data: the data port's workers, once started; None if it is off.
     """
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, events: LogEvents | None = None):
         self.config = config
+        self._events = events or LogEvents()
+        self._started = time.monotonic()
         self.port = self.http_port = 0
         self.boot_token = secrets.randbits(63) | 1
         self.engine: Engine | None = None
@@ -140,7 +150,12 @@ class Server:
         tiers = [each.make(context) for each in options]
         await self._memory.create(self._open)
         self._turns = Turns()
-        self._reports = EngineReports(time.monotonic, Pairs(has_tenants=self._access is not None))
+        pairs = Pairs(has_tenants=self._access is not None)
+        self._reports = EngineReports(time.monotonic, pairs)
+        usage = self.usage.by_model_and_tenant
+        self._ledger = await open_ledger(config.ledger, self._reports, pairs, usage, time.time, time.monotonic)
+        self._open.push_async_callback(self._ledger.close)
+        self._in_background(self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
         self._memory.hand_out(self._open)
@@ -216,12 +231,33 @@ class Server:
             tls = None if access is None else access.credentials.for_http
             gate = None if access is None else access.check_scrape
             try:
-                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate)
+                site = Site(self._instruments(metrics), History(), self._turns, loop)
+                http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate, site)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
             self._open.push_async_callback(asyncio.to_thread, http.close)
             self.http_port = http.port
+            self._in_background(site.run())
         return metrics
+
+    def _instruments(self, metrics: RpcMetrics) -> Instruments:
+        """What the dashboard reads."""
+        access = self._access
+        return Instruments(
+            state=lambda: self._state,
+            stats=lambda: self._tiered.stats(self._memory.prefault.backed_bytes),
+            lookup_seconds=lambda: metrics.buckets("Lookup"),
+            loop_lag_seconds=self._lag.buckets,
+            loop_lag_max=lambda: self._lag.longest_s,
+            moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in metrics.transfers()},
+            usage=self.usage.by_model_and_tenant,
+            reported=self._reports.snapshot,
+            engines=self._reports.engines,
+            quotas=self.pool.quotas,
+            ends=lambda: {} if access is None else ends_of(access.credentials.value.tls),
+            events=self._events,
+            uptime_s=lambda: time.monotonic() - self._started,
+        )
 
     def _start_workers(self, permits: PermitTable) -> DataWorkers:
         config = self.config
@@ -293,6 +329,7 @@ class Server:
             self._turns,
             self._memory.of_tenant,
             self._reports,
+            self._ledger,
             self._value.report,
         )
         credentials = None if access is None else access.credentials.for_grpc

@@ -21,6 +21,8 @@ import structlog
 from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
+from kvpool.explanation import Explanation
+from kvpool.explanation_messages import encode_explanation
 from kvpool.holdings import NamespaceInfo
 from kvpool.principal import Role
 from kvpool.quotas import beyond_memory
@@ -47,13 +49,17 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
+from kvpool_server.explainer import Explainer
 from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_size
 from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.method_handlers import METHODS, decode
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.evictions import count_evictions
+from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.request_reader import RequestReader
+from kvpool_server.request_traces import RequestTraces
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import TierError
 from kvpool_server.turns import Turns
@@ -86,6 +92,7 @@ class PoolService(PoolServicer):
         turns: runs the work in steps.
         memory_of: what a tenant's engines may map, where callers prove who they are; None: nothing.
         reports: gets what engines report.
+        ledger: gets what lookups have missed because of other tenants; None: there is none.
         value: what other arena sizes would hit, of a tenant or of all; None: nothing is simulated.
     """
 
@@ -102,6 +109,7 @@ class PoolService(PoolServicer):
         turns: Turns | None = None,
         memory_of: Callable[[str], SegmentInfo | None] | None = None,
         reports: EngineReports | None = None,
+        ledger: UsageLedger | None = None,
         value: Callable[[str | None], ValueReport] | None = None,
     ):
         self._tiered = pool
@@ -117,7 +125,10 @@ class PoolService(PoolServicer):
         self._permits = permits
         self._started = time.monotonic()
         self._turns = turns or Turns()
+        self._explainer = Explainer(pool, self._turns.run)
+        self._traces = RequestTraces(time.monotonic)
         self._reports = reports or EngineReports(time.monotonic)
+        self._ledger = ledger
         self._value = value or (lambda _: ValueReport(False, pool.pool.arena.arena_bytes, ""))
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
@@ -174,6 +185,8 @@ class PoolService(PoolServicer):
             found = self._tiered.lookup(fingerprint, runs, *options)
         if request.explain:
             found = dataclasses.replace(found, hits=self._pool.misses.explain(fingerprint, runs, found.hits))
+            if self._ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.
+                count_evictions(self._pool, fingerprint, runs, found.hits, self._ledger)
         if found.slots and self._permits is not None:
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000, owner)
         return wire.encode_lookup(found, runs, self._boot_token)
@@ -359,6 +372,14 @@ class PoolService(PoolServicer):
         removed = await _removed(self._tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self._boot_token, num_removed=removed)
 
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        if request.request_id:
+            traces = await self._turns.run(self._traces.find_in_steps(request.request_id))
+            return encode_explanation(Explanation(requests=traces), self._boot_token)
+        fingerprint = self._reader.namespace(request.namespace)
+        runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
+        return encode_explanation(await self._explainer.explain(fingerprint, runs), self._boot_token)
+
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         if not request.namespace:
             check_all_tenants("Clear of all namespaces")
@@ -440,11 +461,18 @@ class PoolService(PoolServicer):
         first = self._pool.namespace(fingerprints[0])
         if first is None:
             raise unknown_namespace(fingerprints[0])
-        counted = self._reports.report(wire.decode_report(request), first.spec.tenant, first.spec.model)
+        report, spec = wire.decode_report(request), first.spec
+        counted = self._reports.report(report, spec.tenant, spec.model)
+        if counted:
+            self._traces.add(spec.tenant, report.reporter, report.engine, spec.model, request.requests)
         return pb.ReportResponse(boot_token=self._boot_token, counted=counted)
 
     async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
-        return pb.LedgerResponse(boot_token=self._boot_token)
+        if self._ledger is None:
+            return pb.LedgerResponse(boot_token=self._boot_token)
+        page = await self._ledger.page(request.since, request.until, own_tenant())
+        # In a thread, because a page has up to MAX_LEDGER_ROWS rows.
+        return await asyncio.to_thread(wire.encode_ledger, page, self._boot_token)
 
     async def Value(self, request: pb.ValueRequest, context: Any) -> pb.ValueResponse:
         return wire.encode_value(self._value(own_tenant()), self._boot_token)

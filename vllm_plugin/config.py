@@ -16,6 +16,7 @@ from kvpool.principal import Role
 from kvpool.tls import TlsFiles, read_identity
 
 MAX_TIMEOUT_MS = 300_000
+MAX_HOLDOUT = 0.5
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "lookup_timeout_ms": (1, MAX_TIMEOUT_MS),
     "load_timeout_ms": (1, MAX_TIMEOUT_MS),
@@ -60,6 +61,8 @@ class ConnectorConfig:
             the number is equal.
         weights_epoch: change it when the weights change under the same name; no block stored before is read again.
         decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
+        holdout_fraction: share of the hits, chosen at random, that are computed all the same, to measure what loading
+            saves (`kvpool ledger`). 0: none; 0.5 at most. With 0.01 one hit in a hundred costs its computation.
         weights_epoch_file: a file with the name of the engine's weights, read after each reset, so that engines with
             equal names share again; see `resets.named_epoch`.
         on_reset: what a reset of the engine's prefix cache means; vLLM also resets it when an engine goes to sleep.
@@ -94,6 +97,7 @@ class ConnectorConfig:
     num_shards: int = 0
     weights_epoch: str = ""
     decline_slow_loads: bool = True
+    holdout_fraction: float = 0.0
     weights_epoch_file: str = ""
     on_reset: str = "leave"
     share_adapters: str = "unchanged"
@@ -144,6 +148,11 @@ class ConnectorConfig:
         if not 0 < config.max_pinned_fraction <= 1:
             raise ConfigError(
                 f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
+            )
+        if not 0 <= config.holdout_fraction <= MAX_HOLDOUT:
+            raise ConfigError(
+                f"kv_connector_extra_config: holdout_fraction = {config.holdout_fraction} is not in 0 to {MAX_HOLDOUT}"
+                "; 0.01 computes one hit in a hundred"
             )
         return config
 

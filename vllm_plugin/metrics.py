@@ -141,13 +141,12 @@ class Recorder:
             self._totals[name] = self._totals.get(name, 0) + num_tokens
 
     def tally(self, name: str, count: float = 1) -> None:
-        """Counts what is reported to the server alone."""
-        assert name in TALLIES, name
+        """Counts what is reported to the server alone: `TALLIES`, and what `holdout.py` measures."""
         with self._lock:
             self._totals[name] = self._totals.get(name, 0) + count
 
     def totals(self) -> dict[str, float]:
-        """Sums since the start of what the server is told: `REPORTED`, `TALLIES`, and computed tokens by cause."""
+        """Sums since the start of what the server is told: `REPORTED`, tallies, and computed tokens by cause."""
         with self._lock:
             return dict(self._totals)
 

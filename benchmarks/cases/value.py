@@ -92,9 +92,7 @@ def _memory() -> int:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        simulation = CurveSimulation(
-            SAMPLED_POLICIES[DEFAULT_POLICY], INDEX_ENTRIES * BLOCK_BYTES, max_entries=SAMPLE
-        )
+        simulation = CurveSimulation(SAMPLED_POLICIES[DEFAULT_POLICY], INDEX_ENTRIES * BLOCK_BYTES, max_entries=SAMPLE)
         for nth in range(LOOKUPS):
             hashes = [(nth << 32 | depth).to_bytes(32, "big") for depth in range(3_000)]
             for _ in simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16, stores_all=True):

@@ -91,8 +91,10 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
         typer.echo(f"{a.hex()[:12]} and {b.hex()[:12]} at {endpoint} differ in no field")
         return
     # Rich would read text in brackets as markup, and engines choose the names of hosts and models.
-    columns = [Column(escape(f"{each.hex()[:12]}, {known[each].opened}"), overflow="fold") for each in (a, b)]
-    table = Table("field", *columns, title=f"differences between two namespaces at {endpoint}")
+    for each in (a, b):
+        typer.echo(printable(f"{each.hex()[:12]}: {known[each].opened}"))
+    columns = [Column(each.hex()[:12], overflow="fold") for each in (a, b)]
+    table = Table(Column("field", overflow="fold"), *columns, title=escape(f"differences at {endpoint}"))
     for field, ours, theirs in rows:
         table.add_row(
             escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))

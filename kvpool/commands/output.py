@@ -1,12 +1,14 @@
 """How commands print: widths, units, bars, and findings.
 
-A table is as wide as the terminal, and 80 columns where standard output is none: what scripts and tests read does not
-depend on the terminal, nor on COLUMNS. Lines of text are not wrapped.
+A table is as wide as the terminal, and 80 columns where standard output is none. Lines of text are wrapped for a
+terminal alone. So what scripts and tests read depends neither on a terminal nor on COLUMNS.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 
 import typer
@@ -65,6 +67,16 @@ def bar(share: float, width: int) -> str:
 def print_findings(findings: Iterable[Finding]) -> None:
     """Prints each finding on a line, and its fix on the next."""
     for finding in findings:
-        typer.echo(printable(f"{MARKS[finding.level]}{finding.check}: {finding.text}"))
+        typer.echo(_wrapped(f"{MARKS[finding.level]}{finding.check}: {finding.text}"))
         if finding.fix:
-            typer.echo(printable(f"{'':8}fix: {finding.fix}"))
+            typer.echo(_wrapped(f"{'':8}fix: {finding.fix}"))
+
+
+def _wrapped(line: str) -> str:
+    """A line of a finding, in the terminal's columns where standard output is one."""
+    line = printable(line)
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    indent = " " * min(8, width // 2)
+    return textwrap.fill(line, max(width, 20), subsequent_indent=indent, break_on_hyphens=False)

@@ -16,6 +16,7 @@ from kvpool.commands.output import bar, console, count_text, print_findings, sec
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.doctor.finding import problems
 from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.reports import EngineState
 from kvpool.server_stats import ServerStats
 from kvpool.types import PoolStats, TierStats
 
@@ -51,6 +52,7 @@ def row_of(stats: PoolStats) -> dict[str, Any]:
         "lookup_tokens": asked,
         "hit_tokens": found,
         "hit_ratio": found / asked if asked else None,
+        "engines": [_engine_row(each) for each in stats.engines],
         "server": None if stats.server is None else _server_row(stats.server),
         "problems": [dataclasses.asdict(finding) for finding in problems(pool_state(stats))],
     }
@@ -70,6 +72,10 @@ def _server_row(server: ServerStats) -> dict[str, Any]:
         quantiles = {f"p{share}_seconds": alone.quantile(each.method, share / 100) for share in (50, 99)}
         rpcs.append({**dataclasses.asdict(each), "count": each.count, **quantiles})
     return {**dataclasses.asdict(server), "rpcs": rpcs}
+
+
+def _engine_row(engine: EngineState) -> dict[str, Any]:
+    return {**dataclasses.asdict(engine), "namespaces": [each.hex() for each in engine.namespaces]}
 
 
 def _print_summary(endpoint: str, stats: PoolStats) -> None:

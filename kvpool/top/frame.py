@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -159,8 +158,7 @@ def _usage_row(interval: Interval, each: UsageStats) -> list[str]:
 
 
 def _engine_table(now: PoolStats) -> Table | None:
-    # Servers without reports tell of no engines.
-    engines: tuple[Any, ...] = getattr(now, "engines", ())
+    engines = now.engines
     if not engines:
         return None
     names = ("engine", "kvpool", "vLLM", "transport", "breaker", "report")

@@ -16,6 +16,12 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_PUT_FAILED: _ClassVar[MissCause]
     MISS_CAUSE_OTHER_NAMESPACE: _ClassVar[MissCause]
 
+class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_STATE_COMPLETE: _ClassVar[BlockState]
+    BLOCK_STATE_IN_TIER: _ClassVar[BlockState]
+    BLOCK_STATE_MISSING: _ClassVar[BlockState]
+
 class PutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PUT_STATUS_GRANTED: _ClassVar[PutStatus]
@@ -28,6 +34,9 @@ MISS_CAUSE_REMOVED: MissCause
 MISS_CAUSE_CORRUPT: MissCause
 MISS_CAUSE_PUT_FAILED: MissCause
 MISS_CAUSE_OTHER_NAMESPACE: MissCause
+BLOCK_STATE_COMPLETE: BlockState
+BLOCK_STATE_IN_TIER: BlockState
+BLOCK_STATE_MISSING: BlockState
 PUT_STATUS_GRANTED: PutStatus
 PUT_STATUS_PRESENT: PutStatus
 PUT_STATUS_BUSY: PutStatus
@@ -278,6 +287,121 @@ class Miss(_message.Message):
     cause: MissCause
     count: int
     def __init__(self, cause: _Optional[_Union[MissCause, str]] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("namespace", "runs", "request_id")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    request_id: str
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("boot_token", "runs", "elsewhere", "remembered_seconds", "half_remembered_seconds", "tiers_away", "requests")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HALF_REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_AWAY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    runs: _containers.RepeatedCompositeFieldContainer[RunExplanation]
+    elsewhere: _containers.RepeatedCompositeFieldContainer[NamespaceMatch]
+    remembered_seconds: float
+    half_remembered_seconds: float
+    tiers_away: _containers.RepeatedScalarFieldContainer[str]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, boot_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[RunExplanation, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[_Union[NamespaceMatch, _Mapping]]] = ..., remembered_seconds: _Optional[float] = ..., half_remembered_seconds: _Optional[float] = ..., tiers_away: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+
+class RunExplanation(_message.Message):
+    __slots__ = ("group_idx", "ranges", "other_children")
+    GROUP_IDX_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    group_idx: int
+    ranges: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    other_children: int
+    def __init__(self, group_idx: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., other_children: _Optional[int] = ...) -> None: ...
+
+class BlockRange(_message.Message):
+    __slots__ = ("first", "count", "state", "cause", "tier", "newest_left_seconds", "oldest_left_seconds", "unused_seconds", "evicted_for")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FOR_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    state: BlockState
+    cause: MissCause
+    tier: str
+    newest_left_seconds: float
+    oldest_left_seconds: float
+    unused_seconds: float
+    evicted_for: EvictedFor
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., cause: _Optional[_Union[MissCause, str]] = ..., tier: _Optional[str] = ..., newest_left_seconds: _Optional[float] = ..., oldest_left_seconds: _Optional[float] = ..., unused_seconds: _Optional[float] = ..., evicted_for: _Optional[_Union[EvictedFor, _Mapping]] = ...) -> None: ...
+
+class EvictedFor(_message.Message):
+    __slots__ = ("is_hidden", "tenant", "model")
+    IS_HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    is_hidden: bool
+    tenant: str
+    model: str
+    def __init__(self, is_hidden: bool = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class NamespaceMatch(_message.Message):
+    __slots__ = ("fingerprint", "count", "differences")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    count: int
+    differences: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fingerprint: _Optional[bytes] = ..., count: _Optional[int] = ..., differences: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RequestTrace(_message.Message):
+    __slots__ = ("request_id", "engine", "model", "age_seconds", "prompt_tokens", "local_tokens", "loaded_tokens", "computed_tokens", "lookup_ms", "tier_wait_ms", "load_ms", "load_failed")
+    class ComputedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_MS_FIELD_NUMBER: _ClassVar[int]
+    TIER_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    engine: str
+    model: str
+    age_seconds: float
+    prompt_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    computed_tokens: _containers.ScalarMap[str, int]
+    lookup_ms: float
+    tier_wait_ms: float
+    load_ms: float
+    load_failed: bool
+    def __init__(self, request_id: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., age_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., lookup_ms: _Optional[float] = ..., tier_wait_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., load_failed: bool = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
     __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")
@@ -779,7 +903,7 @@ class SetQuotasResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "first_token_times", "agreement")
+    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "first_token_times", "agreement", "num_devices", "requests")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -804,6 +928,8 @@ class ReportRequest(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     reporter: bytes
     sequence: int
     engine: str
@@ -821,7 +947,9 @@ class ReportRequest(_message.Message):
     last: bool
     first_token_times: _containers.RepeatedCompositeFieldContainer[FirstTokenTimes]
     agreement: Agreement
-    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., first_token_times: _Optional[_Iterable[_Union[FirstTokenTimes, _Mapping]]] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ...) -> None: ...
+    num_devices: int
+    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., first_token_times: _Optional[_Iterable[_Union[FirstTokenTimes, _Mapping]]] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ..., num_devices: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
 class FirstTokenTimes(_message.Message):
     __slots__ = ("size_class", "held_out", "count", "sum_seconds", "sum_square_seconds")
@@ -888,7 +1016,7 @@ class LedgerRequest(_message.Message):
     def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ...) -> None: ...
 
 class LedgerRow(_message.Message):
-    __slots__ = ("hour", "tenant", "model", "saved_seconds", "lost_seconds", "gib_hours", "stored_bytes", "loaded_bytes", "loaded_tokens", "computed_tokens", "num_requests", "evicted_by_others_tokens", "evicted_of_others_tokens")
+    __slots__ = ("hour", "tenant", "model", "saved_gpu_seconds", "lost_gpu_seconds", "gib_hours", "stored_bytes", "loaded_bytes", "loaded_tokens", "computed_tokens", "num_requests", "evicted_by_others_tokens", "evicted_of_others_tokens", "hit_tokens")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -899,8 +1027,8 @@ class LedgerRow(_message.Message):
     HOUR_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GIB_HOURS_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -909,11 +1037,12 @@ class LedgerRow(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BY_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_OF_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hour: int
     tenant: str
     model: str
-    saved_seconds: float
-    lost_seconds: float
+    saved_gpu_seconds: float
+    lost_gpu_seconds: float
     gib_hours: float
     stored_bytes: int
     loaded_bytes: int
@@ -922,7 +1051,8 @@ class LedgerRow(_message.Message):
     num_requests: int
     evicted_by_others_tokens: int
     evicted_of_others_tokens: int
-    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., gib_hours: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., num_requests: _Optional[int] = ..., evicted_by_others_tokens: _Optional[int] = ..., evicted_of_others_tokens: _Optional[int] = ...) -> None: ...
+    hit_tokens: int
+    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., saved_gpu_seconds: _Optional[float] = ..., lost_gpu_seconds: _Optional[float] = ..., gib_hours: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., num_requests: _Optional[int] = ..., evicted_by_others_tokens: _Optional[int] = ..., evicted_of_others_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class MeasuredSaving(_message.Message):
     __slots__ = ("tenant", "model", "num_loaded", "num_held_out", "num_compared", "saved_seconds", "low_seconds", "high_seconds", "agreement")
@@ -947,18 +1077,20 @@ class MeasuredSaving(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., num_loaded: _Optional[int] = ..., num_held_out: _Optional[int] = ..., num_compared: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., low_seconds: _Optional[float] = ..., high_seconds: _Optional[float] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ...) -> None: ...
 
 class LedgerResponse(_message.Message):
-    __slots__ = ("boot_token", "rows", "measured", "is_persistent", "begins")
+    __slots__ = ("boot_token", "rows", "measured", "is_persistent", "begins", "next_since")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     IS_PERSISTENT_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SINCE_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     rows: _containers.RepeatedCompositeFieldContainer[LedgerRow]
     measured: _containers.RepeatedCompositeFieldContainer[MeasuredSaving]
     is_persistent: bool
     begins: int
-    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ...) -> None: ...
+    next_since: int
+    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ..., next_since: _Optional[int] = ...) -> None: ...
 
 class ValueRequest(_message.Message):
     __slots__ = ()

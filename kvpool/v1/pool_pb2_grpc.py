@@ -104,6 +104,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.RemoveResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvpool.v1.Pool/Explain',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvpool.v1.Pool/Clear',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ClearRequest.SerializeToString,
@@ -258,6 +263,14 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What is known of some blocks, for people who ask why a prompt was computed: where they are, or when, why and for whose
+        blocks they left. Or what engines have told of one request. Renews nothing, and counts as no use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Clear(self, request, context):
         """Drops every block of one namespace, or of all.
         """
@@ -400,6 +413,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.RemoveRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.RemoveResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ExplainRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ExplainResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -830,6 +848,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Remove',
             kvpool_dot_v1_dot_pool__pb2.RemoveRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.RemoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Explain',
+            kvpool_dot_v1_dot_pool__pb2.ExplainRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

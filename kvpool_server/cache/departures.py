@@ -195,12 +195,23 @@ class Departures:
         causes[:last] = self._notes[slots[:last]] & _CAUSES
         return causes
 
-    def departures(self, group: Group, names: Sequence[bytes]) -> list[tuple[Departure | None, int]]:
-        """As `causes`: what is known of the departures of successive blocks, and of how many blocks it is known.
+    def departures(
+        self, group: Group, names: Sequence[bytes], is_prefix: bool = True
+    ) -> list[tuple[Departure | None, int]]:
+        """What is known of the departures of successive blocks, and of how many blocks it is known.
 
-        None for the last blocks, of which none is known to have left.
+        Args:
+            is_prefix: nobody stores one of the blocks without those before it: as `causes`, and None for the last
+                blocks, of which none is known to have left. Else None for each block that is not known to have left.
         """
+        if not is_prefix:
+            each = [(self.departure(group, name), 1) for name in names]
+            return [
+                (found, sum(count for _, count in same)) for found, same in itertools.groupby(each, lambda one: one[0])
+            ]
         slots, last = self._slots(group, names)
+        if not last:
+            return [(None, len(names))]
         words, notes = self._words[slots[:last]] & _MASK, self._notes[slots[:last]]
         changed = np.flatnonzero((np.diff(words) != 0) | (np.diff(notes) != 0)) + 1
         ends = [*changed.tolist(), last]

@@ -35,7 +35,7 @@ class Misses:
         found = self._namespaces.find(fingerprint)
         if found is None or all(hit.num_leading == len(run) for run, hit in zip(runs, hits, strict=True)):
             return tuple(hits)
-        explained, others = list(hits), self._others(found)
+        explained, others = list(hits), self.others(found)
         most = MAX_EXPLAINED // max(1, min(len(runs), MAX_RUNS))
         for nth, (run, hit) in enumerate(itertools.islice(zip(runs, hits, strict=True), MAX_RUNS)):
             if hit.num_leading < len(run):
@@ -44,7 +44,7 @@ class Misses:
                 explained[nth] = dataclasses.replace(hit, missing=_joined(misses, len(names)))
         return tuple(explained)
 
-    def _others(self, namespace: PoolNamespace) -> list[Group]:
+    def others(self, namespace: PoolNamespace) -> list[Group]:
         """Groups of other namespaces that a caller may know of: of the same tenant, and with the same salt."""
         ours = namespace.spec.tenant, namespace.spec.salt
         groups = (

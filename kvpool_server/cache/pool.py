@@ -45,6 +45,7 @@ from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import NOBODY, Found, Owner, Ticket
@@ -79,6 +80,7 @@ class Pool:
         leases, tickets: the live ones.
         lookups: finds blocks, and records their use.
         misses: says why blocks are not found.
+        explanations: say what is known of a prompt's blocks.
         use_times: when a stamp of an entry's use was given.
     """
 
@@ -111,6 +113,7 @@ class Pool:
         self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
         self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
         self.misses = Misses(self._namespaces, departures)
+        self.explanations = Explanations(self._namespaces, departures, self.misses, self.use_times, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
         self._traffic_observers: list[TrafficObserver] = []
         self._on_closed: list[Callable[[PoolNamespace], None]] = []

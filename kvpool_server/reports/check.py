@@ -14,6 +14,7 @@ MAX_COUNT = 1 << 40
 """Tokens, requests and comparisons of one report: more than an engine computes in a day."""
 MAX_SECONDS = 1e7
 """Of one report, over all of its requests."""
+MAX_DEVICES = 4_096
 OTHER_CAUSE = "other"
 """Of tokens whose cause this release of the server does not know."""
 CAUSES = frozenset(cause.label for cause in Cause)
@@ -29,6 +30,7 @@ def checked(report: EngineReport) -> EngineReport:
     if not report.sequence:
         raise InvalidRequestError("sequence is 0; count reports from 1")
     _within("number of namespaces", len(report.namespaces), MAX_STAGES, low=1)
+    _within("num_devices", report.num_devices, MAX_DEVICES)
     _within("number of causes", len(report.computed_tokens), MAX_CAUSES)
     _within("number of size classes", len(report.first_token_times), 2 * (MAX_SIZE_CLASS + 1))
     for name in _COUNTS:

@@ -3,7 +3,7 @@
 Invariants:
 - A report counts once, however often it is sent: of each reporter the newest counted number is remembered, far longer
   than the engine is shown.
-- Totals outlive their engines. They end with the server; `kvpool_server/reports/ledger.py` keeps what is to outlive it.
+- Totals outlive their engines. They end with the server; `usage_ledger.py` keeps what is to outlive it.
 - An engine spoils only the figures of its own tenant, and pushes out only engines of the tenant with most of them.
 
 Not thread-safe: the pool's event loop owns it.
@@ -31,7 +31,7 @@ MAX_NAMESPACES = 1_024
 """With totals of their own; the one with the oldest report is forgotten for another. Totals by model stay."""
 MAX_MODEL_CHARS = 200
 
-Listener = Callable[[Pair, EngineReport], None]
+Listener = Callable[[Pair, str, EngineReport], None]
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class EngineReports:
         self._listeners: list[Listener] = []
 
     def observe(self, listener: Listener) -> None:
-        """Calls a listener with each counted report, checked, and the model and tenant that it counts for."""
+        """Calls a listener with the model and tenant that a report counts for, its tenant, and the report, checked."""
         self._listeners.append(listener)
 
     def report(self, report: EngineReport, tenant: str, model: str) -> bool:
@@ -87,10 +87,10 @@ class EngineReports:
             tenant, max(newest, report.sequence), None if report.last else shown, now, model
         )
         if is_new:
-            self._count(report, self._pairs.of(model, tenant))
+            self._count(report, tenant, self._pairs.of(model, tenant))
         return is_new
 
-    def _count(self, report: EngineReport, pair: Pair) -> None:
+    def _count(self, report: EngineReport, tenant: str, pair: Pair) -> None:
         fingerprint = report.namespaces[0]
         of_namespace = self._by_namespace.pop(fingerprint, None) or Totals()
         self._by_namespace[fingerprint] = of_namespace
@@ -99,7 +99,7 @@ class EngineReports:
         for totals in (of_namespace, self.totals.setdefault(pair, Totals())):
             totals.add(report)
         for listener in self._listeners:
-            listener(pair, report)
+            listener(pair, tenant, report)
 
     def _forget_one(self) -> None:
         """Forgets the reporter that has been silent longest of the tenant with most reporters."""

@@ -11,8 +11,8 @@ from kvpool_server.reports.pairs import Pair
 from kvpool_server.reports.totals import Totals
 
 SECONDS = {
-    "saved_seconds": "Estimated GPU time that loads have saved, as engines report, by model and tenant.",
-    "lost_seconds": "Estimated GPU time that loads took longer than computing, as engines report, by model and tenant.",
+    "saved_seconds": "Estimated time that loads were faster than computing, as engines report, by model and tenant.",
+    "lost_seconds": "Estimated time that loads were slower than computing, as engines report, by model and tenant.",
 }
 COUNTS = {
     "loaded_tokens": "Prompt tokens that engines loaded from the pool, as they report, by model and tenant.",

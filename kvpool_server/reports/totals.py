@@ -6,7 +6,10 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvpool.reports import EngineReport
+from kvpool.reports import Agreement, EngineReport, FirstTokenTimes
+
+MAX_TOTAL = 1 << 62
+"""Counts stop there, so that an engine that makes up its figures breaks no message with the others'."""
 
 
 @dataclass(slots=True)
@@ -19,15 +22,31 @@ class Totals:
     saved_seconds: float = 0.0
     lost_seconds: float = 0.0
     num_requests: int = 0
+    first_token_times: dict[tuple[int, bool], FirstTokenTimes] = field(default_factory=dict)
+    agreement: Agreement = Agreement()
 
     def add(self, report: EngineReport) -> None:
         for cause, tokens in report.computed_tokens.items():
-            self.computed_tokens[cause] += tokens
-        self.loaded_tokens += report.loaded_tokens
+            self.computed_tokens[cause] = min(MAX_TOTAL, self.computed_tokens[cause] + tokens)
+        self.loaded_tokens = min(MAX_TOTAL, self.loaded_tokens + report.loaded_tokens)
         self.load_seconds += report.load_seconds
         self.saved_seconds += report.saved_seconds
         self.lost_seconds += report.lost_seconds
-        self.num_requests += report.num_requests
+        self.num_requests = min(MAX_TOTAL, self.num_requests + report.num_requests)
+        for times in report.first_token_times:
+            key = times.size_class, times.held_out
+            known = self.first_token_times.get(key, FirstTokenTimes(*key))
+            self.first_token_times[key] = FirstTokenTimes(
+                *key,
+                min(MAX_TOTAL, known.count + times.count),
+                known.sum_seconds + times.sum_seconds,
+                known.sum_square_seconds + times.sum_square_seconds,
+            )
+        self.agreement = Agreement(
+            *(min(MAX_TOTAL, count) for count in dataclasses.astuple(self.agreement + report.agreement))
+        )
 
     def copy(self) -> Totals:
-        return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())
+        return dataclasses.replace(
+            self, computed_tokens=self.computed_tokens.copy(), first_token_times=dict(self.first_token_times)
+        )

@@ -37,6 +37,8 @@ log = structlog.get_logger()
 MAX_PREFETCH_BLOCKS = 1024
 MAX_PREFETCH_BYTES = 256 << 20
 """How much one lookup prefetches; the client's next lookup prefetches what follows."""
+PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S = 1_024, 8_192, 1.0
+"""Of questions which blocks a tier has: blocks at a time, blocks of tiers that do not know at once, and their time."""
 MAX_NAMESPACES = 256
 """Namespaces that are opened at the start for a tier that holds blocks of more: the newest."""
 RESTART_S = 1.0
@@ -376,6 +378,37 @@ class TieredPool(Observer):
         is_watermark_idle = self._watermark is None or self._watermark.is_idle
         return is_watermark_idle and all(level.demoter.is_idle and level.promoter.is_idle for level in levels)
 
+    async def tiers_of(
+        self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
+    ) -> tuple[list[str], list[str]]:
+        """The first tier that has each block, by its name, empty if none has; and the tiers that have not told.
+
+        A tier that does not know from memory is asked for `MAX_FIND_BLOCKS` blocks, which may take `FIND_S`.
+        """
+        found, away = [""] * len(names), []
+        for level in self._levels:
+            left, num_asked = [nth for nth, tier in enumerate(found) if not tier], 0
+            try:
+                for at in range(0, len(left), PART_BLOCKS):
+                    part = left[at : at + PART_BLOCKS]
+                    asked = [names[nth] for nth in part]
+                    known = level.tier.known(namespace, group_idx, asked)
+                    if known is None:
+                        num_asked += len(part)
+                        known = (
+                            await _find(level, namespace, group_idx, asked) if num_asked <= MAX_FIND_BLOCKS else None
+                        )
+                    if known is None:
+                        away.append(level.tier.name)
+                        break
+                    for nth, is_there in zip(part, known, strict=True):
+                        if is_there:
+                            found[nth] = level.tier.name
+                    await asyncio.sleep(0)
+            except (TierError, TimeoutError):
+                away.append(level.tier.name)
+        return found, away
+
     def holdings(self, fingerprint: bytes) -> tuple[TierHoldings, ...]:
         """What each tier holds of a namespace, which need not be open."""
         return tuple(level.tier.holdings(fingerprint) for level in self._levels)
@@ -387,6 +420,15 @@ class TieredPool(Observer):
             stats = level.tier.stats()
             tiers.append(replace(stats, up=level.health.is_working))
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
+
+
+async def _find(level: _Level, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]) -> list[bool] | None:
+    """Whether a tier has each block; None if it is away. Raises TierError, TimeoutError."""
+    if not level.health.is_available:
+        return None
+    async with asyncio.timeout(FIND_S):
+        with level.health.call():
+            return await level.tier.find(namespace, group_idx, names)
 
 
 async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import cast
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK
@@ -24,12 +25,20 @@ from kvpool_server.cache.eviction.hit_density import (
     MAX_GROWTH,
     MAX_TURN,
     MIN_GHOSTS,
+    NUM_KINDS,
     SAMPLES,
     TAIL,
+    DensityQueue,
     HitDensity,
     is_tail,
     turn_of,
 )
+from kvpool_server.cache.eviction.hit_density_model import HitDensityModel
+
+MAX_CHECKPOINTS, MAX_COHORTS, MAX_BUCKETS = 128, 512, 64
+"""Fewer than the full policy's, as a sample has fewer blocks: they bound the memory of a miniature."""
+GHOSTS_OF = 4
+"""One block in so many of the sample becomes a ghost, which stands for all of them."""
 
 _GROWTH_SHIFT, _GROWTH_MASK, _TURN_SHIFT, _TURN_MASK = 1, 7, 4, 3
 _DEPTHS = list(SAMPLES)
@@ -53,10 +62,12 @@ class SampledHitDensity(HitDensity):
 
     def __init__(self) -> None:
         super().__init__()
+        self._model = HitDensityModel(NUM_KINDS, MAX_CHECKPOINTS, MAX_COHORTS)
+        self.queue = DensityQueue(self._model, MAX_BUCKETS)
         self.blocks_each = 1.0
         self.num_added = 0
         self.has_tail = True
-        self._sampled_ghosts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # Stamp of the last use, and depth.
+        self._sampled_ghosts: OrderedDict[int, tuple[int, int]] = OrderedDict()  # Stamp of the last use, and depth.
         self._ghost_shares = 0.0  # Of them, those that the full policy would have.
 
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
@@ -82,10 +93,10 @@ class SampledHitDensity(HitDensity):
             if entry.depth:
                 share = _share(entry.depth)
                 observed += share
-                if (ghost := self._sampled_ghosts.pop(entry.block_hash, None)) is not None:
-                    self._ghost_shares -= share
+                if (ghost := self._sampled_ghosts.pop(cast("int", entry.block_hash), None)) is not None:
+                    self._ghost_shares -= GHOSTS_OF * share
                     used = ghost[0]
-                    self._model.hit(used % TICK, used // TICK, now, blocks, blocks * share)
+                    self._model.hit(used % TICK, used // TICK, now, GHOSTS_OF * blocks, GHOSTS_OF * blocks * share)
                     turn = max(turn, min((used >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         kind = turn << _TURN_SHIFT | growth << _GROWTH_SHIFT
         for entry in entries:
@@ -127,13 +138,14 @@ class SampledHitDensity(HitDensity):
         if self.blocks_each == 1:
             super().dropped(entry, num_entries)
             return
-        if entry.depth:
+        key = cast("int", entry.block_hash)  # Of a `MiniEntry`.
+        if entry.depth and key % GHOSTS_OF == 0:
             ghosts = self._sampled_ghosts
-            ghosts[entry.block_hash] = entry.used, entry.depth
-            self._ghost_shares += _share(entry.depth)
+            ghosts[key] = entry.used, entry.depth
+            self._ghost_shares += GHOSTS_OF * _share(entry.depth)
             most = MIN_GHOSTS / self.blocks_each + GHOSTS_PER_ENTRY * num_entries
             for _ in range(MAX_FORGOTTEN):
-                if self._ghost_shares <= most or not ghosts:
+                if not ghosts or (self._ghost_shares <= most and len(ghosts) <= num_entries):
                     break
                 _, depth = ghosts.popitem(last=False)[1]
-                self._ghost_shares -= _share(depth)
+                self._ghost_shares -= GHOSTS_OF * _share(depth)

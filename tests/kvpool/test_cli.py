@@ -14,7 +14,9 @@ import pytest
 
 from kvpool.cli import main
 from kvpool.client import Client, Namespace
+from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import NamespaceSpec
+from kvpool.quotas import size_text
 from kvpool.version import __version__
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, run_command, wait_for
@@ -57,7 +59,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture
 def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    monkeypatch.setenv("COLUMNS", "200")
     return Cli(server, monkeypatch, capsys)
 
 
@@ -201,10 +202,57 @@ def test_stats(cli: Cli, stored: object) -> None:
     found = json.loads(cli("stats", "--json"))
     assert (found["arena_bytes"], found["entries"]) == (8 << 20, 4)
     assert found["counters"]["put_completed_blocks"] >= 4
-    rows = cli("stats")
-    for name, value in {**found, **found["counters"]}.items():
-        if name not in ("counters", "prefaulted_bytes", "tiers"):
-            assert any(name in line and f"{value:,}" in line for line in rows.splitlines()), name
+    lines = cli("stats").splitlines()
+    numbers = {name: value for name, value in found.items() if isinstance(value, int) and not name.endswith("_tokens")}
+    assert {"arena_bytes", "free_bytes", "entries", "leases"} <= set(numbers)
+    for name, value in {**numbers, **found["counters"]}.items():
+        shown = size_text(value) if name.endswith("_bytes") else f"{value:,}"
+        assert any(name in line and shown in line for line in lines), name
+    assert max(map(len, lines)) <= 80
+
+
+def test_stats_begin_with_what_is_wrong(
+    pool_server: StartServer,
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cli = Cli(pool_server("--quota", "tenant:acme=1MiB"), monkeypatch, capsys)
+    first, second, *_ = cli("stats").splitlines()
+    assert first.startswith(f"kvpool-server at {cli.server.endpoint} {__version__}, up for ")
+    assert second == "ok      nothing is wrong with the pool"
+    client = connect(cli.server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000_000), tenant="acme"))
+    client.put_blocks(namespace, run_of("a"), [payload("a", 1_000_000)])
+    client.lookup(namespace, [run_of("a")])
+    with pytest.raises(OutOfSpaceError):
+        client.put_blocks(namespace, run_of("b"), [payload("b", 1_000_000)])
+    _, problem, fix, *_ = cli("stats").splitlines()
+    assert problem == "warning quotas: 1 puts were refused since the server's start, because of a quota"
+    assert fix.startswith("        fix: look at `kvpool quota`")
+    (told,) = json.loads(cli("stats", "--json"))["problems"]
+    assert (told["check"], told["level"]) == ("quotas", "warning") and told["fix"]
+
+
+def test_stats_tell_of_the_server_and_its_latencies(cli: Cli, stored: object) -> None:
+    found = json.loads(cli("stats", "--json"))
+    server = found["server"]
+    assert server["version"] == __version__ and server["uptime_seconds"] > 0
+    (puts,) = (rpc for rpc in server["rpcs"] if (rpc["method"], rpc["status"]) == ("PutStart", "OK"))
+    assert puts["count"] == sum(puts["buckets"]) >= 2 and 0 < puts["p50_seconds"] <= puts["p99_seconds"]
+    assert re.fullmatch("[0-9a-f]{16}", found["boot"])
+    assert any(re.search(r"PutStart +│ OK ", line) for line in cli("stats").splitlines())
+
+
+def test_no_output_depends_on_columns(cli: Cli, stored: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def printed() -> list[str]:
+        return [re.sub(r"\d", "9", cli(*command)) for command in (["namespaces"], ["quota", "tenant:x=1MiB"])]
+
+    usual = printed()
+    for columns in ("20", "300"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert printed() == usual
+    cli("quota", "tenant:x=0")
 
 
 def test_namespaces(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
@@ -223,7 +271,6 @@ def test_two_namespaces_are_compared_field_by_field(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     cli = Cli(pool_server(), monkeypatch, capsys)
     client = connect(cli.server)
     specs = [
@@ -280,10 +327,7 @@ def test_names_of_others_reach_no_terminal_as_control_characters(
     assert any(line.endswith("  evil[2Jffffffffffff  forged") for line in lines)
 
 
-def test_a_narrow_terminal_shows_whole_fingerprints(
-    cli: Cli, stored: tuple[Namespace, Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_80_columns_show_whole_fingerprints(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
     lines = cli("namespaces").splitlines()
     assert max(map(len, lines)) <= 80
     assert all(namespace.fingerprint.hex()[:12] in "".join(lines) for namespace in stored)
@@ -382,7 +426,7 @@ def test_clear_wants_to_be_told_what_in_so_many_words(cli: Cli, stored: object, 
     assert set(_left(cli).values()) == {2}
 
 
-@pytest.mark.parametrize("command", [["ping"], ["stats"], ["namespaces"], ["clear", "--all"]])
+@pytest.mark.parametrize("command", [["ping"], ["stats"], ["namespaces"], ["clear", "--all"], ["top", "--once"]])
 def test_a_server_that_is_not_there_is_one_sentence(command: list[str]) -> None:
     done = run_command(KVPOOL, *command, "--endpoint", NOBODY)
     assert done.returncode == 1

@@ -45,6 +45,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("oidc_role_claim", "job", "job"),
         ("deny", "denied", "denied"),
         ("audit_log", "audit.json", "audit.json"),
+        ("ledger", "ledger.sqlite", "ledger.sqlite"),
         ("identity_limits", "limits.toml", "limits.toml"),
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),

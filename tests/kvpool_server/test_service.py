@@ -481,6 +481,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         ("Get", lambda ns, run: pb.GetRequest(namespace=ns, runs=[run], shards=pb.ShardRange(count=1), lease_id=1)),
         ("Verify", lambda ns, run: pb.VerifyRequest(namespace=ns, runs=[run])),
         ("Remove", lambda ns, run: pb.RemoveRequest(namespace=ns, runs=[run])),
+        ("Explain", lambda ns, run: pb.ExplainRequest(namespace=ns, runs=[run])),
     ],
 )
 class TestEveryMethodThatNamesBlocks:

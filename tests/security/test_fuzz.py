@@ -106,6 +106,7 @@ def _requests(ticket_id: int, lease_id: int, offset: int) -> dict[str, Message]:
         "GetChunks": pb.GetChunksRequest(keys=[key]),
         "Verify": pb.VerifyRequest(**named),
         "Remove": pb.RemoveRequest(**named),
+        "Explain": pb.ExplainRequest(**named),
         "Clear": pb.ClearRequest(namespace=SPEC.fingerprint()),
         "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 20)]),
     }

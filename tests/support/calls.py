@@ -74,6 +74,7 @@ def requests(target: Target) -> dict[str, Any]:
         "GetChunks": pb.GetChunksRequest(keys=[key]),
         "Verify": pb.VerifyRequest(namespace=namespace, runs=runs),
         "Remove": pb.RemoveRequest(namespace=namespace, runs=wire.encode_runs([run_of("nothing")])),
+        "Explain": pb.ExplainRequest(namespace=namespace, runs=runs),
         "Clear": pb.ClearRequest(namespace=namespace),
         "Ping": pb.PingRequest(),
         "WhoAmI": pb.WhoAmIRequest(),

@@ -6,18 +6,21 @@ for `LAST_S` at most. A server of an older release takes no reports: the engine 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
 import threading
+from collections.abc import Mapping
 
 import vllm
 from vllm.logger import init_logger
 
 from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
-from kvpool.reports import MAX_STAGES, REPORTER_BYTES, EngineReport
+from kvpool.reports import MAX_STAGES, REPORTER_BYTES, Agreement, EngineReport, FirstTokenTimes
 from kvpool.version import __version__
 from vllm_plugin.metrics import Recorder
+from vllm_plugin.scheduler.holdout import AGREEMENT, TIMES
 from vllm_plugin.scheduler.report_log import ReportLog
 from vllm_plugin.scheduler.stages import Stages
 
@@ -36,9 +39,11 @@ class Reporter:
     Args:
         stages: name the engine's namespaces, and have the connection.
         recorder: counts.
+        num_devices: that compute each step.
     """
 
-    def __init__(self, stages: Stages, recorder: Recorder):
+    def __init__(self, stages: Stages, recorder: Recorder, num_devices: int):
+        self._num_devices = num_devices
         self._stages = stages
         self._recorder = recorder
         self._id = secrets.token_bytes(REPORTER_BYTES)
@@ -117,4 +122,20 @@ class Reporter:
             lost_seconds=counts.get("lost_seconds", 0.0),
             num_requests=int(counts.get("num_requests", 0)),
             last=is_last,
+            num_devices=self._num_devices,
+            first_token_times=_first_token_times(counts),
+            agreement=Agreement(
+                **{each.name: int(counts.get(f"{AGREEMENT}:{each.name}", 0)) for each in dataclasses.fields(Agreement)}
+            ),
         )
+
+
+def _first_token_times(counts: Mapping[str, float]) -> tuple[FirstTokenTimes, ...]:
+    """What `Holdout` has tallied, by size class."""
+    measured = {name.rpartition(":")[0] for name in counts if name.startswith(f"{TIMES}:")}
+    times = []
+    for name in sorted(measured):
+        _, size_class, held_out = name.split(":")
+        count, total, squares = (counts.get(f"{name}:{part}", 0) for part in ("count", "sum", "squares"))
+        times.append(FirstTokenTimes(int(size_class), held_out == "1", int(count), total, squares))
+    return tuple(times)

@@ -19,6 +19,7 @@ from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
+from vllm_plugin.scheduler.holdout import Holdout
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
@@ -64,8 +65,9 @@ class KVPoolScheduler:
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self.computed = ComputedTokens(geometry, recorder)
+        self.holdout = Holdout(config.holdout_fraction, recorder)
         self.admission = Admission(
-            geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
+            geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, self.holdout, recorder
         )
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
@@ -78,7 +80,7 @@ class KVPoolScheduler:
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
-        self._reporter = Reporter(self.stages, recorder)
+        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
@@ -91,6 +93,7 @@ class KVPoolScheduler:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
         matched: int | None = 0
         with self.budget:
+            self.holdout.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
                 self.computed.because(request, why_not)
@@ -128,6 +131,7 @@ class KVPoolScheduler:
             self.loads.stop_waiting(request_id)
             self._peer_loads.admitted(request_id)
             self._names.admitted(request_id)
+            self.holdout.admitted(request_id)
             with self.guard.part("the count of computed tokens"):
                 self.computed.admitted(request, lookup)
             self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
@@ -251,6 +255,7 @@ class KVPoolScheduler:
             "held stores": len(self._peer_loads),
             "lookups": len(self.lookups.by_request),
             "prompts that are counted": len(self.computed),
+            "requests that are measured": len(self.holdout),
             "loads": len(self.loads.loading),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
@@ -319,6 +324,8 @@ class KVPoolScheduler:
             self._names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
+        with part("the measurement of held-out hits"):
+            self.holdout.finished(request)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:
             self.stores.finish(request_id, tables if self._may_store() else None)
@@ -347,6 +354,8 @@ class KVPoolScheduler:
         """What was counted since the last call. vLLM asks once for each step that has ended."""
         self.loads.policy.step_ended()
         self.stores.step_ended()
+        with self.guard.part("the measurement of held-out hits"):
+            self.holdout.step_ended()
         return self._recorder.take()
 
     def shutdown(self) -> None:

@@ -1,0 +1,124 @@
+"""`kvpool doctor`: finds what makes a pool slow or useless."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.bandwidth import measurement_config
+from kvpool.client import Client
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint, ExitStatus
+from kvpool.commands.output import print_findings
+from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
+from kvpool.doctor import engine, host, namespaces, reachability
+from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
+from kvpool.doctor.engines import engines
+from kvpool.doctor.examination import Check, examine, has_errors
+from kvpool.doctor.finding import Finding, Level, error
+from kvpool.doctor.pool_state import pool_state
+from kvpool.errors import InvalidRequestError, KVPoolError
+from kvpool.unix_socket import socket_path
+
+BANDWIDTH_DEADLINE_S = 90.0
+
+
+def doctor(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    engine_log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An engine's log, from its start: check what it says.")
+    ] = None,
+    vllm_args: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="An engine's command line, quoted as one argument: check it.")
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"The server's --http-listen. Default: port {reachability.HTTP_PORT} of the endpoint's host.",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure puts and gets, with blocks that are removed afterwards.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check everything that makes a pool slow or useless, and say how to mend it. Ends with 1 if there is an error."""
+    if http is not None and not http.rpartition(":")[2].isdigit():
+        raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
+    config = common.config_of(endpoint)
+    settings = None if vllm_args is None else engine.of_arguments(vllm_args)
+    local = list(_local_checks(engine_log, settings))
+    findings = [*_of_server(endpoint, config, http, bandwidth=bandwidth), *examine(local)]
+    counts = Counter(finding.level for finding in findings)
+    if as_json:
+        common.print_json(
+            {
+                "endpoint": endpoint,
+                "errors": counts[Level.ERROR],
+                "warnings": counts[Level.WARNING],
+                "findings": [dataclasses.asdict(finding) for finding in findings],
+            }
+        )
+    else:
+        print_findings(findings)
+        typer.echo(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, {counts[Level.OK]} ok")
+    if has_errors(findings):
+        raise typer.Exit(ExitStatus.PROBLEM)
+
+
+def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwidth: bool) -> list[Finding]:
+    """The findings about a server; a single one if it cannot be reached."""
+    checks = [Check("certificates", lambda: reachability.certificates(config))]
+    with common.client_of(endpoint) as client:
+        try:
+            found = reachability.grpc_port(client)
+        except KVPoolError as away:
+            fix = "start kvpool-server, or give its --endpoint; the checks of this host follow"
+            checks += [Check("memlock", host.memlock), Check("NUMA", lambda: host.numa(None))]
+            return [error("gRPC", str(away), fix), *examine(checks)]
+        host_name = "127.0.0.1" if socket_path(endpoint) else endpoint.rpartition(":")[0]
+        address = http or f"{host_name}:{reachability.HTTP_PORT}"
+        checks += [
+            Check("data port", lambda: reachability.data_port(client)),
+            Check("memory socket", lambda: reachability.memory_socket(client)),
+            Check("transport", lambda: reachability.transport(client)),
+            Check("HTTP", lambda: reachability.http_port(address, config, was_given=http is not None)),
+            Check("pool", lambda: _of_stats(client)),
+            Check("namespaces", lambda: _of_namespaces(client)),
+            Check("NUMA", lambda: host.numa(client)),
+            Check("memlock", lambda: host.memlock(uses_rdma=reachability.offers_rdma(client))),
+        ]
+        found += examine(checks)
+    if bandwidth:
+        with Client(common.trusting(measurement_config(endpoint, "auto"))) as client:
+            found += examine([Check("bandwidth", lambda: measured_bandwidth(client))], BANDWIDTH_DEADLINE_S)
+    return found
+
+
+def _of_stats(client: Client) -> list[Finding]:
+    stats = client.admin.stats()
+    clocks = [] if stats.server is None else reachability.clock(stats.server.unix_seconds)
+    return [*pool_state(stats), *engines(stats), *clocks]
+
+
+def _of_namespaces(client: Client) -> list[Finding]:
+    infos = client.admin.namespaces(holdings=False)
+    found = [*namespaces.separate(infos), *namespaces.hashes(infos)]
+    return [*found, *namespaces.block_sizes(infos, client.admin.stats().arena_bytes)]
+
+
+def _local_checks(engine_log: Path | None, settings: engine.Settings | None) -> Iterator[Check]:
+    """The checks of this host and of an engine. They need no server."""
+    yield Check("memory of the host", host.memory)
+    yield Check("huge pages", host.huge_pages)
+    yield Check("open files", host.open_files)
+    if settings is not None:
+        yield Check("engine arguments", lambda: engine.settings(settings))
+    if engine_log is not None:
+        yield Check("engine log", lambda: engine.log_file(engine_log))

@@ -1,0 +1,108 @@
+"""Checks of a pool's namespaces: why two of them share nothing, and whether their blocks fit the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from kvpool.doctor.finding import Finding, error, ok, warning
+from kvpool.hashing import ALGORITHM
+from kvpool.holdings import NamespaceInfo, escaped
+from kvpool.namespace import Difference, NamespaceSpec, differences
+from kvpool.quotas import size_text
+
+MAX_COMPARED = 64
+"""Namespaces that are compared with each other, the last used ones."""
+MAX_FINDINGS = 8
+MAX_VALUE_CHARS = 60
+MIN_TOKENS = 8_192
+"""An arena that holds fewer tokens of a model does not even hold one long prompt."""
+
+_DERIVED = ("chunk_bytes", "layer_formats", "hash_block_tokens")
+_CAUSES = ("block_tokens", "num_shards", "model_dtype", "kv_cache_dtype", "num_kv_heads", "head_size_k", "head_size_v")
+"""Fields that others follow from: a difference in one of them brings differences in `_DERIVED`."""
+
+
+def separate(infos: Sequence[NamespaceInfo]) -> list[Finding]:
+    """Names the field if two namespaces of one model differ in one only: the usual reason for zero hits."""
+    recent = sorted((info for info in infos if not info.superseded), key=lambda info: info.idle_seconds)
+    found = []
+    for one, other in combinations(recent[:MAX_COMPARED], 2):
+        if not _same_model(one.spec, other.spec) or one.spec.pipeline_stage != other.spec.pipeline_stage:
+            continue
+        causes = _causes(differences(one.spec, other.spec))
+        if len(causes) == 1:
+            found.append(_separated(one, other, causes[0]))
+        if len(found) >= MAX_FINDINGS:
+            break
+    if found:
+        return found
+    return [ok("namespaces", f"{len(infos)} namespaces, and none differs from another of its model in one field only")]
+
+
+def _same_model(a: NamespaceSpec, b: NamespaceSpec) -> bool:
+    return a.model == b.model or bool(a.weights_digest and a.weights_digest == b.weights_digest)
+
+
+def _causes(found: Sequence[Difference]) -> list[Difference]:
+    """One difference for each setting: groups that differ alike count once, and what follows from others not at all."""
+    by_field = {difference.field.rpartition(".")[2]: difference for difference in found}
+    if not by_field.keys().isdisjoint(_CAUSES):
+        by_field = {field: difference for field, difference in by_field.items() if field not in _DERIVED}
+    return list(by_field.values())
+
+
+def _separated(one: NamespaceInfo, other: NamespaceInfo, difference: Difference) -> Finding:
+    a, b = (info.fingerprint.hex()[:12] for info in (one, other))
+    values = "" if difference.is_private else f": {_shown(difference.ours)} and {_shown(difference.theirs)}"
+    text = (
+        f"namespaces {a} ({one.opened}) and {b} ({other.opened}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} share "
+        f"nothing, because of {escaped(difference.field, MAX_VALUE_CHARS)} alone{values}"
+    )
+    fix = f"if they should share, start their engines with the same {_setting(difference.field)}"
+    return warning("namespaces", text, f"{fix}; `kvpool namespaces --diff {a} {b}`")
+
+
+def _setting(field: str) -> str:
+    name = field.rpartition(".")[2]
+    return {"block_tokens": "--block-size", "hash_seed": "PYTHONHASHSEED", "kv_cache_dtype": "--kv-cache-dtype"}.get(
+        name, escaped(name, MAX_VALUE_CHARS)
+    )
+
+
+def _shown(value: object) -> str:
+    return escaped(repr(value), MAX_VALUE_CHARS)
+
+
+def hashes(infos: Sequence[NamespaceInfo]) -> list[Finding]:
+    """Whether all engines name blocks by one algorithm and one seed."""
+    algorithms = {info.spec.hash_algorithm for info in infos}
+    if others := sorted(algorithms - {ALGORITHM}):
+        text = f"some namespaces name blocks by {escaped(', '.join(others), MAX_VALUE_CHARS)}"
+        return [error("block hashes", text, f"start vLLM with --prefix-caching-hash-algo {ALGORITHM}")]
+    seeds = {info.spec.hash_seed for info in infos}  # Digests of them: the server tells no seeds.
+    if len(seeds) > 1:
+        text = f"the engines' namespaces have {len(seeds)} seeds of block hashes, and share nothing across them"
+        return [warning("block hashes", text, "set the same PYTHONHASHSEED, or none, for all engines")]
+    return [ok("block hashes", f"all namespaces have the algorithm {ALGORITHM} and one seed")] if infos else []
+
+
+def block_sizes(infos: Sequence[NamespaceInfo], arena_bytes: int) -> list[Finding]:
+    """Whether the arena holds enough blocks of each model."""
+    found = [finding for info in infos for finding in _block_size(info, arena_bytes)]
+    if found:
+        return found[:MAX_FINDINGS]
+    return [ok("block size", "the arena holds long prompts of every model")] if infos else []
+
+
+def _block_size(info: NamespaceInfo, arena_bytes: int) -> Iterator[Finding]:
+    groups, name = info.spec.groups, escaped(info.spec.model, MAX_VALUE_CHARS)
+    largest = max(group.slot_bytes for group in groups)
+    if largest > arena_bytes:
+        text = f"a block of {name} has {size_text(largest)}, and the arena {size_text(arena_bytes)}"
+        yield error("block size", text, "give the server more --memory, or the engines a smaller --block-size")
+        return
+    a_token = sum(group.slot_bytes / group.block_tokens for group in groups)
+    if (tokens := int(arena_bytes / a_token)) < MIN_TOKENS:
+        text = f"the arena holds {tokens:,} tokens of {name} at most, with blocks of {size_text(largest)}"
+        yield warning("block size", text, "give the server more --memory")

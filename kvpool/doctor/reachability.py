@@ -1,0 +1,194 @@
+"""Checks of the ways to a server: gRPC, the data port, HTTP, the memory socket, TLS, and the transport that results."""
+
+from __future__ import annotations
+
+import datetime as dt
+import http.client
+import os
+import socket
+import ssl
+import time
+from pathlib import Path
+
+from cryptography import x509
+
+from kvpool import replies
+from kvpool.certificates import read_pem
+from kvpool.client import Client
+from kvpool.config import ClientConfig, is_loopback
+from kvpool.doctor.finding import Finding, error, ok, warning
+from kvpool.errors import KVPoolError, TransferError
+from kvpool.holdings import duration_text, printable
+from kvpool.memory_socket import memory_address, receive_memory
+from kvpool.tls import TlsFiles
+from kvpool.transport.tcp import peer_of
+from kvpool.types import Offer
+from kvpool.unix_socket import socket_path
+from kvpool.version import __version__
+
+CONNECT_S = 3.0
+HTTP_PORT = 50_052
+"""Where /healthz is unless --http-listen says otherwise."""
+ENDS_SOON_S = 14 * 86_400.0
+MAX_SKEW_S = 5.0
+MAX_BODY_BYTES = 1_024
+
+
+def grpc_port(client: Client) -> list[Finding]:
+    """Whether the server answers, and its release. Raises UnavailableError and PoolTimeoutError if it does not."""
+    started = time.monotonic()
+    version, uptime_s = client.admin.ping()
+    took_ms = (time.monotonic() - started) * 1e3
+    where = f"kvpool-server at {client.rpc.config.endpoint}"
+    found = [ok("gRPC", f"{where} answers within {took_ms:.1f} ms, and is up for {duration_text(uptime_s)}")]
+    if version == __version__:
+        return [*found, ok("versions", f"kvpool {version} on both sides")]
+    text = f"the server is kvpool {version}, and this is kvpool {__version__}"
+    return [*found, warning("versions", text, "install the same release on both sides")]
+
+
+def data_port(client: Client) -> list[Finding]:
+    """Whether the data port that the server offers takes connections from here."""
+    endpoint, offer = client.rpc.config.endpoint, _offer(client)
+    if offer.data_port is None:
+        text = "the server has no data port: engines on other hosts use gRPC, which is slow"
+        return [warning("data port", text, "give the server --data-listen")]
+    if socket_path(endpoint):
+        return [ok("data port", f"port {offer.data_port.port} is not used through a Unix socket")]
+    peer = peer_of(offer.data_port, _host(endpoint), CONNECT_S, CONNECT_S)
+    try:
+        peer.connect(CONNECT_S)[0].close()
+    except KVPoolError as failed:
+        fix = "open the port to this host; see --data-listen"
+        return [error("data port", f"{peer} cannot be reached: {failed}", fix)]
+    sealed = ", encrypted" if offer.data_port.sealed else ""
+    return [ok("data port", f"{peer} takes connections{sealed}")]
+
+
+def memory_socket(client: Client) -> list[Finding]:
+    """Whether this process gets the server's memory; engines of the same user on this host do, too, then."""
+    endpoint, offer = client.rpc.config.endpoint, _offer(client)
+    if offer.segment is None:
+        return [ok("memory socket", "the server offers no shared memory to this caller")]
+    try:
+        token = offer.segment.token
+        os.close(receive_memory(memory_address(endpoint, token), token, CONNECT_S))
+    except TransferError as failed:
+        if not socket_path(endpoint) and not is_loopback(_host(endpoint)):
+            return [ok("memory socket", "the server's memory is for processes on its host")]
+        fix = "run engines as the server's user in its network namespace, or give the server --unix-listen"
+        return [warning("memory socket", str(failed), fix)]
+    return [ok("memory socket", "this process may map the server's memory")]
+
+
+def transport(client: Client) -> list[Finding]:
+    """By which transport bytes would travel, and why."""
+    choice = client.admin.try_transport()
+    choice.transport.close()
+    if choice.is_fallback:
+        text = f"bytes would travel by {choice.transport.name}, which is slow: {choice.why}"
+        return [warning("transport", text, "make one of the faster transports work; the reasons name what is missing")]
+    return [ok("transport", f"bytes would travel by {choice.route}: {choice.why}")]
+
+
+def offers_rdma(client: Client) -> bool:
+    """Whether the server's Transfer Engine offers RDMA."""
+    mooncake = _offer(client).mooncake
+    return mooncake is not None and mooncake.protocol == "rdma"
+
+
+def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Finding]:
+    """Whether /healthz says that the server serves.
+
+    Args:
+        address: HOST:PORT.
+        was_given: False if `address` is a guess: what does not answer there may be elsewhere.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        status, body = _healthz(host.strip("[]"), int(port), config.tls)
+    except (OSError, http.client.HTTPException) as failed:
+        level = error if was_given else warning
+        text = f"http://{address}/healthz cannot be reached: {failed}"
+        fix = "give its HOST:PORT as --http; by default --http-listen serves the server's own host alone"
+        return [level("HTTP", text, fix)]
+    if status == 200:
+        return [ok("HTTP", f"{address}/healthz says {body!r}")]
+    return [error("HTTP", f"{address}/healthz says {status}: {body!r}", "see the server's log")]
+
+
+def _healthz(host: str, port: int, tls: TlsFiles | None) -> tuple[int, str]:
+    connection: http.client.HTTPConnection
+    if tls is None:
+        connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+    else:
+        connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=_tls_context(tls))
+    try:
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        return answer.status, printable(answer.read(MAX_BODY_BYTES).decode(errors="replace").strip())
+    finally:
+        connection.close()
+
+
+def certificates(config: ClientConfig) -> list[Finding]:
+    """When the certificates of both sides end."""
+    tls = config.tls
+    if tls is None:
+        return []
+    found = [_ends(f"certificate {path}", _certificate(Path(path))) for path in (tls.ca, tls.cert) if path]
+    if socket_path(config.endpoint):
+        return found
+    host, _, port = config.endpoint.rpartition(":")
+    context = _tls_context(tls)
+    context.check_hostname = False
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as plain,
+            context.wrap_socket(plain) as wrapped,
+        ):
+            packed = wrapped.getpeercert(binary_form=True)
+    except OSError as failed:
+        fix = "see what `kvpool ping` says of the connection"
+        return [*found, error("certificate of the server", f"the TLS handshake failed: {failed}", fix)]
+    assert packed is not None, "the handshake verifies the server's certificate"
+    return [*found, _ends("certificate of the server", x509.load_der_x509_certificate(packed))]
+
+
+def clock(unix_seconds: float) -> list[Finding]:
+    """Whether the clocks of both sides agree: certificates and tokens end by them."""
+    skew_s = abs(time.time() - unix_seconds)
+    if skew_s <= MAX_SKEW_S:
+        return [ok("clock", f"the clocks of both sides agree within {MAX_SKEW_S:g} s")]
+    text = f"the server's clock differs by {duration_text(skew_s)} from this host's"
+    return [warning("clock", text, "let NTP set both clocks: certificates and tokens end by them")]
+
+
+def _ends(check: str, certificate: x509.Certificate) -> Finding:
+    ends_at = certificate.not_valid_after_utc
+    left_s = (ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+    text = f"{'ends' if left_s > 0 else 'ENDED'} {ends_at:%Y-%m-%d %H:%M} UTC"
+    if left_s <= 0:
+        return error(check, text, "make a new one with `kvpool certs issue`")
+    if left_s < ENDS_SOON_S:
+        return warning(check, f"{text}, in {duration_text(left_s)}", "make a new one with `kvpool certs issue`")
+    return ok(check, f"{text}, in {duration_text(left_s)}")
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificates(read_pem(path))[0]
+
+
+def _tls_context(tls: TlsFiles) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls.ca)
+    if tls.cert:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def _offer(client: Client) -> Offer:
+    return replies.offer(client.rpc.ping())
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")

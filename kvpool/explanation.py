@@ -1,0 +1,122 @@
+"""What a server knows of the blocks of a prompt, and what engines have told it of a request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvpool.request_trace import RequestTrace
+from kvpool.types import MissCause
+
+MAX_RANGES = 256
+"""Of one run. The blocks behind them are not explained."""
+MAX_MATCHES = 4
+"""Other namespaces that have a block."""
+MAX_DIFFERENCES = 16
+"""Fields of another namespace that are named."""
+MAX_TRACES = 16
+"""Requests of one id."""
+
+
+class BlockState(enum.IntEnum):
+    """Where blocks are; the values are those of the contract."""
+
+    COMPLETE = 0
+    """In the arena, and readable."""
+    IN_TIER = 1
+    MISSING = 2
+    """Nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedFor:
+    """Whose put blocks made room for.
+
+    Args:
+        is_hidden: another tenant's than the caller's; the names are empty then.
+        model: empty if unknown.
+    """
+
+    tenant: str = ""
+    model: str = ""
+    is_hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """Successive blocks of a run of which the same is known.
+
+    Args:
+        first: index in the run.
+        cause: why they are not in the arena; None for complete ones.
+        tier: the one that has them; empty if none has.
+        newest_left_seconds, oldest_left_seconds: since the block that left last, or first, has left the arena; None:
+            none is known to have left.
+        unused_seconds: of complete blocks, since the last use of the one used longest ago; of others, from the last use
+            of the first one until it left. None: unknown.
+        evicted_for: None: unknown, or for no single put.
+    """
+
+    first: int
+    count: int
+    state: BlockState
+    cause: MissCause | None = None
+    tier: str = ""
+    newest_left_seconds: float | None = None
+    oldest_left_seconds: float | None = None
+    unused_seconds: float | None = None
+    evicted_for: EvictedFor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class RunExplanation:
+    """What is known of one run.
+
+    Args:
+        ranges: in order, without a gap; the blocks behind them are not explained.
+        other_children: stored blocks of other prompts that follow the block before the first missing one, as far as
+            the server knows.
+    """
+
+    group_idx: int
+    ranges: tuple[BlockRange, ...]
+    other_children: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceMatch:
+    """Another namespace of the tenant, with the same salt, that has blocks of the prompt.
+
+    Args:
+        count: blocks that it has, from the first missing one on.
+        differences: sentences, one for each field that differs.
+    """
+
+    fingerprint: bytes
+    count: int
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Answer of `explain`.
+
+    Args:
+        runs: one a run, in order.
+        elsewhere: other namespaces that have the first missing block of a run.
+        remembered_seconds: since the oldest departure that the server remembers; 0: none has been.
+        half_remembered_seconds: of what left so long ago half is remembered, and more of what left later.
+        tiers_away: names of tiers that have not said which blocks they have.
+        requests: the newest first.
+    """
+
+    runs: tuple[RunExplanation, ...] = ()
+    elsewhere: tuple[NamespaceMatch, ...] = ()
+    remembered_seconds: float = 0.0
+    half_remembered_seconds: float = 0.0
+    tiers_away: tuple[str, ...] = ()
+    requests: tuple[RequestTrace, ...] = ()

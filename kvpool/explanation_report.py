@@ -1,0 +1,311 @@
+"""An explanation in tokens: sentences and a table for people, and rows for programs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpool.causes import Cause
+from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
+from kvpool.holdings import duration_text, printable
+from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.request_trace import RequestTrace
+from kvpool.types import MissCause
+
+PREFIX_KIND = "full_attention"
+"""Of groups of which a hit needs every block from the start on."""
+MAX_SENTENCES = 12
+"""About ranges; the table has all of them."""
+
+_WHY = {
+    MissCause.NEVER_STORED: "never stored",
+    MissCause.BEING_WRITTEN: "being written now",
+    MissCause.EVICTED: "evicted",
+    MissCause.REMOVED: "removed or cleared",
+    MissCause.CORRUPT: "dropped, for their bytes had changed",
+    MissCause.PUT_FAILED: "not stored to the end: the writer gave up, or was too slow",
+    MissCause.OTHER_NAMESPACE: "in another namespace",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens [start, stop) of a prompt in one group, of which the same is known."""
+
+    start: int
+    stop: int
+    blocks: BlockRange
+
+
+class PromptReport:
+    """What an explanation says of a prompt.
+
+    Args:
+        spec: of the namespace.
+        num_tokens: of the prompt.
+        found: one run a group, in the order of the groups, of whole blocks from the prompt's start on.
+    """
+
+    def __init__(self, spec: NamespaceSpec, num_tokens: int, found: Explanation):
+        self._spec = spec
+        self._found = found
+        self.num_tokens = num_tokens
+        self.alignment = math.lcm(*(group.block_tokens for group in spec.groups))
+        self.limit = max(0, (num_tokens - 1) // self.alignment * self.alignment)
+        self.stored = self._stored()
+        self.loadable = self._loadable()
+
+    def _prefix_groups(self) -> list[tuple[GroupSpec, RunExplanation]]:
+        """The groups of which a hit needs every block from the start on; all groups if there is none such."""
+        pairs = [(self._spec.groups[run.group_idx], run) for run in self._found.runs]
+        return [(group, run) for group, run in pairs if group.kind == PREFIX_KIND] or pairs
+
+    def _shortest(self) -> tuple[int, RunExplanation]:
+        """The run whose stored prefix ends first, and at which token."""
+        ends = [(_leading(run) * group.block_tokens, run) for group, run in self._prefix_groups()]
+        return min(ends, key=lambda pair: pair[0])
+
+    def _stored(self) -> int:
+        """Tokens from the prompt's start on whose blocks are stored in each group that needs its prefix."""
+        return self._shortest()[0]
+
+    def _loadable(self) -> int:
+        """Tokens that an engine would load: up to the last boundary at which each group has what it needs."""
+        boundaries = np.arange(self.limit, 0, -self.alignment)
+        usable = np.ones(len(boundaries), np.bool_)
+        for run in self._found.runs:
+            group = self._spec.groups[run.group_idx]
+            stops = boundaries // group.block_tokens
+            if group.kind == PREFIX_KIND:
+                starts = np.zeros_like(stops)
+            elif group.window_tokens:
+                starts = np.maximum(boundaries - (group.window_tokens - 1), 0) // group.block_tokens
+            else:
+                starts = stops - 1
+            is_there = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
+            for part in run.ranges:
+                if part.state is not BlockState.MISSING:
+                    is_there[part.first : part.stop] = 1
+            num_there = np.concatenate(([0], np.cumsum(is_there)))
+            usable &= num_there[stops] - num_there[starts] == stops - starts
+        return int(boundaries[usable.argmax()]) if usable.any() else 0
+
+    def ranges(self, run: RunExplanation) -> list[TokenRange]:
+        """The ranges of a run in tokens."""
+        size = self._spec.groups[run.group_idx].block_tokens
+        return [TokenRange(part.first * size, part.stop * size, part) for part in run.ranges]
+
+    def sentences(self) -> list[str]:
+        """What is known, most important first. One sentence or few a line."""
+        return [
+            self._summary(),
+            *itertools.islice(self._about_missing(), MAX_SENTENCES),
+            *self._about_rules(),
+            *self._about_others(),
+            *self._about_memory(),
+        ]
+
+    def _summary(self) -> str:
+        stored, total = self.stored, self.num_tokens
+        share = f" ({stored / total:.0%})" if total else ""
+        text = f"{stored:,} of {total:,} tokens are stored{share}."
+        loaded = f" An engine would load {self.loadable:,} and compute {total - self.loadable:,}."
+        return text + loaded
+
+    def _about_missing(self) -> Iterator[str]:
+        at, run = self._shortest()
+        for part in self.ranges(run):
+            which, blocks = f"Tokens {part.start:,} to {part.stop:,}", part.blocks
+            if blocks.state is BlockState.MISSING:
+                yield f"{which} {_verb(blocks)}{_times(blocks)}{_room(blocks.evicted_for)}."
+            elif blocks.state is BlockState.IN_TIER:
+                yield f"{which} are only in tier {printable(blocks.tier)}: a request waits for them, or computes them."
+            elif part.start > at:
+                yield f"{which} are stored, but no request can use them without the tokens before them."
+        if run.other_children == 1:
+            yield f"At token {at:,} another stored prompt continues differently."
+        elif run.other_children:
+            yield f"At token {at:,} {run.other_children:,} other stored prompts continue differently."
+        size = self._spec.groups[run.group_idx].block_tokens
+        if (explained := run.ranges[-1].stop * size) < self.num_tokens // size * size:
+            yield f"Tokens from {explained:,} on are not explained: what is known of them changes too often."
+
+    def _about_rules(self) -> Iterator[str]:
+        rest = self.num_tokens - self.limit
+        if rest == 1:
+            yield "The last token is always computed: the request waits for its logits."
+        else:
+            yield (
+                f"The last {rest:,} tokens are always computed: the request waits for the last token's logits, and "
+                f"loads end at multiples of {self.alignment:,} tokens."
+            )
+        usable = min(self.stored, self.limit)
+        if self.loadable < usable:
+            kinds = ", ".join(
+                f"{group.kind} of {group.window_tokens:,} tokens" if group.window_tokens else group.kind
+                for group in self._spec.groups
+                if group.kind != PREFIX_KIND
+            )
+            yield (
+                f"Tokens {self.loadable:,} to {usable:,} are stored and cannot be loaded: the window or state to go on "
+                f"from is missing there ({printable(kinds)})."
+            )
+
+    def _about_others(self) -> Iterator[str]:
+        for match in self._found.elsewhere:
+            fields = "; ".join(printable(text) for text in match.differences) or "no field that may be told"
+            yield (
+                f"Namespace {match.fingerprint.hex()[:12]} has {match.count:,} blocks from the first missing one on. "
+                f"It differs in: {fields}."
+            )
+        if self._found.tiers_away:
+            names = ", ".join(map(printable, self._found.tiers_away))
+            yield f"These tiers have not said which blocks they have: {names}."
+
+    def _about_memory(self) -> Iterator[str]:
+        if not self._found.remembered_seconds:
+            yield "The server remembers no block that left before now, so blocks were never stored since its start."
+            return
+        text = f"The server remembers blocks that left up to {duration_text(self._found.remembered_seconds)} ago"
+        if self._found.half_remembered_seconds < self._found.remembered_seconds:
+            text += f", and at least half of those of the last {duration_text(self._found.half_remembered_seconds)}"
+        yield f"{text}; what left earlier counts as never stored."
+
+    def rows(self) -> list[list[str]]:
+        """Tokens, group, where, why, when."""
+        return [
+            [
+                f"{part.start:,} to {part.stop:,}",
+                self._spec.groups[run.group_idx].kind,
+                _where(part.blocks),
+                "" if part.blocks.cause is None else _WHY[part.blocks.cause] + _room(part.blocks.evicted_for),
+                _times(part.blocks).strip() if part.blocks.cause is not None else _used(part.blocks),
+            ]
+            for run in self._found.runs
+            for part in self.ranges(run)
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        return {
+            "num_tokens": self.num_tokens,
+            "stored_tokens": self.stored,
+            "loadable_tokens": self.loadable,
+            "alignment_tokens": self.alignment,
+            "groups": [
+                {
+                    "group_idx": run.group_idx,
+                    "kind": self._spec.groups[run.group_idx].kind,
+                    "other_children": run.other_children,
+                    "ranges": [_json_range(part) for part in self.ranges(run)],
+                }
+                for run in self._found.runs
+            ],
+            "elsewhere": [
+                {"fingerprint": match.fingerprint.hex(), "blocks": match.count, "differences": list(match.differences)}
+                for match in self._found.elsewhere
+            ],
+            "remembered_seconds": self._found.remembered_seconds,
+            "half_remembered_seconds": self._found.half_remembered_seconds,
+            "tiers_away": list(self._found.tiers_away),
+            "sentences": self.sentences(),
+        }
+
+
+def _leading(run: RunExplanation) -> int:
+    """Stored blocks before the first that is missing."""
+    stored = itertools.takewhile(lambda part: part.state is not BlockState.MISSING, run.ranges)
+    return sum(part.count for part in stored)
+
+
+def _json_range(part: TokenRange) -> dict[str, Any]:
+    blocks = part.blocks
+    return {
+        "start": part.start,
+        "stop": part.stop,
+        "state": blocks.state.name.lower(),
+        "cause": None if blocks.cause is None else blocks.cause.name.lower(),
+        "tier": blocks.tier or None,
+        "newest_left_seconds": blocks.newest_left_seconds,
+        "oldest_left_seconds": blocks.oldest_left_seconds,
+        "unused_seconds": blocks.unused_seconds,
+        "evicted_for": None if blocks.evicted_for is None else asdict(blocks.evicted_for),
+    }
+
+
+def _verb(part: BlockRange) -> str:
+    assert part.cause is not None
+    tense = "are" if part.cause is MissCause.BEING_WRITTEN else "were"
+    return f"{tense} {_WHY[part.cause]}"
+
+
+def _times(part: BlockRange) -> str:
+    """When blocks left, and how long after their last use."""
+    newest, oldest = part.newest_left_seconds, part.oldest_left_seconds
+    if newest is None or oldest is None:
+        return ""
+    shortest, longest = duration_text(newest), duration_text(oldest)
+    text = f" {longest} ago" if shortest == longest else f" {longest} to {shortest} ago"
+    if part.unused_seconds is not None and part.cause is MissCause.EVICTED:
+        text += f", {duration_text(part.unused_seconds)} after their last use,"
+    return text
+
+
+def _room(whose: EvictedFor | None) -> str:
+    if whose is None:
+        return ""
+    if whose.is_hidden:
+        return " to make room for another tenant"
+    of_model = f"model {printable(whose.model)}" if whose.model else "one of its models"
+    if not whose.tenant:
+        return f" to make room for {of_model}" if whose.model else " to make room for another put"
+    return f" to make room for tenant {printable(whose.tenant)} ({of_model})"
+
+
+def _where(part: BlockRange) -> str:
+    if part.state is BlockState.IN_TIER:
+        return printable(part.tier)
+    return "memory" if part.state is BlockState.COMPLETE else "missing"
+
+
+def _used(part: BlockRange) -> str:
+    return "" if part.unused_seconds is None else f"used {duration_text(part.unused_seconds)} ago"
+
+
+def trace_sentences(traces: Sequence[RequestTrace]) -> list[str]:
+    """What became of requests, the newest first."""
+    return [sentence for trace in traces for sentence in _about_trace(trace)]
+
+
+def _about_trace(trace: RequestTrace) -> Iterator[str]:
+    whose = f" on engine {printable(trace.engine)}" if trace.engine else ""
+    model = f" ({printable(trace.model)})" if trace.model else ""
+    computed = sum(trace.computed_tokens.values())
+    yield (
+        f"Request {printable(trace.request_id)}{whose}{model}, {duration_text(trace.age_seconds)} ago: of "
+        f"{trace.prompt_tokens:,} prompt tokens, {trace.local_tokens:,} came from the engine's own cache, "
+        f"{trace.loaded_tokens:,} from the pool, and {computed:,} were computed."
+    )
+    for label, count in sorted(trace.computed_tokens.items(), key=lambda pair: -pair[1]):
+        yield f"{count:,} tokens were computed for the cause {printable(label)}: {_gloss(label)}"
+    waits = [f"The lookup took {_ms(trace.lookup_ms)}"] if trace.lookup_ms else ["No lookup was answered"]
+    if trace.tier_wait_ms:
+        waits.append(f"of which the request waited {_ms(trace.tier_wait_ms)} for a tier")
+    if trace.load_ms:
+        waits.append(f"the load took {_ms(trace.load_ms)}{' and failed' if trace.load_failed else ''}")
+    elif trace.load_failed:
+        waits.append("the load failed")
+    yield ", ".join(waits) + "."
+
+
+def _gloss(label: str) -> str:
+    return next((cause.gloss for cause in Cause if cause.label == label), "A cause that this release does not know.")
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.1f} ms"

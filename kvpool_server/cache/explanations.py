@@ -1,0 +1,220 @@
+"""What the pool knows of a prompt's blocks, for people: which are there, and when, why and for whom others left.
+
+Unlike `misses.py`, which engines ask with each lookup, it visits every block, in steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvpool.explanation import (
+    MAX_DIFFERENCES,
+    MAX_MATCHES,
+    MAX_RANGES,
+    BlockRange,
+    BlockState,
+    EvictedFor,
+    NamespaceMatch,
+    RunExplanation,
+)
+from kvpool.namespace import differences
+from kvpool.types import BlockRun, MissCause
+from kvpool_server.cache.departures import Departure, Departures, Memory
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.misses import Misses
+from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
+from kvpool_server.cache.steps import Steps
+from kvpool_server.cache.use_times import UseTimes
+
+PART_BLOCKS = 512
+"""Blocks of one step, which takes about 1 ms."""
+MAX_COUNTED = 4_096
+"""Blocks that are counted in another namespace."""
+_PREFIX_KIND = "full_attention"
+"""Of groups whose blocks nobody stores without those before them."""
+
+
+class Explained(NamedTuple):
+    """What the pool alone knows.
+
+    Args:
+        namespace: of the runs.
+        first_missing: of each run, the first block that is not complete; the run's length if all are.
+    """
+
+    namespace: PoolNamespace
+    runs: tuple[RunExplanation, ...]
+    first_missing: tuple[int, ...]
+    elsewhere: tuple[NamespaceMatch, ...]
+    memory: Memory
+
+
+class Explanations:
+    """Those of one pool. Not thread-safe: the pool's event loop owns it."""
+
+    def __init__(
+        self,
+        namespaces: Namespaces,
+        departures: Departures,
+        misses: Misses,
+        use_times: UseTimes,
+        clock: Callable[[], float],
+    ):
+        self._namespaces = namespaces
+        self._departures = departures
+        self._misses = misses
+        self._use_times = use_times
+        self._clock = clock
+
+    def explain_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[Explained]:
+        """Raises UnknownNamespaceError, and InvalidRequestError as a lookup does."""
+        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
+        yield
+        explained, first_missing = [], []
+        for group, run in zip(groups, runs, strict=True):
+            ranges = yield from self._ranges(group, run)
+            first = ranges[0].stop if ranges[0].state is BlockState.COMPLETE else 0
+            first_missing.append(first)
+            explained.append(RunExplanation(run.group_idx, tuple(ranges), _other_children(group, run, first)))
+        elsewhere = yield from self._elsewhere(namespace, runs, first_missing)
+        memory = yield from self._departures.memory_in_steps()
+        return Explained(namespace, tuple(explained), tuple(first_missing), elsewhere, memory)
+
+    def _ranges(self, group: Group, run: BlockRun) -> Steps[list[BlockRange]]:
+        ranges: list[BlockRange] = []
+        for at in range(0, len(run), PART_BLOCKS):
+            part = list(itertools.islice(run.block_hashes, at, at + PART_BLOCKS))
+            for each in self._part_ranges(group, part, at):
+                add_range(ranges, each)
+            if len(ranges) > MAX_RANGES:
+                return ranges[:MAX_RANGES]
+            yield
+        return ranges
+
+    def _part_ranges(self, group: Group, names: Sequence[bytes], at: int) -> Iterator[BlockRange]:
+        """The ranges of some blocks, the first of which is the run's block `at`."""
+        entries = list(group.index.get_all(names))
+        start = 0
+        for state, members in itertools.groupby(entries, _state_of):
+            found = list(members)
+            stop = start + len(found)
+            if state is BlockState.COMPLETE:
+                ages = self._use_times.ages([entry.used for entry in found if entry is not None], self._clock())
+                oldest = float(ages.max())
+                yield BlockRange(at + start, len(found), state, unused_seconds=oldest if oldest >= 0 else None)
+            elif found[0] is not None:
+                yield BlockRange(at + start, len(found), BlockState.MISSING, MissCause.BEING_WRITTEN)
+            else:
+                yield from self._departed(group, names[start:stop], at + start)
+            start = stop
+
+    def _departed(self, group: Group, names: Sequence[bytes], at: int) -> Iterator[BlockRange]:
+        """The ranges of blocks that have no entry."""
+        if group.leaving:
+            for is_leaving, members in itertools.groupby(names, group.leaving.__contains__):
+                count = sum(1 for _ in members)
+                if is_leaving:
+                    yield BlockRange(at, count, BlockState.MISSING, MissCause.REMOVED, "", 0.0, 0.0)
+                else:
+                    yield BlockRange(at, count, BlockState.MISSING, MissCause.NEVER_STORED)
+                at += count
+            return
+        for departure, count in self._departures.departures(group, names, group.spec.kind == _PREFIX_KIND):
+            yield _range_of(departure, at, count)
+            at += count
+
+    def _elsewhere(
+        self, namespace: PoolNamespace, runs: Sequence[BlockRun], first_missing: Sequence[int]
+    ) -> Steps[tuple[NamespaceMatch, ...]]:
+        """Other namespaces of the same tenant and salt that have the first missing block of a run."""
+        found: dict[bytes, int] = {}
+        others = self._misses.others(namespace)
+        for run, first in zip(runs, first_missing, strict=True):
+            names = run.block_hashes[first : first + MAX_COUNTED]
+            for other in others if names else ():
+                if len(found) < MAX_MATCHES and other.fingerprint not in found and names[0] in other.index:
+                    entries = other.index.get_all(names)
+                    found[other.fingerprint] = sum(1 for _ in itertools.takewhile(_is_complete, entries))
+                    yield
+        matches = []
+        for fingerprint, count in found.items():
+            match = self._namespaces.find(fingerprint)
+            if match is not None and count:
+                fields = tuple(map(str, differences(namespace.spec, match.spec)))[:MAX_DIFFERENCES]
+                matches.append(NamespaceMatch(fingerprint, count, fields))
+        return tuple(matches)
+
+
+def add_range(ranges: list[BlockRange], following: BlockRange) -> None:
+    """Adds the range that follows, to the last one if the same is known of both, but for times."""
+    if ranges and _is_alike(ranges[-1], following):
+        ranges[-1] = _joined(ranges[-1], following)
+    else:
+        ranges.append(following)
+
+
+def _state_of(entry: Entry | None) -> BlockState | None:
+    """None of a block that is being written."""
+    if entry is None:
+        return BlockState.MISSING
+    return BlockState.COMPLETE if entry.complete else None
+
+
+def _is_complete(entry: Entry | None) -> bool:
+    return entry is not None and entry.complete
+
+
+def _range_of(departure: Departure | None, first: int, count: int) -> BlockRange:
+    if departure is None:
+        return BlockRange(first, count, BlockState.MISSING, MissCause.NEVER_STORED)
+    whose, left = departure.evicted_for, float(departure.seconds_ago)
+    return BlockRange(
+        first,
+        count,
+        BlockState.MISSING,
+        departure.cause,
+        "",
+        left,
+        left,
+        departure.unused_seconds,
+        None if whose is None else EvictedFor(*whose),
+    )
+
+
+def _is_alike(one: BlockRange, other: BlockRange) -> bool:
+    return (one.state, one.cause, one.tier, one.evicted_for) == (
+        other.state,
+        other.cause,
+        other.tier,
+        other.evicted_for,
+    )
+
+
+def _joined(one: BlockRange, other: BlockRange) -> BlockRange:
+    """Two ranges of which the same is known, but for times, as one."""
+    newest = [each for each in (one.newest_left_seconds, other.newest_left_seconds) if each is not None]
+    oldest = [each for each in (one.oldest_left_seconds, other.oldest_left_seconds) if each is not None]
+    unused = one.unused_seconds
+    if one.state is BlockState.COMPLETE and unused is not None and other.unused_seconds is not None:
+        unused = max(unused, other.unused_seconds)
+    return replace(
+        one,
+        count=one.count + other.count,
+        newest_left_seconds=min(newest, default=None),
+        oldest_left_seconds=max(oldest, default=None),
+        unused_seconds=unused,
+    )
+
+
+def _other_children(group: Group, run: BlockRun, first: int) -> int:
+    """Stored blocks of other prompts that follow the block before a run's block `first`, as far as is known."""
+    if first >= len(run):
+        return 0
+    parent = group.index.get(run.block_hashes[first - 1] if first else run.parent_hash)
+    if parent is None:
+        return 0
+    own = group.index.get(run.block_hashes[first])
+    return max(0, parent.children - (own is not None and own.parent is parent))

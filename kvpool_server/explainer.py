@@ -1,0 +1,84 @@
+"""Answers `Explain`: what the pool and its tiers know of a prompt's blocks, as far as the caller may know it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvpool.errors import InvalidRequestError
+from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
+from kvpool.types import BlockRun
+from kvpool_server.access.caller import is_visible
+from kvpool_server.cache.explanations import add_range
+from kvpool_server.cache.steps import Run
+from kvpool_server.tiering.tiered_pool import TieredPool
+
+MAX_RUNS = 64
+"""As many as a model has groups."""
+
+
+class Explainer:
+    """For the callers of one server.
+
+    Args:
+        run: does work in steps.
+    """
+
+    def __init__(self, pool: TieredPool, run: Run):
+        self._tiered = pool
+        self._run = run
+
+    async def explain(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Explanation:
+        """Raises InvalidRequestError for too many runs, and as a lookup."""
+        if len(runs) > MAX_RUNS:
+            raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
+        found = await self._run(self._tiered.pool.explanations.explain_in_steps(fingerprint, runs))
+        explained, away = [], dict[str, None]()
+        for run, each in zip(runs, found.runs, strict=True):
+            names = [
+                name
+                for part in each.ranges
+                if part.state is BlockState.MISSING
+                for name in run.block_hashes[part.first : part.stop]
+            ]
+            tiers, silent = await self._tiered.tiers_of(found.namespace, run.group_idx, names) if names else ([], [])
+            away.update(dict.fromkeys(silent))
+            ranges: list[BlockRange] = []
+            for part in _with_tiers(each, tiers):
+                add_range(ranges, _hidden(part))
+            explained.append(replace(each, ranges=tuple(ranges[:MAX_RANGES])))
+        memory = found.memory
+        return Explanation(
+            tuple(explained),
+            found.elsewhere,
+            float(max(memory.oldest_seconds, 1)) if memory.num_departures else 0.0,
+            float(max(memory.half_seconds, 1)) if memory.num_departures else 0.0,
+            tuple(away),
+        )
+
+
+def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> list[BlockRange]:
+    """The ranges of a run, given the tier of each of its missing blocks, in order."""
+    if not any(tiers):
+        return list(run.ranges)
+    left, ranges = iter(tiers), []
+    for part in run.ranges:
+        if part.state is not BlockState.MISSING:
+            ranges.append(part)
+            continue
+        first = part.first
+        for tier, members in itertools.groupby(itertools.islice(left, part.count)):
+            count = sum(1 for _ in members)
+            state = BlockState.IN_TIER if tier else BlockState.MISSING
+            ranges.append(replace(part, first=first, count=count, state=state, tier=tier))
+            first += count
+    return ranges
+
+
+def _hidden(part: BlockRange) -> BlockRange:
+    """The same without names of another tenant than the caller's."""
+    whose = part.evicted_for
+    if whose is None or is_visible(whose.tenant):
+        return part
+    return replace(part, evicted_for=EvictedFor(is_hidden=True))

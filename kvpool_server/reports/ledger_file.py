@@ -1,0 +1,222 @@
+"""The file of a usage ledger: SQLite, written by one thread, for one server at a time.
+
+A row is one hour of one model and tenant. Beside the rows the file has each reporter's newest number, which is written
+with the figures of its reports: a report that is sent again after a restart of the server counts once.
+
+Without a path the same tables are in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvpool.errors import ConfigError
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, LedgerRow
+from kvpool_server.reports.totals import MAX_TOTAL
+from kvpool_server.usage import MAX_PAIRS
+
+MAX_ROWS = LEDGER_DAYS * 24 * (MAX_PAIRS + 1)
+"""The oldest hours are deleted beyond that, and beyond `LEDGER_DAYS`."""
+MAX_REPORTERS = 4_096
+APPLICATION_ID = 0x6B76706C
+FORMAT = 1
+LOCK_S = 10.0
+"""How long a predecessor may take to let go of the file."""
+
+Reporter = tuple[str, bytes]
+"""Tenant, and the reporter's id."""
+
+_COLUMNS = ("hour", "tenant", "model", *SUMS, "computed_tokens")
+_TABLES = f"""
+CREATE TABLE usage ({", ".join(_COLUMNS)}, PRIMARY KEY (hour, tenant, model)) WITHOUT ROWID;
+CREATE TABLE reporters (tenant, reporter, sequence, seen, PRIMARY KEY (tenant, reporter)) WITHOUT ROWID;
+CREATE TABLE begun (at);
+"""
+
+
+class LedgerFile:
+    """See the module. Not thread-safe: one thread at a time may call it.
+
+    Args:
+        path: of the file; empty: in memory.
+        now: Unix time, seconds.
+
+    Attributes:
+        begins: Unix time, seconds, when the ledger was begun.
+
+    Raises ConfigError if the file is no ledger, damaged, in use by another server, or open to others.
+    """
+
+    def __init__(self, path: str, now: int):
+        self._path = path
+        if path:
+            _make_private(path)
+        try:
+            self._db = sqlite3.connect(
+                path or ":memory:", timeout=LOCK_S, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise ConfigError(f"cannot open the ledger {path}: {error}; see --ledger") from None
+        try:
+            self.begins = self._open(now)
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise ConfigError(
+                f"cannot use the ledger {path}: {error}; give each server a --ledger of its own, where it may write"
+            ) from None
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise ConfigError(
+                f"the ledger {path} is damaged, or is no ledger ({error}); move it away, or give another --ledger"
+            ) from None
+        except ConfigError:
+            self._db.close()
+            raise
+
+    def _open(self, now: int) -> int:
+        db = self._db
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA trusted_schema = OFF")
+        db.execute("BEGIN EXCLUSIVE")
+        application_id, version = (
+            db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        )
+        is_empty = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if is_empty and not application_id:
+            for statement in _TABLES.split(";"):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+            db.execute("INSERT INTO begun VALUES (?)", (now,))
+        elif application_id != APPLICATION_ID:
+            raise ConfigError(f"{self._path} is another program's database; give another --ledger")
+        elif version != FORMAT:
+            raise ConfigError(
+                f"the ledger {self._path} has format {version}, and this release writes {FORMAT}; use the release that "
+                "wrote it, or give another --ledger"
+            )
+        db.execute("COMMIT")
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        tables = {name: [row[1] for row in db.execute(f"PRAGMA table_info({name})")] for name in ("usage", "reporters")}
+        if tables != {"usage": list(_COLUMNS), "reporters": ["tenant", "reporter", "sequence", "seen"]}:
+            raise sqlite3.DatabaseError("its tables are others")
+        (begins,) = db.execute("SELECT at FROM begun").fetchone() or (None,)
+        if not isinstance(begins, int):
+            raise sqlite3.DatabaseError("it does not say when it was begun")
+        return begins
+
+    def reporters(self) -> dict[Reporter, int]:
+        """Each reporter's newest number, the one seen longest ago first."""
+        rows = self._db.execute("SELECT tenant, reporter, sequence FROM reporters ORDER BY seen").fetchall()
+        return {(str(tenant), bytes(reporter)): int(sequence) for tenant, reporter, sequence in rows}
+
+    def add(self, rows: Iterable[LedgerRow], reporters: Mapping[Reporter, int], now: int) -> None:
+        """Adds figures to the rows of their hours, all or nothing. Raises sqlite3.Error; nothing has changed then."""
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            for row in rows:
+                known = self._row(row.hour, row.tenant, row.model)
+                db.execute(
+                    f"INSERT OR REPLACE INTO usage VALUES ({', '.join('?' * len(_COLUMNS))})",
+                    _values(row if known is None else _sum(row, known)),
+                )
+            db.executemany(
+                "INSERT OR REPLACE INTO reporters VALUES (?, ?, ?, ?)",
+                [
+                    (tenant, reporter, min(sequence, MAX_TOTAL), now)
+                    for (tenant, reporter), sequence in reporters.items()
+                ],
+            )
+            self._delete_oldest(now)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+    def _delete_oldest(self, now: int) -> None:
+        db = self._db
+        db.execute("DELETE FROM usage WHERE hour < ?", (now - LEDGER_DAYS * 24 * HOUR_S,))
+        while db.execute("SELECT count(*) FROM usage").fetchone()[0] > MAX_ROWS:
+            db.execute("DELETE FROM usage WHERE hour = (SELECT min(hour) FROM usage)")
+        surplus = db.execute("SELECT count(*) FROM reporters").fetchone()[0] - MAX_REPORTERS
+        if surplus > 0:
+            db.execute(
+                "DELETE FROM reporters WHERE (tenant, reporter) IN "
+                "(SELECT tenant, reporter FROM reporters ORDER BY seen LIMIT ?)",
+                (surplus,),
+            )
+
+    def _row(self, hour: int, tenant: str, model: str) -> LedgerRow | None:
+        found = self._db.execute(
+            "SELECT * FROM usage WHERE hour = ? AND tenant = ? AND model = ?", (hour, tenant, model)
+        ).fetchone()
+        return None if found is None else _decoded(found)
+
+    def rows(self, since: int, until: int, tenant: str | None, most: int) -> tuple[list[LedgerRow], int]:
+        """Rows of hours that end after `since` and begin before `until`, by hour; and the first hour left out, or 0.
+
+        Args:
+            tenant: only that tenant's; None: all.
+            most: rows; more only where one hour has more.
+        """
+        found = self._db.execute(
+            "SELECT * FROM usage WHERE hour > ? AND hour < ? AND (? IS NULL OR tenant = ?) "
+            "ORDER BY hour, tenant, model LIMIT ?",
+            (since - HOUR_S, until, tenant, tenant, most + 1),
+        ).fetchall()
+        rows = [_decoded(each) for each in found]
+        if len(rows) <= most:
+            return rows, 0
+        last = rows[-1].hour
+        whole = [row for row in rows if row.hour < last]
+        return (whole, last) if whole else (rows[:most], last + HOUR_S)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _make_private(path: str) -> None:
+    """Makes the file, for its owner alone; refuses one that others may write or read. Raises ConfigError."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        found = Path(path).lstat()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot open the ledger {path}: {why}; give a --ledger that the server may write") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"the ledger {path} is no regular file; give another --ledger")
+    if mode := stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"others may use the ledger {path} (mode {mode | 0o600:04o}), which names tenants; chmod 600 {path}"
+        )
+
+
+def _values(row: LedgerRow) -> list[object]:
+    sums = [getattr(row, name) for name in SUMS]
+    bounded = [min(MAX_TOTAL, value) if isinstance(value, int) else value for value in sums]
+    return [row.hour, row.tenant, row.model, *bounded, json.dumps(dict(row.computed_tokens))]
+
+
+def _decoded(found: tuple[object, ...]) -> LedgerRow:
+    values = dict(zip(_COLUMNS, found, strict=True))
+    values["computed_tokens"] = json.loads(str(values["computed_tokens"]))
+    return LedgerRow(**values)  # type: ignore[arg-type]
+
+
+def _sum(one: LedgerRow, other: LedgerRow) -> LedgerRow:
+    sums = {name: getattr(one, name) + getattr(other, name) for name in SUMS}
+    causes = Counter(one.computed_tokens) + Counter(other.computed_tokens)
+    causes = Counter({cause: min(MAX_TOTAL, count) for cause, count in causes.items()})
+    return dataclasses.replace(one, **sums, computed_tokens=dict(causes))

@@ -1,0 +1,220 @@
+"""What the pool has saved, held and moved, by hour, model and tenant, in a file or in memory.
+
+Figures come together on the pool's event loop: from reports of engines, from lookups, and from a sample of the pool's
+usage every `SAMPLE_S`. A thread adds them to the file (`ledger_file.py`). A crash loses the last `SAMPLE_S`.
+
+Not thread-safe: the pool's event loop owns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow
+from kvpool.reports import EngineReport
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.ledger_file import LedgerFile, Reporter
+from kvpool_server.reports.pairs import Pair, Pairs
+from kvpool_server.reports.saving import measured
+from kvpool_server.usage import OTHER, PairUsage
+
+log = structlog.get_logger()
+
+SAMPLE_S = 10.0
+MAX_PENDING = 1_024
+"""Rows that wait for a file that cannot be written; the oldest are dropped beyond that."""
+_MOVED = ("stored_bytes", "loaded_bytes", "hit_tokens")
+"""What a sample takes from the pool's usage."""
+_GIB_HOUR = float((1 << 30) * HOUR_S)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What was counted for one row, and is not in the file yet."""
+
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
+    computed_tokens: Counter[str] = field(default_factory=Counter)
+
+
+class UsageLedger:
+    """See the module.
+
+    Args:
+        file: its thread is this object's.
+        is_persistent: the file outlives the server.
+        usage: what models and tenants have used since the start.
+        unix_clock: seconds, for the hours.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        file: LedgerFile,
+        is_persistent: bool,
+        reports: EngineReports,
+        pairs: Pairs,
+        usage: Callable[[], tuple[PairUsage, ...]],
+        unix_clock: Callable[[], float],
+        clock: Callable[[], float],
+    ):
+        self._file = file
+        self._is_persistent = is_persistent
+        self._reports = reports
+        self._pairs = pairs
+        self._usage = usage
+        self._unix_clock = unix_clock
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "kvpool-ledger")
+        self._pending: dict[tuple[int, Pair], _Pending] = {}
+        self._reporters: dict[Reporter, int] = {}
+        self._sampled_at = clock()
+        self._moved: dict[Pair, PairUsage] = {}
+        self._is_failing = False
+        self._is_flushing = asyncio.Lock()
+        for (tenant, reporter), sequence in file.reporters().items():
+            reports.restore(tenant, reporter, sequence)
+        reports.observe(self._reported)
+
+    def _row(self, pair: Pair) -> _Pending:
+        """The row of a model and tenant in this hour."""
+        key = int(self._unix_clock()) // HOUR_S * HOUR_S, pair
+        row = self._pending.get(key)
+        if row is None:
+            if len(self._pending) >= MAX_PENDING:
+                del self._pending[min(self._pending)]
+            row = self._pending[key] = _Pending()
+        return row
+
+    def _reported(self, pair: Pair, tenant: str, report: EngineReport) -> None:
+        row, devices = self._row(pair), max(1, report.num_devices)
+        row.sums["saved_gpu_seconds"] += report.saved_seconds * devices
+        row.sums["lost_gpu_seconds"] += report.lost_seconds * devices
+        row.sums["loaded_tokens"] += report.loaded_tokens
+        row.sums["num_requests"] += report.num_requests
+        row.computed_tokens.update(report.computed_tokens)
+        self._reporters[tenant, report.reporter] = report.sequence
+
+    def evicted(self, of: tuple[str, str], by: tuple[str, str], num_tokens: int) -> None:
+        """A lookup has missed tokens that had made room for another tenant's.
+
+        Args:
+            of: model and tenant of the lookup.
+            by: model and tenant of the blocks for which they had made room.
+        """
+        self._row(self._pairs.of(*of)).sums["evicted_by_others_tokens"] += num_tokens
+        self._row(self._pairs.of(*by)).sums["evicted_of_others_tokens"] += num_tokens
+
+    def sample(self) -> None:
+        """Adds what the pool has moved, and held, since the last sample."""
+        now = self._clock()
+        seconds, self._sampled_at = now - self._sampled_at, now
+        usages = {Pair(each.model, each.tenant): each for each in self._usage()}
+        for pair, usage in usages.items():
+            before = self._moved.get(pair)
+            row = self._row(pair)
+            for name in _MOVED:
+                row.sums[name] += max(0, getattr(usage, name) - (getattr(before, name) if before else 0))
+            row.sums["gib_hours"] += usage.held_bytes * seconds / _GIB_HOUR
+        self._moved = usages
+
+    async def run(self) -> None:
+        """Samples and writes, for ever."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            try:
+                self.sample()
+                await self.flush()
+            except Exception:
+                log.exception("sampling the ledger failed; the next sample goes on")
+
+    async def flush(self) -> None:
+        """Adds to the file what was counted. What cannot be written waits."""
+        async with self._is_flushing:
+            pending, self._pending = self._pending, {}
+            reporters, self._reporters = self._reporters, {}
+            if not pending and not reporters:
+                return
+            rows = [
+                LedgerRow(hour, pair.tenant, pair.model, computed_tokens=dict(each.computed_tokens), **_fields(each))
+                for (hour, pair), each in pending.items()
+                if any(each.sums.values()) or each.computed_tokens
+            ]
+            now = int(self._unix_clock())
+            try:
+                await self._in_thread(lambda: self._file.add(rows, reporters, now))
+            except sqlite3.Error as error:
+                if not self._is_failing:
+                    log.warning("the ledger cannot be written, its figures wait in memory", error=str(error))
+                self._is_failing = True
+                self._put_back(pending, reporters)
+            else:
+                if self._is_failing:
+                    log.info("the ledger is written again")
+                self._is_failing = False
+
+    def _put_back(self, pending: dict[tuple[int, Pair], _Pending], reporters: dict[Reporter, int]) -> None:
+        for key, each in self._pending.items():
+            known = pending.setdefault(key, _Pending())
+            for name, value in each.sums.items():
+                known.sums[name] += value
+            known.computed_tokens.update(each.computed_tokens)
+        self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
+        self._reporters = {**reporters, **self._reporters}
+
+    async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
+        """The rows of hours that end after `since` and begin before `until`, and what was measured.
+
+        Args:
+            tenant: whose figures the caller may see; None: all.
+        """
+        await self.flush()
+        until = until or int(self._unix_clock()) + 1
+        rows, next_since = await self._in_thread(lambda: self._file.rows(since, until, tenant, MAX_LEDGER_ROWS))
+        savings = (measured(pair, totals) for pair, totals in self._reports.totals.items())
+        return LedgerPage(
+            tuple(row for row in rows if _may_see(tenant, row.tenant, row.model)),
+            tuple(each for each in savings if each is not None and _may_see(tenant, each.tenant, each.model)),
+            self._is_persistent,
+            self._file.begins,
+            next_since,
+        )
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def close(self) -> None:
+        """Writes what is left, and closes the file."""
+        self.sample()
+        await self.flush()
+        await self._in_thread(self._file.close)
+        await asyncio.to_thread(self._thread.shutdown)
+
+
+def _fields(pending: _Pending) -> dict[str, Any]:
+    return dict(pending.sums)
+
+
+def _may_see(caller: str | None, tenant: str, model: str) -> bool:
+    """Whether a tenant may see figures; None: the caller may see all. `OTHER` twice stands for several tenants."""
+    return caller is None or (caller == tenant and (model, tenant) != (OTHER, OTHER))
+
+
+async def open_ledger(
+    path: str,
+    reports: EngineReports,
+    pairs: Pairs,
+    usage: Callable[[], tuple[PairUsage, ...]],
+    unix_clock: Callable[[], float],
+    clock: Callable[[], float],
+) -> UsageLedger:
+    """The ledger in a file, or in memory without a path. Raises ConfigError as `LedgerFile`."""
+    file = await asyncio.to_thread(LedgerFile, path, int(unix_clock()))
+    return UsageLedger(file, bool(path), reports, pairs, usage, unix_clock, clock)

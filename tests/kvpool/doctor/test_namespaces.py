@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvpool.doctor.finding import Level
+from kvpool.doctor.namespaces import MAX_FINDINGS, block_sizes, hashes, separate
+from kvpool.holdings import NamespaceInfo
+from kvpool.namespace import NamespaceSpec
+from tests.support.values import group_spec, namespace_spec
+
+BASE = namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=16))
+
+
+def info(spec: NamespaceSpec = BASE, **fields: Any) -> NamespaceInfo:
+    return NamespaceInfo(spec.listed(), spec.fingerprint(), opened_by="host", **fields)
+
+
+def changed(**fields: Any) -> NamespaceInfo:
+    return info(dataclasses.replace(BASE, **fields))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (changed(kv_cache_dtype="fp8"), "because of kv_cache_dtype alone: 'auto' and 'fp8'"),
+        (changed(tenant="b"), "because of tenant alone"),
+        (changed(hash_seed="0"), "because of hash_seed alone"),
+        (changed(weights_epoch="2"), "because of weights_epoch alone: '' and '2'"),
+        (changed(extra=(("k", "v"),)), "because of extra['k'] alone: None and 'v'"),
+        # Another --block-size changes the sizes of blocks and chunks, too.
+        (
+            changed(groups=(group_spec(chunk_bytes=2_000, block_tokens=32),), hash_block_tokens=32),
+            "because of groups[0].block_tokens alone: 16 and 32",
+        ),
+    ],
+)  # fmt: skip
+def test_one_field_that_separates_engines_is_named(other: NamespaceInfo, says: str) -> None:
+    base = info(dataclasses.replace(BASE, kv_cache_dtype="auto") if "kv_cache_dtype" in says else BASE)
+    (found,) = separate([base, other])
+    assert found.level is Level.WARNING and says in found.text and "host" in found.text
+    assert f"--diff {base.fingerprint.hex()[:12]} {other.fingerprint.hex()[:12]}" in found.fix
+
+
+def test_secrets_are_not_told() -> None:
+    (found,) = separate([changed(salt="my salt"), changed(salt="your salt")])
+    assert "because of salt alone" in found.text and "alone:" not in found.text
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        [changed(model="another", kv_cache_dtype="fp8")],
+        [changed(tenant="b", weights_epoch="2")],
+        [changed(pipeline_stage=1)],
+        [dataclasses.replace(changed(weights_epoch="2"), superseded=True)],
+    ],
+    ids=["alone", "another model", "two fields", "a stage", "superseded"],
+)
+def test_namespaces_that_are_meant_to_be_separate_are_no_problem(others: list[NamespaceInfo]) -> None:
+    (found,) = separate([info(), *others])
+    assert found.level is Level.OK
+
+
+def test_the_same_weights_by_another_name_are_the_same_model() -> None:
+    one, other = (
+        info(dataclasses.replace(BASE, model=name, weights_digest="d", kv_cache_dtype=name)) for name in ("a", "b")
+    )
+    (found,) = separate([one, other])
+    assert "because of kv_cache_dtype alone" in found.text
+
+
+def test_there_is_a_bound_of_findings_and_of_comparisons() -> None:
+    assert len(separate([changed(weights_epoch=f"{nth}") for nth in range(500)])) == MAX_FINDINGS
+
+
+def test_hash_algorithms_and_seeds_are_compared() -> None:
+    assert hashes([]) == []
+    assert [each.level for each in hashes([info(), info()])] == [Level.OK]
+    (found,) = hashes([info(), changed(hash_algorithm="sha256")])
+    assert found.level is Level.ERROR and "sha256" in found.text
+    (found,) = hashes([info(), changed(hash_seed="0")])
+    assert found.level is Level.WARNING and "2 seeds" in found.text
+
+
+def test_blocks_are_compared_with_the_arena() -> None:
+    a_token = BASE.groups[0].slot_bytes / 16
+    assert [each.level for each in block_sizes([info()], int(100_000 * a_token))] == [Level.OK]
+    (found,) = block_sizes([info()], int(160 * a_token))
+    assert found.level is Level.WARNING and "holds 160 tokens" in found.text
+    (found,) = block_sizes([info()], BASE.groups[0].slot_bytes - 1)
+    assert found.level is Level.ERROR and "a block of" in found.text
+    assert block_sizes([], 1) == []
+
+
+def test_hostile_names_are_escaped() -> None:
+    model = "[/bold]\x1b[2J\n" * 100
+    one, other = (info(dataclasses.replace(BASE, model=model, extra=(("\x1b[2J", text),))) for text in ("a\x1b", "b\n"))
+    for found in (*separate([one, other]), *block_sizes([one], 1)):
+        assert (found.text + found.fix).isprintable() and len(found.text) < 1_000

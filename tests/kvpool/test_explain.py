@@ -1,0 +1,170 @@
+"""`kvpool explain` on a real server: sentences, table, JSON, and errors that name the fix."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import Client, Namespace
+from kvpool.errors import InvalidRequestError
+from kvpool.hashing import block_hashes
+from kvpool.name_key import NameKey
+from kvpool.namespace import NamespaceSpec
+from kvpool.prompts import hash_seed, prompt_runs, read_tokens
+from kvpool.types import BlockRun
+from tests.kvpool.test_cli import Cli
+from tests.support.processes import ServerProcess
+from tests.support.values import group_spec, namespace_spec, payload
+
+MIB = 1 << 20
+SEED = "seed of the engines"
+TOKENS = list(range(1_000, 1_203))
+"""12 blocks, and 11 tokens more."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    of_16_blocks = ServerProcess(tmp_path_factory.mktemp("explain"), "--memory", "16MiB")
+    yield of_16_blocks
+    of_16_blocks.stop()
+
+
+@pytest.fixture
+def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("COLUMNS", "80")
+    return Cli(server, monkeypatch, capsys)
+
+
+def spec(**fields: object) -> NamespaceSpec:
+    group = group_spec(chunk_bytes=MIB)
+    return namespace_spec(group, hash_seed=SEED, hash_block_tokens=16, **{"salt": "s", **fields})
+
+
+def store(client: Client, namespace: Namespace, tokens: list[int]) -> None:
+    run = BlockRun(0, block_hashes(tokens, 16, seed=SEED))
+    client.put_blocks(namespace, run, [payload(each, MIB) for each in run.block_hashes])
+
+
+def test_a_prompt_that_was_evicted_in_part_is_explained(
+    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    client = connect(server)
+    client.admin.clear()
+    mine, other = client.open_namespace(spec()), client.open_namespace(spec(tenant="b", model="big/model"))
+    (tmp_path / "prompt.json").write_text(json.dumps([*TOKENS, *range(40)]))
+    asked = ("explain", "--prompt", str(tmp_path / "prompt.json"), "--namespace", mine.fingerprint.hex()[:12])
+    asked += ("--hash-seed", SEED)
+    store(client, mine, TOKENS)
+    assert cli(*asked).startswith("192 of 243 tokens are stored (79%). An engine would load 192 and compute 51.")
+    store(client, other, list(range(9 * 16)))  # Takes the room of 5 blocks.
+    printed = cli(*asked)
+    assert printed.startswith("112 of 243 tokens are stored (46%). An engine would load 112 and compute 131.\n")
+    assert "Tokens 112 to 192 were evicted 0 s ago, 0 s after their last use, to make room for tenant b " in printed
+    assert "(model big/model)." in printed
+    assert "Tokens 192 to 240 were never stored.\n" in printed
+    assert "The last 3 tokens are always computed" in printed
+    assert "The server remembers blocks that left up to " in printed
+    table = printed.partition("┏")[2]
+    assert table and all(len(line) <= 80 for line in table.splitlines())
+    found = json.loads(cli(*asked, "--json"))
+    assert (found["stored_tokens"], found["loadable_tokens"], found["num_tokens"]) == (112, 112, 243)
+    (group,) = found["groups"]
+    assert [(part["start"], part["stop"], part["state"], part["cause"]) for part in group["ranges"]] == [
+        (0, 112, "complete", None),
+        (112, 192, "missing", "evicted"),
+        (192, 240, "missing", "never_stored"),
+    ]
+    assert group["ranges"][1]["evicted_for"] == {"tenant": "b", "model": "big/model", "is_hidden": False}
+
+
+def test_the_field_is_named_by_which_another_namespace_differs(
+    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    client = connect(server)
+    client.admin.clear()
+    old, new = client.open_namespace(spec(weights_epoch="1")), client.open_namespace(spec(weights_epoch="2"))
+    store(client, old, TOKENS)
+    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
+    printed = cli(
+        "explain", "--prompt", str(tmp_path / "prompt"), "--namespace", new.fingerprint.hex(), "--hash-seed", SEED
+    )
+    assert printed.startswith("0 of 203 tokens are stored (0%).")
+    assert f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks from the first missing one on." in printed
+    assert "It differs in: weights_epoch: '2' here, '1' there." in printed
+
+
+def test_errors_name_the_fix(
+    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # Takes seconds to import.
+    namespace = connect(server).open_namespace(spec()).fingerprint.hex()
+    text = tmp_path / "text"
+    text.write_text("Once upon a time")
+    short = tmp_path / "short"
+    short.write_text("1 2 3")
+
+    def error(*arguments: str) -> str:
+        return " ".join(cli.fails("explain", *arguments)[1].split())
+
+    assert "give either --prompt FILE with --namespace, or --request ID" in error()
+    assert "`kvpool namespaces` lists them" in error("--prompt", str(text))
+    assert "give --tokenizer DIR for text" in error("--prompt", str(text), "--namespace", namespace)
+    assert "set --hash-seed to the PYTHONHASHSEED of its engines" in error(
+        "--prompt", str(short), "--namespace", namespace
+    )
+    seeded = ("--namespace", namespace, "--hash-seed", SEED)
+    assert "3 tokens, less than a block of 16" in error("--prompt", str(short), *seeded)
+    assert "cannot read the prompt" in error("--prompt", str(tmp_path / "none"), *seeded)
+    assert "cannot load the tokenizer" in error("--prompt", str(text), *seeded, "--tokenizer", str(tmp_path))
+    assert "set explain_requests in its kv_connector_extra_config" in error("--request", "cmpl-1")
+
+
+@pytest.mark.parametrize("package", ["tokenizers", pytest.param("transformers", marks=pytest.mark.more)])
+def test_text_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    if package == "tokenizers":
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    words = {"[UNK]": 0, "once": 1, "upon": 2}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "text").write_text("once upon upon")
+    assert read_tokens(str(tmp_path / "text"), str(tmp_path)) == [1, 2, 2]
+
+
+def test_without_a_package_of_tokenizers_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("transformers", "tokenizers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "text").write_text("once")
+    with pytest.raises(Exception, match="install one"):
+        read_tokens(str(tmp_path / "text"), "somewhere")
+
+
+def test_names_depend_on_salt_group_key_and_seed() -> None:
+    groups = group_spec(block_tokens=16), group_spec(block_tokens=32, kind="sliding_window")
+    two = namespace_spec(*groups, hash_seed=SEED, hash_block_tokens=16)
+    small, large = prompt_runs(two.listed(), TOKENS, seed=SEED)
+    assert small.block_hashes == block_hashes(TOKENS, 16, seed=SEED)
+    assert large.block_hashes == small.block_hashes[1::2]
+    salted, _ = prompt_runs(two, TOKENS, seed=SEED, cache_salt="x")
+    assert salted.block_hashes == block_hashes(TOKENS, 16, seed=SEED, extra_keys=[(("cache_salt", "x"),)])
+    key = NameKey(bytes(32))
+    keyed = namespace_spec(groups[0], extra=(("name_key", key.digest),))
+    (run,) = prompt_runs(keyed, TOKENS, seed="", key=key)
+    assert run.block_hashes == [key.name(name) for name in block_hashes(TOKENS, 16, seed="")]
+    with pytest.raises(InvalidRequestError, match="has no key"):
+        prompt_runs(keyed, TOKENS, seed="")
+    with pytest.raises(InvalidRequestError, match="algorithm 'sha256'"):
+        prompt_runs(namespace_spec(hash_algorithm="sha256"), TOKENS, seed="")
+
+
+def test_usual_seeds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hash_seed(namespace_spec(hash_seed="vllm-none-hash").listed()) == "vllm-none-hash"
+    monkeypatch.setenv("PYTHONHASHSEED", "77")
+    assert hash_seed(namespace_spec(hash_seed="77").listed()) == "77"
+    with pytest.raises(InvalidRequestError, match="--hash-seed"):
+        hash_seed(namespace_spec(hash_seed="77").listed(), "78")

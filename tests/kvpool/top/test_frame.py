@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from kvpool.reports import EngineState
+from kvpool.server_stats import ServerStats, UsageStats
+from kvpool.top.frame import MAX_ROWS, View, frame
+from kvpool.top.interval import Interval
+from kvpool.types import PoolStats, TierStats
+from tests.kvpool.top.test_interval import snapshot
+
+HOSTILE = "[/bold]\x1b[2J[red]\nx"
+
+
+def drawn(view: View, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False, highlight=False).print(frame(view))
+    return out.getvalue().splitlines()
+
+
+def line(lines: list[str], label: str) -> str:
+    (found,) = (each for each in lines if each.startswith(label))
+    return found
+
+
+def busy() -> Interval:
+    before, now = snapshot(1), snapshot(3)
+    now = dataclasses.replace(
+        now, arena_bytes=100 << 30, free_bytes=60 << 30, prefaulted_bytes=100 << 30, num_entries=1_234_567,
+        num_leases=3,
+        tiers=(TierStats("file:/x", size_bytes=1 << 40, used_bytes=1 << 39), TierStats("mooncake:m", up=False)),
+    )  # fmt: skip
+    return Interval.of(before, now, 2.0)
+
+
+def test_a_frame_says_what_the_pool_does_now() -> None:
+    lines = drawn(View("h:1", busy()))
+    assert lines[0] == "kvpool-server at h:1 1, up for 100 s"
+    assert "40 GiB of 100 GiB" in line(lines, "memory") and line(lines, "memory").count("█") == 12
+    assert "1.23 M entries, 3 leases, 0 tickets, 3 evicted/s" in line(lines, "blocks")
+    assert "60.0% of 100 tokens/s; 60.0% since the start" in line(lines, "hit ratio")
+    assert "10/s, p50 50 ms, p99 99 ms" in line(lines, "lookups")
+    assert "read     1 kB/s" in line(lines, "tcp")
+    tiers = [each for each in lines if each.startswith("tier")]
+    assert "512 GiB of 1 TiB: file:/x" in tiers[0] and "DOWN: mooncake:m" in tiers[1]
+    assert any(each.startswith("ERROR   tier mooncake:m: the tier failed") for each in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_frame_lists_models_tenants_and_engines() -> None:
+    interval = busy()
+    engines = (
+        EngineState("host:7", "1", "0.32.0", "shm", False, 3.0),
+        EngineState("host:8", "2", "0.33.0", "", True, 40.0),
+    )
+    lines = drawn(View("h:1", dataclasses.replace(interval, now=dataclasses.replace(interval.now, engines=engines))))
+    row = line(lines, "m ")
+    assert [*row.split()] == ["m", "t", "60.0%", "100", "5", "B/s", "7", "B/s", "42", "B"]
+    assert "shm" in line(lines, "host:7") and "closed" in line(lines, "host:7") and "3 s ago" in line(lines, "host:7")
+    assert "OPEN" in line(lines, "host:8") and "0.33.0" in line(lines, "host:8")
+
+
+def test_what_a_server_moves_itself_is_not_shared_memory() -> None:
+    before, now = snapshot(1), snapshot(1)
+    assert before.server is not None
+    usage = UsageStats("t", "m", loaded_bytes=5_000_005)
+    moved = dataclasses.replace(before.server, usage=(usage,))
+    lines = drawn(View("h:1", Interval.of(before, dataclasses.replace(now, server=moved), 1.0)))
+    assert "read     5 MB/s" in line(lines, "shm, rdma")
+    assert "read      0 B/s" in line(lines, "tcp")
+
+
+def test_a_server_that_is_away_keeps_its_last_numbers() -> None:
+    lines = drawn(View("h:1", busy(), trouble="cannot reach it", silent_s=12.0))
+    assert lines[1] == "away for 12 s: cannot reach it; these are its last numbers"
+    assert line(lines, "memory")
+
+
+def test_a_server_that_has_never_answered_is_waited_for() -> None:
+    assert drawn(View("h:1")) == ["waiting for kvpool-server at h:1"]
+    assert drawn(View("h:1", trouble="cannot reach it")) == ["cannot reach it"]
+
+
+def test_a_restart_is_said() -> None:
+    interval = Interval.of(snapshot(9), snapshot(1, boot=2, uptime_s=1.0), 2.0)
+    assert "the server has restarted: counts are those since its start" in drawn(View("h:1", interval))
+
+
+def test_a_server_of_an_older_release_is_shown_too() -> None:
+    old = PoolStats(arena_bytes=1 << 20, counters={"lookups": 4})
+    lines = drawn(View("h:1", Interval.of(old, old, 1.0)))
+    assert "too old" in line(lines, "lookups")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_names_of_others_change_nothing_but_themselves(width: int) -> None:
+    interval = busy()
+    server = interval.now.server
+    assert isinstance(server, ServerStats)
+    now = dataclasses.replace(
+        interval.now,
+        tiers=(TierStats(HOSTILE),),
+        engines=(EngineState(HOSTILE, HOSTILE, HOSTILE, HOSTILE, True, 1.0),),
+        server=dataclasses.replace(
+            server, version=HOSTILE, usage=tuple(UsageStats(f"{HOSTILE}{nth}", HOSTILE) for nth in range(50))
+        ),
+    )
+    lines = drawn(View(f"h:{HOSTILE}", dataclasses.replace(interval, now=now), trouble=HOSTILE), width)
+    text = "\n".join(lines)
+    assert "\x1b" not in text and "[/bold][2J[red]x" in lines[0]
+    assert f"and {50 - MAX_ROWS} more" in text
+    assert max(map(len, lines)) <= width

@@ -1,0 +1,163 @@
+"""What the pool knows of a prompt's blocks: each state and cause once, and random histories against a model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor
+from kvpool.types import MissCause
+from kvpool_server.cache.explanations import PART_BLOCKS, Explained
+from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.steps import finish
+from tests.kvpool_server.cache.test_pool import CHUNK, Bench
+from tests.support.effort import effort
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+
+COMPLETE, IN_TIER, MISSING = BlockState
+
+
+def explained(bench: Bench, *names: object, fingerprint: bytes = b"") -> Explained:
+    return finish(bench.pool.explanations.explain_in_steps(fingerprint or bench.name, [run_of(*names)]))
+
+
+def ranges(bench: Bench, *names: object, fingerprint: bytes = b"") -> tuple[BlockRange, ...]:
+    (run,) = explained(bench, *names, fingerprint=fingerprint).runs
+    assert [part.first for part in run.ranges] == [0, *(part.stop for part in run.ranges[:-1])]
+    assert run.ranges[-1].stop == len(names)
+    return run.ranges
+
+
+def told(bench: Bench, *names: object) -> list[tuple[int, BlockState, MissCause | None]]:
+    return [(part.count, part.state, part.cause) for part in ranges(bench, *names)]
+
+
+def test_where_each_block_is_and_why_not() -> None:
+    bench = Bench()
+    bench.store("a", "b", "c")
+    bench.start("a", "b", "c", "d")
+    assert told(bench, *"abcdef") == [
+        (3, COMPLETE, None),
+        (1, MISSING, MissCause.BEING_WRITTEN),
+        (2, MISSING, MissCause.NEVER_STORED),
+    ]
+    bench.pool.remove(bench.name, [run_of("b")])
+    assert told(bench, *"abc") == [(1, COMPLETE, None), (1, MISSING, MissCause.REMOVED), (1, COMPLETE, None)]
+
+
+def test_when_and_for_whom_blocks_were_evicted() -> None:
+    bench = Bench()
+    bench.store(*range(10))
+    bench.seconds(60)
+    other, _ = bench.pool.open_namespace(namespace_spec(bench.group.spec, model="big/model", tenant="b"))
+    own, bench.name = bench.name, other.fingerprint
+    bench.store(*"xy")
+    bench.seconds(30)
+    bench.store("z")
+    bench.name = own
+    bench.seconds(92)
+    stored, evicted, never = ranges(bench, *range(12))
+    assert (stored.count, stored.state, stored.unused_seconds) == (7, COMPLETE, pytest.approx(182, abs=2))
+    assert (evicted.count, evicted.cause) == (3, MissCause.EVICTED)
+    assert (evicted.newest_left_seconds, evicted.oldest_left_seconds) == (92, 122)
+    assert evicted.unused_seconds == pytest.approx(90, rel=0.1)
+    assert evicted.evicted_for == EvictedFor("b", "big/model")
+    assert (never.count, never.cause, never.newest_left_seconds) == (2, MissCause.NEVER_STORED, None)
+
+
+def test_a_prompt_that_leaves_the_stored_ones() -> None:
+    bench = Bench()
+    bench.store("a", "b", "c")
+    bench.store("other", parent="b")
+    found = explained(bench, "a", "b", "new")
+    assert found.runs[0].other_children == 2
+    assert explained(bench, "a", "b", "c", "new").runs[0].other_children == 0
+    assert explained(bench, "new").runs[0].other_children == 0
+    bench.start("being written", parent="b")
+    assert explained(bench, "a", "b", "being written").runs[0].other_children == 2
+
+
+def test_another_namespace_of_the_tenant_is_named_with_the_fields_that_differ() -> None:
+    bench = Bench()
+    bench.store("a", "b", "c")
+    groups = [group_spec(chunk_bytes=CHUNK, num_shards=2), group_spec(chunk_bytes=CHUNK)]
+    alike = namespace_spec(*groups, salt=bench.spec.salt, weights_epoch="new")
+    opened = bench.pool.open_namespace(alike)[0].fingerprint
+    (match,) = explained(bench, "a", "b", "z", fingerprint=opened).elsewhere
+    assert (match.fingerprint, match.count) == (bench.name, 2)
+    assert match.differences == ("weights_epoch: 'new' here, '' there",)
+
+
+@pytest.mark.parametrize("field", ["tenant", "salt"])
+def test_a_namespace_of_another_tenant_or_salt_is_not_named(field: str) -> None:
+    bench = Bench()
+    bench.store("a", "b")
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2), **{"salt": bench.spec.salt, field: "other"})
+    opened = bench.pool.open_namespace(spec)[0].fingerprint
+    assert explained(bench, "a", "b", fingerprint=opened).elsewhere == ()
+
+
+def test_groups_that_are_not_stored_as_prefixes_are_explained_block_by_block() -> None:
+    bench = Bench()
+    window = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2, kind="sliding_window", window_tokens=32))
+    bench.name = bench.pool.open_namespace(window)[0].fingerprint
+    bench.store("c", "d")
+    bench.pool.remove(bench.name, [run_of("c")])
+    assert told(bench, *"abcd") == [
+        (2, MISSING, MissCause.NEVER_STORED),
+        (1, MISSING, MissCause.REMOVED),
+        (1, COMPLETE, None),
+    ]
+
+
+def test_explaining_counts_as_no_use_and_ranges_are_bounded() -> None:
+    count = 4 * PART_BLOCKS
+    bench = Bench(Limits(), num_slots=count)
+    names = list(range(count))
+    for start in range(0, count, 128):
+        bench.store(*names[start : start + 128], parent=names[start - 1] if start else None)
+    before = bench.pool.counters.copy()
+    assert told(bench, *names) == [(count, COMPLETE, None)]
+    assert bench.pool.counters == before
+    bench.pool.remove(bench.name, [run_of(*names[::2])])
+    steps = bench.pool.explanations.explain_in_steps(bench.name, [run_of(*names)])
+    num_steps = 1
+    try:
+        while True:
+            next(steps)
+            num_steps += 1
+    except StopIteration as end:
+        (run,) = end.value.runs
+    assert len(run.ranges) == MAX_RANGES and num_steps > 2
+
+
+@pytest.mark.parametrize("seed", range(effort(10)))
+def test_random_histories_agree_with_a_model(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench()
+    left: dict[bytes, float] = {}
+    chains = [[(which, depth) for depth in range(6)] for which in range(4)]
+    for _ in range(60):
+        names = rng.choice(chains)[: rng.randint(1, 6)]
+        before = {name for each in chains for name in bench.present(*each)}
+        bench.seconds(rng.choice([0, 1, 50]))
+        if rng.random() < 0.7:
+            bench.look(*names, ttl_ms=1)
+            grant = bench.start(*names)
+            granted = [name for name, status in zip(names, grant.statuses, strict=True) if not status]
+            if granted:
+                bench.end(grant, *granted)
+        else:
+            bench.pool.remove(bench.name, [run_of(*names)])
+        present = {name for each in chains for name in bench.present(*each)}
+        for name in before - present:  # type: ignore[assignment]
+            left[block_hash(name)] = bench.clock.now
+        asked = rng.choice(chains)
+        for part in ranges(bench, *asked):
+            for name in asked[part.first : part.stop]:
+                assert (part.state is COMPLETE) == (name in present)
+                ago = bench.clock.now - left.get(block_hash(name), -1e9)
+                if part.state is MISSING and part.newest_left_seconds is not None and name in before - present:
+                    assert part.oldest_left_seconds is not None
+                    assert part.newest_left_seconds - 1 <= ago <= part.oldest_left_seconds + 1

@@ -1,0 +1,70 @@
+"""The dashboard's files: which there are, and that they are what they should be."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.resources
+import re
+import tomllib
+from pathlib import Path
+
+from kvpool.causes import Cause
+from kvpool_server.page.static_files import NAMES, read_static_files
+
+ROOT = Path(__file__).parents[3]
+STATIC = importlib.resources.files("kvpool_server.page") / "static"
+MAX_BYTES = 300 << 10
+
+
+def _text(name: str) -> str:
+    return STATIC.joinpath(*name.split("/")).read_text()
+
+
+def test_the_table_has_each_file() -> None:
+    files = read_static_files()
+    assert set(files) == {"/", *(f"/page/{name}" for name in NAMES if name != "index.html")}
+    for name in NAMES:
+        file = files["/" if name == "index.html" else f"/page/{name}"]
+        assert gzip.decompress(file.gzipped) == file.body == _text(name).encode()
+    on_disk = {str(path.relative_to(str(STATIC))) for path in Path(str(STATIC)).rglob("*") if path.is_file()}
+    assert on_disk - set(NAMES) == {"uPlot/README.md", "uPlot/LICENSE"}
+
+
+def test_an_installed_wheel_has_them() -> None:
+    """setuptools packs what the patterns of package-data name, relative to their package."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package = Path(str(STATIC)).parent
+    packed = {path for pattern in data["kvpool_server.page"] for path in package.glob(pattern) if path.is_file()}
+    assert {package / "static" / name for name in (*NAMES, "uPlot/README.md", "uPlot/LICENSE")} <= packed
+
+
+def test_all_of_it_compressed_is_small() -> None:
+    assert sum(len(file.gzipped) for file in read_static_files().values()) < MAX_BYTES / 3
+
+
+def test_the_charting_library_is_the_one_that_its_readme_names() -> None:
+    readme = _text("uPlot/README.md")
+    sums = dict(re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", readme, re.MULTILINE))
+    assert sums.keys() == {"uPlot.iife.min.js", "uPlot.min.css", "LICENSE"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((STATIC / "uPlot" / name).read_bytes()).hexdigest() == digest, name
+    (version,) = re.findall(r"^# uPlot (\S+)$", readme, re.MULTILINE)
+    assert f"(v{version})" in _text("uPlot/uPlot.iife.min.js")[:100]
+
+
+def test_no_file_writes_markup_or_asks_other_hosts() -> None:
+    for name in NAMES:
+        if name.startswith("uPlot/"):
+            continue
+        text = _text(name)
+        for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
+            assert forbidden not in text, (name, forbidden)
+        found = set(re.findall(r"(?:https?:)?//[a-z][\w.-]+", text))
+        assert found <= {"http://www.w3.org"}, name  # The name of SVG's markup, not an address.
+    assert not re.search(r"<script(?![^>]* src=)|\son\w+=|\sstyle=|<style", _text("index.html"))
+
+
+def test_the_page_has_words_for_each_cause() -> None:
+    words = _text("panels.js").split("CAUSES = {", 1)[1].split("};", 1)[0]
+    assert set(re.findall(r"^  (\w+):", words, re.MULTILINE)) == {cause.label for cause in Cause}

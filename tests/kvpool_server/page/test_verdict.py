@@ -1,0 +1,191 @@
+"""The line on top of the dashboard: each thing that is wrong has its sentence, and nothing else has."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from kvpool.reports import EngineState
+from kvpool.types import PoolStats, Quota, TierStats
+from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.cache.steps import finish
+from kvpool_server.history import History
+from kvpool_server.log_events import LogEvents
+from kvpool_server.page.instruments import Instruments, sample
+from kvpool_server.page.verdict import WINDOW_S, Finding, findings
+from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
+from tests.support.clock import FakeClock
+
+BOUNDS = ("0.001", "0.01", "0.025", "0.1", "0.25", "+Inf")
+NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+HEALTHY = PoolStats(
+    arena_bytes=1 << 30,
+    free_bytes=1 << 20,
+    prefaulted_bytes=1 << 30,
+    counters=dict.fromkeys(COUNTERS, 5_000),
+    tiers=(TierStats("file:/mnt/kv", counters=dict.fromkeys(TIER_COUNTERS, 50)),),
+)
+
+
+class Watched:
+    """A server whose instruments a test sets, and its history."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.history = History(self.clock)
+        self.stats = HEALTHY
+        self.lag: Mapping[str, float] = dict.fromkeys(BOUNDS, 100.0)
+        nothing: Callable[[], Any] = tuple
+        self.instruments = Instruments(
+            state=lambda: "ok",
+            stats=lambda: self.stats,
+            lookup_seconds=dict,
+            loop_lag_seconds=lambda: self.lag,
+            loop_lag_max=lambda: 0.0,
+            moved_bytes=dict,
+            usage=nothing,
+            reported=dict,
+            engines=nothing,
+            quotas=nothing,
+            ends=dict,
+            events=LogEvents(),
+            uptime_s=lambda: 1.0,
+        )
+        self.record()
+
+    def record(self) -> None:
+        self.history.record(finish(sample(self.instruments)))
+        self.clock.advance(10)
+
+    def count(self, **more: int) -> None:
+        """The pool's counters grow."""
+        counters = {name: value + more.get(name, 0) for name, value in self.stats.counters.items()}
+        self.stats = dataclasses.replace(self.stats, counters=counters)
+
+    def count_in_tier(self, **more: int) -> None:
+        (tier,) = self.stats.tiers
+        counters = {name: value + more.get(name, 0) for name, value in tier.counters.items()}
+        self.stats = dataclasses.replace(self.stats, tiers=(dataclasses.replace(tier, counters=counters),))
+
+    def set(self, **instruments: Callable[[], Any]) -> None:
+        self.instruments = dataclasses.replace(self.instruments, **instruments)
+
+    def found(self) -> list[Finding]:
+        return findings(self.instruments, finish(sample(self.instruments)), self.history, NOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "says"),
+    [
+        ("corrupt_blocks", "fault", "7 blocks were dropped in the last 10 minutes because their bytes had changed"),
+        ("out_of_space_puts", "fault", "7 puts were refused in the last 10 minutes because nothing in the arena"),
+        ("over_quota_puts", "warning", "7 puts were refused in the last 10 minutes because of a quota"),
+        ("expired_leases", "warning", "7 leases reached their deadline in the last 10 minutes: a reader died"),
+        ("expired_tickets", "warning", "7 put tickets reached their deadline in the last 10 minutes: a writer died"),
+        ("refused_leases", "warning", "7 lookups got no lease in the last 10 minutes because too many leases"),
+    ],
+)
+def test_what_has_been_counted_lately_is_told_for_ten_minutes(name: str, level: str, says: str) -> None:
+    watched = Watched()
+    assert watched.found() == []  # What was counted before the history began is no news.
+    watched.count(**{name: 7})
+    (found,) = watched.found()
+    assert (found.level, found.text[: len(says)]) == (level, says)
+    for _ in range(int(WINDOW_S / 10) + 2):
+        watched.record()
+    assert watched.found() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "says"),
+    [
+        ("corrupt_blocks", "fault", "7 blocks of tier file:/mnt/kv were dropped"),
+        ("dropped_demotions", "warning", "7 blocks were not written to tier file:/mnt/kv"),
+    ],
+)
+def test_what_tiers_have_counted(name: str, level: str, says: str) -> None:
+    watched = Watched()
+    watched.count_in_tier(**{name: 7})
+    (found,) = watched.found()
+    assert (found.level, found.text[: len(says)]) == (level, says)
+
+
+def test_a_tier_that_is_down() -> None:
+    watched = Watched()
+    watched.stats = dataclasses.replace(HEALTHY, tiers=(TierStats("file:/mnt/kv", up=False),))
+    (found,) = watched.found()
+    assert found.level == "fault" and found.text.startswith("Tier file:/mnt/kv is down")
+
+
+@pytest.mark.parametrize(
+    ("late", "level"), [("0.01", None), ("0.025", "warning"), ("0.1", "warning"), ("0.25", "fault")]
+)
+def test_an_event_loop_that_is_late(late: str, level: str | None) -> None:
+    watched = Watched()
+    slow = BOUNDS[: BOUNDS.index(late)]
+    watched.lag = {bound: 105.0 if bound in slow else 200.0 for bound in BOUNDS}
+    found = watched.found()
+    assert [each.level for each in found] == ([] if level is None else [level])
+    assert all("The event loop was late in the last minute" in each.text for each in found)
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "says"),
+    [(15, None, ""), (13, "warning", "ends in 13 d"), (1.5, "fault", "ends in 36 h"), (-1, "fault", "has ended")],
+)
+@pytest.mark.parametrize(
+    ("name", "whose"), [("server", "The server's"), ("client_ca", "The certificate of the clients'")]
+)
+def test_certificates_that_end(name: str, whose: str, days: float, level: str | None, says: str) -> None:
+    watched = Watched()
+    watched.set(ends=lambda: {name: NOW + dt.timedelta(days=days)})
+    found = watched.found()
+    assert [each.level for each in found] == ([] if level is None else [level])
+    assert all(each.text.startswith(whose) and says in each.text for each in found)
+
+
+def test_a_quota_that_is_reached_is_told_while_it_evicts() -> None:
+    watched = Watched()
+    watched.set(quotas=lambda: [Quota("tenant:acme", 1 << 30, 1 << 30), Quota("tenant:b", 1 << 30, 1)])
+    assert watched.found() == []
+    watched.count(quota_evicted_blocks=1)
+    (found,) = watched.found()
+    assert found.text.startswith("tenant:acme has reached its quota of 1 GiB")
+
+
+def test_engines_without_the_pool() -> None:
+    watched = Watched()
+    engines = [EngineState(f"host:{nth}", "1", "1", "shm", nth > 0, 1.0, (), "", "model") for nth in range(3)]
+    watched.set(engines=lambda: engines)
+    (found,) = watched.found()
+    assert found.level == "warning" and "(host:1 and 1 more)" in found.text
+
+
+def test_lookups_that_find_nothing() -> None:
+    watched = Watched()
+    watched.count(lookup_blocks=2_000)
+    (found,) = watched.found()
+    assert "asked for 2,000 blocks in the last 10 minutes and found none" in found.text
+    watched.count(lookup_hits=1)
+    assert watched.found() == []
+
+
+def test_a_server_that_starts_or_ends() -> None:
+    watched = Watched()
+    watched.stats = dataclasses.replace(HEALTHY, prefaulted_bytes=1 << 29)
+    assert ["(50%)" in found.text for found in watched.found()] == [True]
+    watched.set(state=lambda: "draining")
+    faults = watched.found()
+    assert [found.level for found in faults] == ["fault", "warning"]
+    assert faults[0].text.startswith("The server is draining")
+
+
+def test_names_from_outside_are_short_and_printable() -> None:
+    watched = Watched()
+    watched.stats = dataclasses.replace(HEALTHY, tiers=(TierStats("file:\n\x1b" + "x" * 500, up=False),))
+    (found,) = watched.found()
+    assert found.text.isprintable() and len(found.text) < 300
