@@ -37,8 +37,8 @@ INDEX_ENTRIES = 1_000_000
 """A server of so many entries: its index takes the bytes that `benchmarks.cases.memory` measures for each."""
 INDEX_ENTRY_BYTES = 458
 REACH_MEMORY = 0.01
-LOOKUPS = 4_000
-"""Of so many lookups each, the memory of the simulation is measured."""
+LOOKUPS, LOOKUP_BLOCKS, ARENA_BLOCKS = 4_000, 250, 100_000
+"""Traffic that fills the sample of each size. The memory of the simulation does not depend on the size of the arena."""
 MOONCAKE = "Mooncake trace"
 
 
@@ -92,9 +92,9 @@ def _memory() -> int:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        simulation = CurveSimulation(SAMPLED_POLICIES[DEFAULT_POLICY], INDEX_ENTRIES * BLOCK_BYTES, max_entries=SAMPLE)
+        simulation = CurveSimulation(SAMPLED_POLICIES[DEFAULT_POLICY], ARENA_BLOCKS * BLOCK_BYTES, max_entries=SAMPLE)
         for nth in range(LOOKUPS):
-            hashes = [(nth << 32 | depth).to_bytes(32, "big") for depth in range(3_000)]
+            hashes = [(nth << 32 | depth).to_bytes(32, "big") for depth in range(LOOKUP_BLOCKS)]
             for _ in simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16, stores_all=True):
                 pass
         return tracemalloc.get_traced_memory()[0] - before

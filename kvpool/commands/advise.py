@@ -94,7 +94,7 @@ def _of_server(endpoint: str) -> Demand:
     with common.client_of(endpoint) as client:
         report = client.admin.value()
     if not report.enabled:
-        raise InvalidRequestError(f"the server at {endpoint} simulates nothing; start it with --value-sample 1024")
+        raise InvalidRequestError(f"the server at {endpoint} simulates nothing; start it with --value-sample 640")
     if not report.curves or not report.curves[0].estimates:
         raise InvalidRequestError(f"no lookups yet at {endpoint}; try again when engines have used it")
     if report.seconds < MIN_TRAFFIC_S:
