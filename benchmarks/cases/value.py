@@ -1,8 +1,8 @@
 """How far off is the curve of `kvpool value`, and what does it cost?
 
-Each trace, the Mooncake trace and made-up ones of one shape each, is replayed through the server's own pool at one size,
-and other sizes are simulated beside it, as a server does. Each simulated hit ratio is compared with that of a full
-replay at its size. The present size is a share of the trace's distinct blocks.
+Each trace, the Mooncake trace and made-up ones of one shape each, is replayed through the server's own pool at one
+size, and other sizes are simulated beside it, as a server does. Each simulated hit ratio is compared with that of a
+full replay at its size. The present size is a share of the trace's distinct blocks.
 
 The Mooncake trace is not part of this repository; `--trace` names it.
 """
