@@ -17,6 +17,7 @@ from kvpool.principal import Principal
 from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.tls import WatchedIdentity
 from kvpool.tokens import read_token
+from kvpool.tracing import ClientInterceptor, tracing_of
 from kvpool.unix_socket import grpc_target, socket_path
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import WatchedFiles
@@ -57,7 +58,7 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
         token = None
         if config.token_file:
             token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
-        return RenewedChannel(identity, lambda: _secure(config.endpoint, identity), token)
+        return RenewedChannel(identity, lambda: _traced(_secure(config.endpoint, identity), config), token)
     if config.token_file:
         raise ConfigError(
             f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
@@ -70,7 +71,13 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
             "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network; on "
             "the command line --tls DIR or --insecure-network"
         )
-    return grpc.insecure_channel(grpc_target(config.endpoint), options=_OPTIONS)
+    return _traced(grpc.insecure_channel(grpc_target(config.endpoint), options=_OPTIONS), config)
+
+
+def _traced(channel: grpc.Channel, config: ClientConfig) -> grpc.Channel:
+    """The same channel; with `otel`, one whose calls have spans."""
+    tracing = tracing_of(config)
+    return channel if tracing is None else grpc.intercept_channel(channel, ClientInterceptor(tracing))
 
 
 def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:

@@ -63,6 +63,8 @@ class ClientConfig:
             names of `TlsFiles`; None: plaintext, only to this host.
         token_file: a file with a bearer token, for servers that know clients by tokens; only with `tls`.
         insecure_network: allow plaintext to other hosts, on a network where nobody reads or changes what you compute.
+        otel: make spans of calls for OpenTelemetry, as the OTEL_* variables of the environment say; needs the extra
+            `otel`.
         name_key_file: a file with the key that names blocks on the wire, so that neither the server nor other tenants
             can test guesses of prompts; clients share blocks only if it is the same. It is read once.
         lease_ttl_ms: how long blocks found by a lookup stay readable. Must exceed the slowest load.
@@ -81,6 +83,7 @@ class ClientConfig:
     tls: TlsFiles | None = None
     token_file: str = ""
     name_key_file: str = ""
+    otel: bool = False
     insecure_network: bool = False
 
     def __post_init__(self) -> None:

@@ -72,7 +72,8 @@ MAX_SIZE = 1_024.0
 """Largest simulated arena, as a multiple of the present one."""
 
 METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
-                 "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES, "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
+                 "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES,
+                 "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much
 memory once parsed."""
 CONTROL_LIMIT = 1 << 20
@@ -171,6 +172,7 @@ class LookupQuestion:
         arena_bytes: see the function of that name.
         lease_ttl_ms: 0: without a lease.
         encode_runs: makes messages of runs, with the blocks' names on the wire.
+        traceparent: of the client's span; empty if it makes none.
         asked_at: monotonic seconds.
     """
 
@@ -183,6 +185,7 @@ class LookupQuestion:
     locate: bool
     explain: bool
     encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
+    traceparent: str = ""
     asked_at: float = field(default_factory=time.monotonic)
 
     def __call__(self, wait_ms: int = 0) -> pb.LookupRequest:
@@ -194,6 +197,7 @@ class LookupQuestion:
             locate=self.locate and self.lease_ttl_ms > 0,
             explain=self.explain,
             wait_ms=wait_ms,
+            traceparent=self.traceparent,
         )
 
     @property

@@ -32,6 +32,7 @@ from kvpool.name_key import NameKey, check_key, named_by
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.replies import LookupQuestion
 from kvpool.reports import EngineReport
+from kvpool.tracing import tracing_of
 from kvpool.transport.base import Transport
 from kvpool.types import MAX_BATCH_CHUNKS, BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -133,6 +134,7 @@ class PoolRpc:
         self.stub = stub
         self.channel = channel
         self._lookups = lookups
+        self._tracing = tracing_of(config)
 
     @classmethod
     def connect(cls, config: ClientConfig) -> PoolRpc:
@@ -208,8 +210,14 @@ class PoolRpc:
         locate: bool,
         explain: bool,
     ) -> Lookup:
-        question = self._question(namespace, runs, prefix_only, lease, locate, explain)
-        return self.answer(namespace, question, self.call(self._lookups, question))
+        if self._tracing is None:
+            question = self._question(namespace, runs, prefix_only, lease, locate, explain)
+            return self.answer(namespace, question, self.call(self._lookups, question))
+        attributes = {"kvpool.blocks": sum(map(len, runs))}
+        with self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT") as span:
+            parent = self._tracing.traceparent(span)
+            question = self._question(namespace, runs, prefix_only, lease, locate, explain, parent)
+            return self.answer(namespace, question, self.call(self._lookups, question))
 
     def lookup_async(
         self,
@@ -221,14 +229,16 @@ class PoolRpc:
         locate: bool = False,
         explain: bool = False,
         wait_ms: int = 0,
+        traceparent: str = "",
     ) -> PendingLookup:
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
 
         Args:
             wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
                 long. Such a lookup is a call of its own: the answers to others do not wait for it.
+            traceparent: of the caller's span.
         """
-        question = self._question(namespace, runs, prefix_only, lease, locate, explain)
+        question = self._question(namespace, runs, prefix_only, lease, locate, explain, traceparent)
         if wait_ms:
             call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
         else:
@@ -243,11 +253,21 @@ class PoolRpc:
         lease: bool,
         locate: bool,
         explain: bool,
+        traceparent: str = "",
     ) -> LookupQuestion:
         ttl_ms = self.config.lease_ttl_ms if lease else 0
         groups, arena_bytes = namespace.spec.groups, namespace.arena_bytes
         return LookupQuestion(
-            namespace.fingerprint, groups, arena_bytes, runs, prefix_only, ttl_ms, locate, explain, self.encode_runs
+            namespace.fingerprint,
+            groups,
+            arena_bytes,
+            runs,
+            prefix_only,
+            ttl_ms,
+            locate,
+            explain,
+            self.encode_runs,
+            traceparent,
         )
 
     def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:

@@ -64,6 +64,7 @@ def serve(
     oidc_tenant_claim: Annotated[str | None, typer.Option(help=_help("oidc_tenant_claim"))] = None,
     oidc_role_claim: Annotated[str | None, typer.Option(help=_help("oidc_role_claim"))] = None,
     deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
+    otel: Annotated[bool | None, typer.Option("--otel", help=_help("otel"))] = None,
     audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
     ledger: Annotated[str | None, typer.Option(help=_help("ledger"))] = None,
     identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,

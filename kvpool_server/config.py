@@ -123,6 +123,11 @@ class ServerConfig(BaseModel):
         description="File of tenants (tenant:NAME), SPIFFE IDs, and SHA-256 digests of certificates and tokens, a line "
         "each, that are refused although they are good. A change ends calls under way within 10 seconds. Empty: none.",
     )
+    otel: bool = Field(
+        False,
+        description="Make spans of calls and of tiers' transfers for OpenTelemetry, as the OTEL_* variables of the "
+        "environment say; needs the extra otel.",
+    )
     audit_log: str = Field(
         "",
         description="File to which the server appends a line of JSON for each call that it refuses, and for those that "

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.quotas import beyond_memory, parse_quota
+from kvpool.tracing import SERVER_SERVICE, Tracing
 from kvpool.types import PoolStats
 from kvpool.version import __version__
 from kvpool_server.access.audit import AuditLog
@@ -50,7 +51,14 @@ from kvpool_server.history import History
 from kvpool_server.http import SERVING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.metrics import (
+    CertificateExpiry,
+    OwnMemory,
+    PoolCollector,
+    QuotaCollector,
+    RpcMetrics,
+    UsageCollector,
+)
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
 from kvpool_server.reports.engines import EngineReports
@@ -62,6 +70,8 @@ from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
+from kvpool_server.tiers.traced import SpansOfBlocks, TracedTier
+from kvpool_server.traced_service import TracedPoolService
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
 from kvpool_server.value.instruments import ValueCollector, ValueInstruments
@@ -100,6 +110,7 @@ class Server:
         self.data: DataWorkers | None = None
         self._access: AccessControl | None = None
         self._audit: AuditLog | None = None
+        self._tracing: Tracing | None = None
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -127,6 +138,9 @@ class Server:
             raise ConfigError(
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
+        if config.otel:
+            self._tracing = Tracing(SERVER_SERVICE)
+            self._open.push_async_callback(asyncio.to_thread, self._tracing.close)
         check_exposure(config)
         check_unix_mode(config)
         check_tenant_memory(config)
@@ -148,6 +162,10 @@ class Server:
         handover_s = config.drain_ms / 1000 + HANDOVER_S
         context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
         tiers = [each.make(context) for each in options]
+        if (tracing := self._tracing) is not None:
+            spans = SpansOfBlocks(tracing)
+            self.pool.observe(spans)
+            tiers = [TracedTier(tier, tracing, spans) for tier in tiers]
         await self._memory.create(self._open)
         self._turns = Turns()
         pairs = Pairs(has_tenants=self._access is not None)
@@ -219,6 +237,7 @@ class Server:
         loop = asyncio.get_running_loop()
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
+        registry.register(QuotaCollector(on_loop(loop, self.pool.quotas)))
         registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:
@@ -314,10 +333,15 @@ class Server:
     def _drop_engine(self) -> None:
         self.engine = None  # Its threads end with the last reference, before the memory that they write to.
 
+    def _service_class(self) -> type[PoolService]:
+        if self._tracing is None:
+            return PoolService
+        return type("TracedPoolService", (TracedPoolService,), {"tracing": self._tracing})
+
     async def _serve_grpc(self, metrics: RpcMetrics) -> None:
         config, access = self.config, self._access
         who, started = None if access is None else access.who, time.monotonic()
-        service = PoolService(
+        service = self._service_class()(
             self._tiered,
             self._memory.segment.bytes,
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),

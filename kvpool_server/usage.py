@@ -118,6 +118,8 @@ def label_of(text: str) -> str:
     if len(text) > MAX_LABEL_CHARS:
         half = (MAX_LABEL_CHARS - 1) // 2
         text = f"{text[:half]}…{text[-half:]}"
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -133,5 +135,5 @@ def _add(sums: Counter[tuple[_Pair, str]], pair: _Pair, namespace: PoolNamespace
 
 def _usage(pair: _Pair, sums: Counter[tuple[_Pair, str]]) -> PairUsage:
     model, tenant = pair
-    names = (*_COUNTS, "held_bytes", "held_blocks")
-    return PairUsage(model=model, tenant=tenant, **{name: sums[pair, name] for name in names})
+    counts = {name: sums[pair, name] for name in (*_COUNTS, "held_bytes", "held_blocks")}
+    return PairUsage(model, tenant, **counts)

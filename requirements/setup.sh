@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel.
+# Python's venv, the libraries of the Mooncake wheel. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
+# without installing it, which would start a service.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}" "${VENV:=.venv}"
@@ -38,4 +39,19 @@ fi
 echo "setup: vLLM for the CPU, and what all need (minutes)"
 "${locked[@]}" -r requirements/lock.txt
 "${install[@]}" --no-deps --no-build-isolation -e .
+
+if [ ! -x "$VENV/bin/prometheus" ] || [ ! -x "$VENV/bin/promtool" ]; then
+  echo "setup: Prometheus"
+  bin=$(cd "$VENV/bin" && pwd) unpacked=$(mktemp -d)
+  trap 'rm -rf "$unpacked"' EXIT
+  if found=$(command -v prometheus) && tool=$(command -v promtool); then
+    ln -sf "$found" "$bin/prometheus"
+    ln -sf "$tool" "$bin/promtool"
+  elif (cd "$unpacked" && { apt-get -qq download prometheus || { [ "$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq download prometheus; }; } &&
+    dpkg-deb -x prometheus_*.deb .) >/dev/null 2>&1; then
+    install -m 755 "$unpacked/usr/bin/prometheus" "$unpacked/usr/bin/promtool" "$bin"
+  else
+    echo "setup: no Prometheus: tests/deploy fails until prometheus and promtool are in $bin" >&2
+  fi
+fi
 echo "setup: done"

@@ -63,6 +63,8 @@ class ConnectorConfig:
         decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
         holdout_fraction: share of the hits, chosen at random, that are computed all the same, to measure what loading
             saves (`kvpool ledger`). 0: none; 0.5 at most. With 0.01 one hit in a hundred costs its computation.
+        explain_requests: tell the server of each request, by its id and without its tokens, how many tokens were
+            loaded and computed and why, for `kvpool explain --request`.
         weights_epoch_file: a file with the name of the engine's weights, read after each reset, so that engines with
             equal names share again; see `resets.named_epoch`.
         on_reset: what a reset of the engine's prefix cache means; vLLM also resets it when an engine goes to sleep.
@@ -79,6 +81,8 @@ class ConnectorConfig:
             certificate, and its key. The files are read again when they change.
         token_file: a file with a bearer token, for servers that know engines by tokens; then `tls` needs only "ca", and
             `tenant` has to be given.
+        otel: make spans of lookups, loads and stores for OpenTelemetry, as the OTEL_* variables of the environment say;
+            needs the extra `otel`.
         name_key_file: a file with the key that names blocks on the wire, so that neither the server nor other tenants
             can test guesses of prompts; engines share blocks only if it is the same. It is read at the engine's start.
         insecure_network: allow plaintext to another host, on a network where all are trusted.
@@ -98,6 +102,7 @@ class ConnectorConfig:
     weights_epoch: str = ""
     decline_slow_loads: bool = True
     holdout_fraction: float = 0.0
+    explain_requests: bool = False
     weights_epoch_file: str = ""
     on_reset: str = "leave"
     share_adapters: str = "unchanged"
@@ -106,6 +111,7 @@ class ConnectorConfig:
     tls: TlsFiles | None = None
     token_file: str = ""
     name_key_file: str = ""
+    otel: bool = False
     insecure_network: bool = False
 
     @classmethod
@@ -176,6 +182,7 @@ class ConnectorConfig:
             tls=self.tls,
             token_file=self.token_file,
             name_key_file=self.name_key_file,
+            otel=self.otel,
             insecure_network=self.insecure_network,
         )
 

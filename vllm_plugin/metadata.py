@@ -85,6 +85,7 @@ class LoadJob:
         weights_epoch: of the namespace that the job is meant for.
         clock: of the host whose `time.monotonic` the ends of leases are by.
         beside_compute: whether the engine computes something in the step that begins the load.
+        traceparent: of the load's span; empty if it has none.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class LoadJob:
     weights_epoch: str = ""
     clock: str = ""
     beside_compute: bool = False
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -102,12 +104,14 @@ class StoreJob:
     Args:
         weights_epoch: of the namespace that the job is meant for.
         adapter: digest of the LoRA adapter that the blocks' names contain; see `adapters.named`.
+        traceparent: of the request's span; empty if it has none.
     """
 
     job_id: int
     groups: list[GroupBlocks]
     weights_epoch: str = ""
     adapter: bytes = NO_ADAPTER
+    traceparent: str = ""
 
     @property
     def num_blocks(self) -> int:

@@ -61,6 +61,12 @@ SETTINGS: dict[str, dict[str, str]] = {
         "up to 60 s where": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
         "by 5 % of the compute time": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
     },
+    "ledger.md": {
+        "written every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
+        "sampled every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
+        "Engines report every 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
+        "The 95 % interval": ELSEWHERE,
+    },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
         "less than 16 MiB for each gRPC call": ELSEWHERE,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvpool.cli import app
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.computed import ask
-from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
-from tests.support.processes import ServerProcess
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, running
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
@@ -36,7 +40,10 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, server: ServerProcess
 ) -> Iterator[tuple[Engine, Engine]]:
     """Two whose namespaces differ."""
-    transfers = [kvpool_transfer_config(server.endpoint, weights_epoch=epoch, **PATIENT) for epoch in ("one", "other")]
+    transfers = [
+        kvpool_transfer_config(server.endpoint, weights_epoch=epoch, explain_requests=True, **PATIENT)
+        for epoch in ("one", "other")
+    ]
     specs = [EngineSpec(write("llama", shapes_dir), each, FLOAT32, in_process=True) for each in transfers]
     with running(tmp_path_factory.mktemp("causes"), *specs) as (engine, other):
         yield engine, other
@@ -80,6 +87,64 @@ def test_what_was_evicted(engines: tuple[Engine, Engine], server: ServerProcess)
     found = ask(engine, tokens)
     assert found["evicted"] > 0
     assert sum(found.values()) <= LENGTH and set(found) == {"evicted", "last_block"}
+
+
+def explain(server: ServerProcess, *arguments: str) -> Any:
+    """What `kvpool explain` says."""
+    done = CliRunner().invoke(app, ["explain", *arguments, "--endpoint", server.endpoint, "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_kvpool_explain_says_what_the_engine_will_compute_and_why(
+    engines: tuple[Engine, Engine], server: ServerProcess, tmp_path: Path
+) -> None:
+    engine, _ = engines
+    clear(server)
+    tokens = prompt(LENGTH, "explained")
+    with Client(ClientConfig(server.endpoint)) as client:
+        (namespace,) = (
+            info.fingerprint.hex() for info in client.admin.namespaces() if info.spec.weights_epoch == "one"
+        )
+    (tmp_path / "prompt").write_text(json.dumps([*tokens, *prompt(100, "new")]))
+    asked = ("--prompt", str(tmp_path / "prompt"), "--namespace", namespace)
+    ask(engine, tokens)
+    found = explain(server, *asked)
+    assert found["stored_tokens"] == found["loadable_tokens"] == LENGTH // BLOCK_TOKENS * BLOCK_TOKENS
+    for nth in range(1_000):
+        engine.generate([prompt(3 * BLOCK_TOKENS, f"small {nth}")], max_tokens=1)
+        drain(engine)
+        found = explain(server, *asked)
+        if found["stored_tokens"] < LENGTH // BLOCK_TOKENS * BLOCK_TOKENS:
+            break
+    (group,) = found["groups"]
+    causes = {part["cause"]: part["stop"] - part["start"] for part in group["ranges"]}
+    assert set(causes) - {None} == {"evicted", "never_stored"}
+    (evicted,) = (part for part in group["ranges"] if part["cause"] == "evicted")
+    assert evicted["newest_left_seconds"] < 60 and evicted["evicted_for"]["model"]
+    computed = ask(engine, [*tokens, *prompt(100, "new")])
+    assert computed["evicted"] == causes["evicted"]
+    assert sum(computed.values()) == LENGTH + 100 - found["loadable_tokens"]
+
+
+@MORE
+def test_kvpool_explain_says_what_became_of_a_request(engines: tuple[Engine, Engine], server: ServerProcess) -> None:
+    engine, _ = engines
+    tokens = prompt(LENGTH + 37, "one request")
+    causes = ask(engine, tokens)
+    ask(engine, tokens)
+
+    def told() -> list[Any]:
+        with Client(ClientConfig(server.endpoint)) as client:
+            each = [trace for digit in range(10) for trace in client.admin.explain_request(str(digit))]
+        return [trace for trace in each if trace.prompt_tokens == len(tokens)]
+
+    traces = wait_for(lambda: found if len(found := told()) == 2 else None, "the report of both requests")
+    loaded, computed = sorted(traces, key=lambda trace: trace.age_seconds)
+    assert computed.computed_tokens == causes and not computed.loaded_tokens
+    assert loaded.loaded_tokens == hit_tokens(len(tokens)) and loaded.load_ms > 0 and not loaded.load_failed
+    done = CliRunner().invoke(app, ["explain", "--request", loaded.request_id, "--endpoint", server.endpoint])
+    assert f"{loaded.loaded_tokens:,} from the pool" in done.stdout and "The lookup took" in done.stdout
 
 
 def test_what_another_namespace_has(engines: tuple[Engine, Engine], server: ServerProcess) -> None:

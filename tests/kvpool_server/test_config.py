@@ -53,6 +53,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
         ("unix_mode", "0660", "0660"),
         ("tenant_memory", True, True),
+        ("otel", True, True),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),
         ("mooncake_host", "10.0.0.1", "10.0.0.1"),

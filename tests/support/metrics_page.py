@@ -10,7 +10,14 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.types import PoolStats
 from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import CertificateExpiry, OwnMemory, PoolCollector, RpcMetrics, UsageCollector
+from kvpool_server.metrics import (
+    CertificateExpiry,
+    OwnMemory,
+    PoolCollector,
+    QuotaCollector,
+    RpcMetrics,
+    UsageCollector,
+)
 from kvpool_server.reports.metrics import ReportCollector
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -24,6 +31,7 @@ def server_rows() -> list[Row]:
     registry = CollectorRegistry()
     registry.register(PoolCollector(PoolStats))
     registry.register(UsageCollector(tuple))
+    registry.register(QuotaCollector(tuple))
     registry.register(ReportCollector(dict))
     registry.register(OwnMemory())
     registry.register(CertificateExpiry(dict))

@@ -13,7 +13,7 @@ import enum
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class Lookups:
         budget: how long the calls of one step may wait for answers.
 
     Attributes:
+        traceparent_of: of the span of a request's lookup; None: there are no spans.
         by_request: lookups that were sent, by request id; they own the leases of their answers.
     """
 
@@ -60,6 +61,7 @@ class Lookups:
         self._recorder = recorder
         self._prefix_only = all(group.kind.needs_prefix for group in geometry.groups)
         self.by_request: dict[str, RequestLookup] = {}
+        self.traceparent_of: Callable[[str], str] | None = None
         self._released: list[tuple[int, ...]] = []
 
     def send(self, request: Request, local: int, limit: int) -> RequestLookup | None:
@@ -82,6 +84,8 @@ class Lookups:
             firsts.append(first)
         wait = PromotionWait(self._config.promotion_wait_ms / 1000)
         lookup = RequestLookup(local, limit, runs, probes, firsts, wait, asked=local, boundary=local)
+        if self.traceparent_of is not None:
+            lookup.traceparent = self.traceparent_of(request.request_id)
         if not self.send_again(lookup):
             return None
         self.by_request[request.request_id] = lookup
@@ -110,6 +114,7 @@ class Lookups:
                     locate=True,
                     explain=True,
                     wait_ms=math.ceil(1000 * answer_s),
+                    traceparent=lookup.traceparent,
                 )
                 lookup.calls.append(call)
             except UnavailableError:

@@ -153,6 +153,7 @@ class RequestLookup:
         searched: (asked, limit) of the last search for the longest hit.
         boundary: the longest hit; `local` if there is none, or none that is worth its load.
         verdict: whether the hit is worth loading; None until it was judged.
+        traceparent: of its span; empty if it has none.
     """
 
     local: int
@@ -179,6 +180,7 @@ class RequestLookup:
     searched: tuple[int, int] | None = None
     boundary: int = 0
     verdict: Verdict | None = None
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         self.question = KeptRuns((*self.runs, *self.probes))

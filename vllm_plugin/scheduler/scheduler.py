@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.causes import Cause
+from kvpool.tracing import tracing_of
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
 from vllm_plugin.metrics import KVPoolStats, Recorder
@@ -25,6 +26,9 @@ from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.reporter import Reporter
+from vllm_plugin.scheduler.request_spans import RequestSpans
+from vllm_plugin.scheduler.request_traces import RequestTraces
+from vllm_plugin.scheduler.request_watcher import RequestWatcher
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
@@ -64,13 +68,20 @@ class KVPoolScheduler:
         self.contents = PoolContents(Events(geometry.groups, enabled=publishes))
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
-        self.computed = ComputedTokens(geometry, recorder)
+        self._traces = RequestTraces() if config.explain_requests else None
+        tracing = tracing_of(config.client_config())
+        self._spans = None if tracing is None else RequestSpans(tracing)
+        self._watchers: list[RequestWatcher] = [each for each in (self._traces, self._spans) if each is not None]
+        self.computed = ComputedTokens(geometry, recorder, self._watchers)
         self.holdout = Holdout(config.holdout_fraction, recorder)
         self.admission = Admission(
             geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, self.holdout, recorder
         )
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
+        if self._spans is not None:
+            self.lookups.traceparent_of = self._spans.lookup_traceparent
+            self.jobs.traceparent_of = self._spans.request_traceparent
         self._peer_loads = PeerLoads(self.stores, self.jobs)
         self._resets = Resets(config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder)
         self._failed: set[str] = set()
@@ -80,7 +91,7 @@ class KVPoolScheduler:
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
-        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size)
+        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size, self._traces)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
@@ -94,6 +105,8 @@ class KVPoolScheduler:
         matched: int | None = 0
         with self.budget:
             self.holdout.asked(request)
+            for watcher in self._watchers:
+                watcher.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
                 self.computed.because(request, why_not)
@@ -134,6 +147,8 @@ class KVPoolScheduler:
             self.holdout.admitted(request_id)
             with self.guard.part("the count of computed tokens"):
                 self.computed.admitted(request, lookup)
+                for watcher in self._watchers:
+                    watcher.admitted(request, lookup, num_external_tokens)
             self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
             if lookup is not None:
                 for idx in lookup.proven:
@@ -151,6 +166,8 @@ class KVPoolScheduler:
                 self.lookups.release(lookup.lease_ids)
                 lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
             job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch, own_clock())
+            if self._spans is not None:
+                job.traceparent = self._spans.load_traceparent(request_id)
             self._new_loads.append(job)
             is_probe = lookup.verdict is not None and lookup.verdict.is_probe
             self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
@@ -307,6 +324,8 @@ class KVPoolScheduler:
     def _load_ended(self, request_id: str, succeeded: bool) -> None:
         job = self.loads.ended(request_id, succeeded)
         if job is not None:
+            for watcher in self._watchers:
+                watcher.load_ended(request_id, succeeded)
             self.lookups.release(job.lease_ids)
             for part in () if succeeded else job.groups:
                 for run in part.runs:
@@ -324,6 +343,8 @@ class KVPoolScheduler:
             self._names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
+            for watcher in self._watchers:
+                watcher.finished(request_id)
         with part("the measurement of held-out hits"):
             self.holdout.finished(request)
         self._failed.discard(request_id)

@@ -93,6 +93,7 @@ class StoreJobs:
         self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
         self._job_ids = itertools.count(1)
         self.step = 0
+        self.traceparent_of: Callable[[str], str] | None = None  # Of a request's span; None: there are no spans.
         self._unpin_budget = self.step_blocks
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -127,6 +128,8 @@ class StoreJobs:
     def add(self, request: Request, parts: list[GroupBlocks], adapter: bytes) -> StoreJob:
         """A job to store blocks of a request, which are pinned from here on."""
         job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter)
+        if self.traceparent_of is not None:
+            job.traceparent = self.traceparent_of(request.request_id)
         self._storing[job.job_id] = Storing(request, job)
         self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job

@@ -23,6 +23,7 @@ from kvpool.errors import (
 )
 from kvpool.rpc import Namespace
 from kvpool.sums import Checksums
+from kvpool.tracing import Tracing
 from kvpool.transport.base import Buffers
 from kvpool.types import PutStatus
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, own_clock
@@ -44,6 +45,7 @@ class TransferThread(threading.Thread, Generic[Job]):
 
     Args:
         mine: what this rank holds of each group.
+        tracing: makes a span of each job; None: nothing does.
     """
 
     _call = ""
@@ -57,8 +59,10 @@ class TransferThread(threading.Thread, Generic[Job]):
         mine: Sequence[RankShards],
         stage: int,
         recorder: Recorder,
+        tracing: Tracing | None = None,
     ):
         super().__init__(name=name, daemon=True)
+        self._tracing = tracing
         self._session = session
         self._copier = copier
         self._mine = mine
@@ -99,7 +103,7 @@ class TransferThread(threading.Thread, Generic[Job]):
                 job, mark = self._queued.pop(turn)
             succeeded = False
             try:
-                succeeded = self._transfer(job, mark)
+                succeeded = self._transfer(job, mark) if self._tracing is None else self._traced(job, mark)
             except Exception as error:
                 self._recorder.guard.failed(f"a {self._call}", error)
                 with self._recorder.guard.part("the report of a failure"):  # The job is reported in any case.
@@ -109,6 +113,16 @@ class TransferThread(threading.Thread, Generic[Job]):
 
     def _transfer(self, job: Job, mark: Any) -> bool:
         raise NotImplementedError
+
+    def _traced(self, job: Job, mark: Any) -> bool:
+        """As `_transfer`, with a span that is the parent of the job's calls."""
+        assert self._tracing is not None
+        attributes: dict[str, str | int] = {"kvpool.blocks": sum(map(len, job.groups)), "kvpool.thread": self.name}
+        with self._tracing.span(f"kvpool.{self._call}.rank", job.traceparent, attributes) as span:
+            succeeded = self._transfer(job, mark)
+            if not succeeded:
+                self._tracing.fail(span, f"{self._call} failed")
+            return succeeded
 
     def _namespace(self, weights_epoch: str) -> Namespace:
         namespace = self._session.namespace

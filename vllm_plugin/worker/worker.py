@@ -12,6 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
+from kvpool.tracing import tracing_of
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
@@ -69,6 +70,7 @@ class KVPoolWorker:
         self._ended_loads: list[tuple[LoadJob, bool]] = []  # To be reported, and whether each succeeded.
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self.session = Session(config.client_config(ranks), spec, self._name, self._recorder)
+        self._tracing = tracing_of(config.client_config())
         self.sender: SendThread | None = None
         self.receiver: ReceiveThread | None = None
         # The scheduler compares it with its own.
@@ -94,7 +96,7 @@ class KVPoolWorker:
         copier = make_copier(layouts)
         # Pinning tens of gigabytes of the pool's memory takes a second, which the first request should not wait for.
         self.session.when_open(lambda opened: copier.adopt(opened.transport.memory, opened.transport.extents))
-        threads = (self.session, copier, self._mine, self._stage, self._recorder)
+        threads = (self.session, copier, self._mine, self._stage, self._recorder, self._tracing)
         self.sender = SendThread(f"kvpool-send-{self._name}", *threads)
         self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
 

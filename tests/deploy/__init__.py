@@ -1,0 +1,1 @@
+"""The monitoring configuration that kvpool ships, with a real Prometheus."""

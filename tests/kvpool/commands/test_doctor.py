@@ -1,0 +1,134 @@
+"""`kvpool doctor`, whole: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpool.cli import app
+from kvpool.client import Client
+from tests.conftest import StartServer
+from tests.support.processes import ServerProcess, run_command
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+NOBODY = "127.0.0.1:1"
+ARGUMENTS = (
+    "vllm serve m --prefix-caching-hash-algo sha256_cbor --kv-transfer-config "
+    '\'{"kv_connector":"KVPoolConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+)
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def at(server: ServerProcess, *arguments: str) -> Result:
+    return doctor("--endpoint", server.endpoint, "--http", server.http_url.removeprefix("http://"), *arguments)
+
+
+def test_a_pool_in_order_ends_with_0(pool_server: StartServer) -> None:
+    done = at(pool_server(), "--vllm-args", ARGUMENTS)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0].startswith("ok      gRPC: kvpool-server at ")
+    assert lines[-1].startswith("0 errors, ") and not any(line.startswith("ERROR") for line in lines)
+    checks = {line[8:].partition(":")[0] for line in lines[:-1] if not line.startswith("        ")}
+    assert checks >= {
+        "gRPC", "versions", "data port", "memory socket", "transport", "HTTP", "corruption", "memory", "loop lag",
+        "hits", "clock", "namespaces", "NUMA", "memlock", "memory of the host", "huge pages", "open files",
+        "hash algorithm", "kv_load_failure_policy",
+    }  # fmt: skip
+
+
+def test_a_server_that_is_away_is_one_finding_and_the_host_is_still_checked() -> None:
+    done = doctor("--endpoint", NOBODY, "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.output)
+    assert found["endpoint"] == NOBODY and found["errors"] == 1
+    (away,) = (each for each in found["findings"] if each["level"] == "error")
+    assert away["check"] == "gRPC" and "cannot reach kvpool-server" in away["text"] and away["fix"]
+    assert {each["check"] for each in found["findings"]} >= {
+        "memory of the host",
+        "huge pages",
+        "open files",
+        "memlock",
+    }
+
+
+@pytest.mark.more
+def test_a_server_that_says_nothing_does_not_hang_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        done = run_command(
+            sys.executable, "-m", "kvpool.cli", "doctor", "--endpoint", f"127.0.0.1:{silent.getsockname()[1]}"
+        )
+    assert done.returncode == 1 and time.monotonic() - began < 45
+    assert done.stdout.startswith("ERROR   gRPC: ") and "open files" in done.stdout
+
+
+def test_namespaces_that_differ_in_one_field_are_named(
+    pool_server: StartServer, connect: Callable[..., Client]
+) -> None:
+    server = pool_server()
+    client = connect(server)
+    for dtype in ("auto", "fp8"):
+        client.open_namespace(namespace_spec(salt="", kv_cache_dtype=dtype))
+    done = at(server)
+    assert done.exit_code == 0 and "because of kv_cache_dtype alone: '" in done.output
+
+
+def test_blocks_that_are_large_for_the_arena_are_named(
+    pool_server: StartServer, connect: Callable[..., Client]
+) -> None:
+    server = pool_server()
+    connect(server).open_namespace(namespace_spec(group_spec(chunk_bytes=1 << 20)))
+    done = at(server)
+    assert (
+        done.exit_code == 0 and "the arena holds 128 tokens of test/model at most, with blocks of 1 MiB" in done.output
+    )
+
+
+def test_a_log_and_arguments_of_an_engine_are_checked(tmp_path: Path, pool_server: StartServer) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("ERROR [stages.py:142] kvpool is off for this engine: ranks differ\n")
+    done = at(pool_server(), "--engine-log", str(log), "--vllm-args", "vllm serve m")
+    assert done.exit_code == 1
+    for says in ("kvpool is off for this engine: ranks differ", "hash algorithm: the arguments", "no KVPoolConnector"):
+        assert says in done.output
+    done = doctor("--endpoint", NOBODY, "--engine-log", str(tmp_path / "none"), "--json")
+    assert any("cannot read" in each["text"] for each in json.loads(done.output)["findings"])
+
+
+@pytest.mark.more
+def test_bandwidth_is_measured_if_asked_for(pool_server: StartServer) -> None:
+    done = at(pool_server("--memory", "64MiB"), "--bandwidth", "--json")
+    (found,) = (each for each in json.loads(done.output)["findings"] if each["check"] == "bandwidth")
+    assert "GB/s" in found["text"]
+
+
+def test_a_wrong_option_is_refused_before_anything_is_checked() -> None:
+    done = doctor("--http", "nowhere")
+    assert done.exit_code == 1 and "is not HOST:PORT" in str(done.exception)
+    assert doctor("--nonsense").exit_code == 2
+
+
+def test_hostile_names_reach_no_terminal(pool_server: StartServer, connect: Callable[..., Client]) -> None:
+    server = pool_server()
+    client = connect(server)
+    for dtype in ("\x1b[2J[/bold]", "b\n"):
+        namespace = client.open_namespace(
+            namespace_spec(group_spec(chunk_bytes=1_000), salt="", model="[/x]\x1b[2J", kv_cache_dtype=dtype)
+        )
+        client.put_blocks(namespace, run_of("a"), [payload("a", 1_000)])
+        client.lookup(namespace, [run_of("a")])
+    for command in (["doctor"], ["stats"], ["namespaces"], ["top", "--once", "--interval", "0.1"]):
+        done = CliRunner().invoke(app, [*command, "--endpoint", server.endpoint])
+        assert done.exit_code == 0, (command, done.output, done.exception)
+        assert "\x1b" not in done.output and ("[/x]" in done.output or command == ["stats"])

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.certificates import Authority
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.doctor import reachability
+from kvpool.doctor.finding import Finding, Level
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.version import __version__
+from testbed.ports import free_endpoint
+from tests.conftest import StartServer
+from tests.support.certificates import files_in, forge, server_flags
+from tests.support.lying_pool import LyingPool
+from tests.support.processes import ServerProcess
+
+OPERATOR = Principal(ALL_TENANTS, Role.OPERATOR)
+DAY = dt.timedelta(days=1)
+
+
+def only(findings: list[Finding]) -> Finding:
+    (found,) = findings
+    assert bool(found.fix) == (found.level is not Level.OK)
+    return found
+
+
+def liar(**ping: object) -> Client:
+    """A client of a server whose answers to Ping have other fields."""
+    pool = LyingPool()
+
+    def altered(method: str, reply: object) -> bytes:
+        for name, value in ping.items() if method == "Ping" else ():
+            if value is None:
+                reply.ClearField(name)  # type: ignore[attr-defined]
+            elif isinstance(value, dict):
+                for inner, each in value.items():
+                    setattr(getattr(reply, name), inner, each)
+            else:
+                setattr(reply, name, value)
+        return reply.SerializeToString()  # type: ignore[attr-defined,no-any-return]
+
+    pool.alter = altered
+    return pool.client(ClientConfig())
+
+
+def test_a_server_in_order_has_no_problem(pool_server: StartServer, connect: Callable[..., Client]) -> None:
+    server = pool_server()
+    client = connect(server)
+    checks = (reachability.grpc_port, reachability.data_port, reachability.memory_socket, reachability.transport)
+    found = [finding for check in checks for finding in check(client)]
+    found += reachability.http_port(server.http_url.removeprefix("http://"), ClientConfig(), was_given=True)
+    assert {each.level for each in found} == {Level.OK}, found
+    assert [each.check for each in found] == [
+        "gRPC", "versions", "data port", "memory socket", "transport", "HTTP",
+    ]  # fmt: skip
+    assert not reachability.offers_rdma(client)
+
+
+def test_other_releases_on_both_sides_are_named() -> None:
+    _, versions = reachability.grpc_port(liar(version="9.9"))
+    assert versions.level is Level.WARNING
+    assert versions.text == f"the server is kvpool 9.9, and this is kvpool {__version__}"
+
+
+def test_a_data_port_that_cannot_be_reached_is_an_error() -> None:
+    port = int(free_endpoint().rpartition(":")[2])
+    found = only(reachability.data_port(liar(data_port={"port": port})))
+    assert found.level is Level.ERROR and f"127.0.0.1:{port} cannot be reached" in found.text
+
+
+def test_a_server_without_a_data_port_is_named(pool_server: StartServer, connect: Callable[..., Client]) -> None:
+    client = connect(pool_server("--data-listen", ""))
+    assert only(reachability.data_port(client)).level is Level.WARNING
+    assert only(reachability.transport(client)).level is Level.OK  # By shared memory.
+
+
+def test_a_memory_socket_that_cannot_be_reached_is_named() -> None:
+    found = only(reachability.memory_socket(liar()))
+    assert found.level is Level.WARNING and "no shared memory" in found.text
+    assert only(reachability.memory_socket(liar(segment=None))).level is Level.OK
+
+
+def test_a_slow_transport_is_named_with_its_reasons(pool_server: StartServer, connect: Callable[..., Client]) -> None:
+    client = connect(pool_server("--data-listen", ""), transport="stream")
+    found = only(reachability.transport(client))
+    assert found.level is Level.WARNING and "no tcp: the server has no data port" in found.text
+
+
+@contextlib.contextmanager
+def _http(status: int) -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"drain\x1b[2Jing" + b"x" * 100_000)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is logged."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_that_drains_is_an_error() -> None:
+    with _http(503) as address:
+        found = only(reachability.http_port(address, ClientConfig(), was_given=True))
+    assert found.level is Level.ERROR and "says 503: 'drain[2Jing" in found.text and len(found.text) < 2_000
+
+
+def test_an_http_port_that_cannot_be_reached_is_an_error_only_if_it_was_given() -> None:
+    address = free_endpoint()
+    assert only(reachability.http_port(address, ClientConfig(), was_given=True)).level is Level.ERROR
+    assert only(reachability.http_port(address, ClientConfig(), was_given=False)).level is Level.WARNING
+
+
+def test_a_port_that_says_nothing_does_not_hang_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        assert only(reachability.http_port(f"127.0.0.1:{port}", ClientConfig(), was_given=True)).level is Level.ERROR
+        assert only(reachability.data_port(liar(data_port={"port": port}))).level is Level.ERROR
+        assert time.monotonic() - began < 20
+
+
+def test_clocks_that_differ_are_named() -> None:
+    assert only(reachability.clock(time.time())).level is Level.OK
+    found = only(reachability.clock(time.time() - 180))
+    assert found.level is Level.WARNING and "differs by 3 min" in found.text
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "level", "says"),
+    [(90 * DAY, Level.OK, "in 90 d"), (5 * DAY, Level.WARNING, "in 5 d"), (-DAY, Level.ERROR, "ENDED ")],
+)
+def test_the_end_of_the_clients_certificate_is_told(
+    tmp_path: Path, ends_in: dt.timedelta, level: Level, says: str
+) -> None:
+    pki = tmp_path / "pki"
+    Authority.create(pki)
+    tls = forge(pki, tmp_path / "forged", [str(OPERATOR)], starts_in=-2 * DAY, ends_in=ends_in)
+    config = ClientConfig(free_endpoint(), tls=tls)
+    authority, own, server = reachability.certificates(config)
+    assert (authority.level, own.level) == (Level.OK, level) and says in own.text
+    assert server.level is Level.ERROR and "the TLS handshake failed" in server.text
+
+
+def test_the_servers_certificate_is_looked_up(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    tls = files_in(authority.issue_principal(OPERATOR))
+    flags = server_flags(authority.issue_server([], days=10))
+    server = ServerProcess(tmp_path, *flags, tls=tls)
+    try:
+        *_, found = reachability.certificates(ClientConfig(server.endpoint, tls=tls))
+        assert (found.check, found.level) == ("certificate of the server", Level.WARNING) and "in 10 d" in found.text
+        config = ClientConfig(server.endpoint, tls=tls)
+        url = server.http_url.removeprefix("https://")
+        assert only(reachability.http_port(url, config, was_given=True)).level is Level.OK
+    finally:
+        server.stop()
+
+
+def test_without_tls_there_is_no_certificate_to_check() -> None:
+    assert reachability.certificates(ClientConfig()) == []

@@ -1,0 +1,168 @@
+"""Spans of a real server and a client arrive at a collector, as children of each other; off, nothing is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import tracing as module
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.tracing import Tracing, shared_tracing, valid_traceparent
+from tests.support.otlp_collector import Collector, collecting
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+SERVER, CLIENT = 2, 3
+"""Kinds of spans."""
+BLOCK_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        patch.setenv("OTEL_EXPORTER_OTLP_INSECURE", "true")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        shared_tracing.cache_clear()
+        yield collector
+        shared_tracing.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """With room for 8 blocks, and a tier below."""
+    directory = tmp_path_factory.mktemp("traced")
+    server = ServerProcess(
+        directory,
+        "--memory",
+        "8MiB",
+        "--policy",
+        "lru",
+        "--otel",
+        "--tier",
+        f"file:{directory}/tier,size=64MiB,create=yes",
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(traced: ServerProcess) -> Iterator[Client]:
+    with Client(ClientConfig(traced.endpoint, otel=True, transport="grpc")) as client:
+        yield client
+
+
+def test_spans_go_from_the_client_through_the_server_to_the_tier(collector: Collector, client: Client) -> None:
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES)))
+    run = run_of(*"abcd")
+    tracing = shared_tracing(module.CLIENT_SERVICE)
+    with tracing.span("application") as root:
+        client.put_blocks(namespace, run, [payload(name, BLOCK_BYTES) for name in "abcd"])
+    parent = tracing.traceparent(root).split("-")[2]
+    wait_for(lambda: collector.named("kvpool.tier.write"), "the tier's write")
+    wait_for(lambda: len(collector.named("kvpool.v1.Pool/PutStart")) == 2, "both sides' spans")
+    both = {span.kind: span for span in collector.named("kvpool.v1.Pool/PutStart", rpc_method="PutStart")}
+    start, served = both[CLIENT], both[SERVER]
+    assert (start.parent, served.parent) == (parent, start.id) and start.trace == served.trace
+    assert (start.service, served.service) == ("kvpool-client", "kvpool-server")
+    write = collector.named("kvpool.tier.write")[0]
+    assert write.trace == start.trace and collector.of(write.parent).name == "kvpool.v1.Pool/PutEnd"
+    assert write.attributes["kvpool.tier"].startswith("file:")
+
+    for nth in range(8):  # The blocks leave the arena.
+        client.put_blocks(namespace, run_of(f"more {nth}"), [payload(nth, BLOCK_BYTES)])
+    wait_for(lambda: client.lookup(namespace, [run]).hits[0].num_leading == 4, "the blocks to come up")
+    wait_for(lambda: collector.named("kvpool.tier.read"), "the tier's read")
+    read = collector.named("kvpool.tier.read")[0]
+    wait_for(lambda: any(span.id == read.parent for span in collector.spans), "the lookup's span")
+    lookup = collector.of(read.parent)
+    assert (lookup.name, lookup.kind, lookup.service) == ("kvpool.lookup", SERVER, "kvpool-server")
+    assert lookup.attributes["kvpool.pending_blocks"] > 0
+    wait_for(lambda: any(span.id == lookup.parent for span in collector.spans), "the client's span")
+    asked = collector.of(lookup.parent)
+    assert (asked.name, asked.kind, asked.attributes["kvpool.blocks"]) == ("kvpool.lookup", CLIENT, 4)
+    assert asked.trace == lookup.trace == read.trace
+
+
+def test_no_span_has_names_of_blocks_or_of_secrets(collector: Collector, client: Client) -> None:
+    run = run_of("secret")
+    namespace = client.open_namespace(namespace_spec(salt="pepper"))
+    client.lookup(namespace, [run])
+    before = len(collector.spans)
+    client.admin.ping()
+    wait_for(lambda: len(collector.spans) > before + 1, "spans")
+    texts = " ".join(str(value) for span in collector.spans for value in span.attributes.values())
+    assert run.block_hashes[0].hex() not in texts and "pepper" not in texts
+
+
+def test_a_call_that_fails_says_so(collector: Collector, client: Client) -> None:
+    with pytest.raises(KVPoolError):
+        client.admin.clear(bytes(32))
+    wait_for(lambda: len(collector.named("kvpool.v1.Pool/Clear")) == 2, "both spans")
+    assert {span.failed for span in collector.named("kvpool.v1.Pool/Clear")} == {"NOT_FOUND", "UnknownNamespaceError"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "ff-" + "1" * 32 + "-" + "1" * 16 + "-01", "0" * 5_000]
+)
+def test_what_is_no_traceparent_is_passed_over(text: str) -> None:
+    assert valid_traceparent(text) == ""
+
+
+def test_a_collector_that_is_away_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setattr(module, "CLOSE_S", 0.5)
+    away = Tracing("away")
+    for _ in range(5_000):  # More than the queue holds.
+        away.start("span").end()
+    with away.span("current"):
+        assert away.current()
+    away.close()
+
+
+SCRIPT = """
+import sys
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+import kvpool_server.server
+from tests.support.values import namespace_spec, run_of
+with Client(ClientConfig(sys.argv[1])) as client:
+    client.lookup(client.open_namespace(namespace_spec()), [run_of("a")])
+print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
+"""
+
+
+def test_off_nothing_is_imported(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, server.endpoint], capture_output=True, text=True, timeout=60, check=True
+        )
+    finally:
+        server.stop()
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"])
+def test_without_the_extra_the_error_names_the_fix(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(missing)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[otel\]'"):
+        Tracing("none")
+
+
+def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    tracing = Tracing("ours")
+    assert tracing._provider.resource.attributes["service.name"] == "mine"
+    tracing.close()
+    assert os.environ["OTEL_SERVICE_NAME"] == "mine"

@@ -1,0 +1,65 @@
+"""Spans of an engine's requests: children of what vLLM was told, parents of what ranks and the server do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpool.tracing import shared_tracing
+from tests.support.otlp_collector import Collector, collecting
+from tests.support.processes import wait_for
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.vllm_objects import make_request, tokens
+from tests.vllm_plugin.core import MakeCore, fill
+
+LENGTH = 100
+TRACE, PARENT = "a" * 32, "b" * 16
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as collector, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        shared_tracing.cache_clear()
+        yield collector
+        shared_tracing.cache_clear()
+
+
+def test_a_request_its_lookup_and_its_load(collector: Collector, core: MakeCore) -> None:
+    one = core(otel=True).connected()
+    request: Any = make_request("r", tokens(LENGTH, "r"))
+    request.trace_headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    fill(one, request.block_hashes)
+    hit = one.ask(request)
+    assert hit == (LENGTH - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    request.prefill_stats.set(LENGTH, 0, hit)
+    one.allocate(request, hit)
+    (job,) = one.side._new_loads
+    one.report(finished_recving={"r"})
+    one.finish(request)
+    wait_for(lambda: collector.named("kvpool.request"), "the request's span")
+    (span,) = collector.named("kvpool.request")
+    assert (span.trace, span.parent) == (TRACE, PARENT)
+    assert span.attributes["kvpool.request_id"] == "r" and span.attributes["kvpool.prompt_tokens"] == LENGTH
+    (lookup,) = (each for each in collector.named("kvpool.lookup") if each.service == "kvpool-client")
+    (load,) = collector.named("kvpool.load")
+    assert lookup.parent == load.parent == span.id and lookup.trace == load.trace == TRACE
+    assert lookup.attributes["kvpool.hit_tokens"] == hit and load.attributes["kvpool.tokens"] == hit
+    assert job.traceparent == f"00-{TRACE}-{load.id}-01"
+    assert one.side._spans is not None and not one.side._spans._open
+
+
+def test_a_request_without_context_is_a_root_and_off_there_are_no_spans(collector: Collector, core: MakeCore) -> None:
+    one, off = core(otel=True).connected(), core().connected()
+    for each in (off, one):
+        request = make_request("r", tokens(LENGTH, "r"))
+        each.ask(request)
+        each.allocate(request, 0)
+        each.finish(request)
+    wait_for(lambda: collector.named("kvpool.request"), "the request's span")
+    (span,) = collector.named("kvpool.request")
+    assert span.parent == "" and off.side._spans is None
+    assert off.side.lookups.traceparent_of is None and off.side.jobs.traceparent_of is None

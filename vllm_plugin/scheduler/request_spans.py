@@ -1,0 +1,98 @@
+"""Spans of requests for OpenTelemetry: the request, its lookup and its load, on the scheduler's side.
+
+A request's span is a child of what vLLM was told by the client (`Request.trace_headers`, where the engine was started
+with an OTLP endpoint), else a root. Loads and stores of the ranks are its children: jobs carry its traceparent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpool.causes import Cause
+from kvpool.tracing import TRACEPARENT, Tracing
+from vllm_plugin.scheduler.request_lookup import RequestLookup
+from vllm_plugin.scheduler.request_watcher import RequestWatcher
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_OPEN = 4_096
+"""Requests that have not ended; the oldest one's spans end for another."""
+
+
+@dataclass(slots=True)
+class _Spans:
+    request: Any
+    traceparent: str
+    lookup: Any = None
+    load: Any = None
+
+
+class RequestSpans(RequestWatcher):
+    """Those of one engine."""
+
+    def __init__(self, tracing: Tracing):
+        self._tracing = tracing
+        self._open: OrderedDict[str, _Spans] = OrderedDict()
+
+    def asked(self, request: Request) -> None:
+        if request.request_id in self._open:
+            return
+        headers = getattr(request, "trace_headers", None) or {}
+        attributes = {"kvpool.request_id": request.request_id, "kvpool.prompt_tokens": request.num_prompt_tokens}
+        span = self._tracing.start("kvpool.request", headers.get(TRACEPARENT, ""), attributes)
+        traceparent = self._tracing.traceparent(span)
+        lookup = self._tracing.start("kvpool.lookup", traceparent, kind="CLIENT")
+        self._open[request.request_id] = _Spans(span, traceparent, lookup)
+        if len(self._open) > MAX_OPEN:
+            self.finished(next(iter(self._open)))
+
+    def lookup_traceparent(self, request_id: str) -> str:
+        """Of the span of a request's lookup; empty if the request is not known."""
+        spans = self._open.get(request_id)
+        return self._tracing.traceparent(spans.lookup) if spans is not None and spans.lookup is not None else ""
+
+    def load_traceparent(self, request_id: str) -> str:
+        """Of the span of a request's load."""
+        spans = self._open.get(request_id)
+        return self._tracing.traceparent(spans.load) if spans is not None and spans.load is not None else ""
+
+    def request_traceparent(self, request_id: str) -> str:
+        """Of a request's span."""
+        spans = self._open.get(request_id)
+        return "" if spans is None else spans.traceparent
+
+    def admitted(self, request: Request, lookup: RequestLookup | None, num_external_tokens: int) -> None:
+        spans = self._open.get(request.request_id)
+        if spans is None:
+            return
+        if spans.lookup is not None:
+            spans.lookup.set_attribute("kvpool.hit_tokens", num_external_tokens)
+            spans.lookup.set_attribute("kvpool.answered", lookup is not None and bool(lookup.answers))
+            spans.lookup.end()
+            spans.lookup = None
+        if num_external_tokens and spans.load is None:
+            attributes = {"kvpool.tokens": num_external_tokens}
+            spans.load = self._tracing.start("kvpool.load", spans.traceparent, attributes)
+
+    def load_ended(self, request_id: str, succeeded: bool) -> None:
+        spans = self._open.get(request_id)
+        if spans is not None and spans.load is not None:
+            if not succeeded:
+                self._tracing.fail(spans.load, "load failed")
+            spans.load.end()
+            spans.load = None
+
+    def prompt_ended(self, request: Request, causes: Mapping[Cause, int]) -> None:
+        if (spans := self._open.get(request.request_id)) is not None:
+            for cause, count in causes.items():
+                spans.request.set_attribute(f"kvpool.computed_tokens.{cause.label}", count)
+
+    def finished(self, request_id: str) -> None:
+        if (spans := self._open.pop(request_id, None)) is not None:
+            for span in (spans.lookup, spans.load, spans.request):
+                if span is not None:
+                    span.end()
