@@ -65,7 +65,8 @@ class Sampler:
             for position, block_hash in enumerate(hashes)
             if (key := (hash_of(block_hash) ^ salt) & _MASK) < threshold
         ]
-        depth, before = 0, ()
+        depth = 0
+        before: tuple[int, ...] = ()
         if parent_hash:
             depth, before = self._ends.get((hash_of(parent_hash) ^ salt) & _MASK, (0, ()))
         return SampledRun(len(hashes), blocks, depth, before)

@@ -9,6 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvpool.types import PoolStats
+from kvpool.value import ValueReport
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
@@ -19,6 +20,7 @@ from kvpool_server.metrics import (
     UsageCollector,
 )
 from kvpool_server.reports.metrics import ReportCollector
+from kvpool_server.value.instruments import ValueCollector
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -33,6 +35,7 @@ def server_rows() -> list[Row]:
     registry.register(UsageCollector(tuple))
     registry.register(QuotaCollector(tuple))
     registry.register(ReportCollector(dict))
+    registry.register(ValueCollector(lambda: ValueReport(False, 0, ""), None))
     registry.register(OwnMemory())
     registry.register(CertificateExpiry(dict))
     LoopLag(registry)

@@ -65,10 +65,10 @@ class HitDensityModel:
         self._learned_at = 0
         self._densities: list[list[float]] = []  # By kind and age bin.
         self._hit_shares: list[list[float]] = []  # 1 - S, by kind and bin edge.
-        self._cohorts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (Period, kind) -> [started, hits].
+        self._cohorts: OrderedDict[tuple[int, int], list[float]] = OrderedDict()  # (Period, kind) -> [started, hits].
         self.learn(0)
 
-    def start(self, kind: int, now: int, count: int, observed: int = 1) -> None:
+    def start(self, kind: int, now: int, count: float, observed: float = 1) -> None:
         """`count` blocks begin a wait of a kind; `observed` of them stand for all."""
         self._started[kind] += count
         key = (now // COHORT_CALLS, kind)
@@ -79,13 +79,13 @@ class HitDensityModel:
                 self._cohorts.popitem(last=False)
         cohort[0] += observed  # Not `count`: blocks of one prompt share its fate.
 
-    def reclassify(self, kind: int, other: int, since: int, now: int, count: int) -> None:
+    def reclassify(self, kind: int, other: int, since: int, now: int, count: float) -> None:
         """The waits of `count` blocks that started as of a kind at `since` turn out to be of another."""
         weight = count * KEEP ** ((now - since) / PERIOD_CALLS)
         self._started[kind] -= weight
         self._started[other] += weight
 
-    def hit(self, kind: int, since: int, now: int, count: int, observed: int = 1) -> None:
+    def hit(self, kind: int, since: int, now: int, count: float, observed: float = 1) -> None:
         """A hit ends the waits of `count` blocks that started at `since`; `observed` of them stand for all."""
         age = now - since
         if age < MAX_AGE:
