@@ -62,7 +62,7 @@ def test_every_option_that_asks_for_json_is_documented() -> None:
             assert "| field" in _section(name) or name in ELSEWHERE, name
 
 
-ELSEWHERE = {"explain", "value", "ledger"}
+ELSEWHERE = {"explain", "value", "advise", "ledger"}
 """Commands whose JSON other pages describe."""
 
 
