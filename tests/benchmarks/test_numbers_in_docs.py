@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "with steps of 50 ms": ELSEWHERE,
     },
     "explain.md": {"and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S"},
-    "tracing.md": {"At its end a\nprocess waits 2 s at most": "kvpool.tracing: CLOSE_S"},
+    "tracing.md": {"process waits 2 s at most": "kvpool.tracing: CLOSE_S"},
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",
         "reads nothing for 10 seconds": "kvpool_server.events.publisher: REPLAY_STALL_S",
