@@ -11,11 +11,13 @@ import typer
 
 from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.commands import certs, name_key, token
+from kvpool.commands.advise import advise
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
 from kvpool.commands.doctor import doctor
 from kvpool.commands.events import events
 from kvpool.commands.explain import explain
+from kvpool.commands.ledger import ledger
 from kvpool.commands.namespaces import namespaces
 from kvpool.commands.ping import ping
 from kvpool.commands.quota import quota
@@ -68,7 +70,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain, value):
+for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain, value, advise, ledger):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

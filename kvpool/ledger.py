@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvpool.reports import Agreement
+from kvpool.reports import NO_AGREEMENT, Agreement
 
 HOUR_S = 3_600
 LEDGER_DAYS = 40
@@ -68,7 +68,7 @@ class MeasuredSaving:
     saved_seconds: float = 0.0
     low_seconds: float = 0.0
     high_seconds: float = 0.0
-    agreement: Agreement = Agreement()
+    agreement: Agreement = NO_AGREEMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,9 @@ class Agreement:
         )
 
 
+NO_AGREEMENT = Agreement()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineReport:
     """How an engine is, and what it has counted since its last acknowledged report: `ReportRequest` in the proto."""
@@ -77,7 +80,7 @@ class EngineReport:
     num_requests: int = 0
     last: bool = False
     first_token_times: tuple[FirstTokenTimes, ...] = ()
-    agreement: Agreement = Agreement()
+    agreement: Agreement = NO_AGREEMENT
     num_devices: int = 1
     requests: tuple[RequestTrace, ...] = ()
 

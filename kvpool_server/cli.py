@@ -34,7 +34,7 @@ log = structlog.get_logger()
 def _help(name: str) -> str:
     field = ServerConfig.model_fields[name]
     sizes = {"memory": "1GiB", "record_bytes": "256MiB"}
-    shown = sizes[name] if name in sizes else "none" if field.default in ("", ()) else field.default
+    shown = sizes.get(name, "none" if field.default in ("", ()) else field.default)
     return escape(f"{field.description} (default: {shown})")  # Rich would take pyjwt[crypto] for markup.
 
 

@@ -233,7 +233,7 @@ class ServerConfig(BaseModel):
         10_000, ge=1_000, le=1_000_000, description="KV event messages kept for subscribers that missed some."
     )
     value_sample: int = Field(
-        1_024,
+        640,
         ge=0,
         le=65_536,
         description="Blocks sampled to simulate each other arena size, for `kvpool value`: more blocks are more exact, "

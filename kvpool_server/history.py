@@ -22,6 +22,8 @@ MAX_SERIES = 160
 """Series that a history keeps; it ignores further ones."""
 MAX_POINTS = 400
 """Samples of one answer."""
+MAX_BYTES = 4 << 20
+"""Of all samples, when a history is full; `MAX_SERIES` sees to it."""
 _FINE, _COARSE = 1, 60
 """Every how many samples one is kept, by ring."""
 _ROWS = {_FINE: 2_160, _COARSE: 1_008}

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class LogEvents:
         self._events: deque[LogEvent] = deque(maxlen=MAX_EVENTS)
         self.handler: logging.Handler = _Handler(self)
 
-    def record(self, _: Any, name: str, event: dict[str, Any]) -> dict[str, Any]:
+    def record(self, _: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Keeps an event of level warning or above; returns it unchanged."""
         if (level := LEVELS.get(name)) is not None:
             fields = {field: value for field, value in event.items() if field != "event"}

@@ -12,15 +12,11 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvpool_server.buckets import cumulative_buckets
+
 PROBE_EVERY_S = 0.01
 WINDOW_S = 60.0
 _BUCKETS = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 5.0)
-
-
-def cumulative_buckets(histogram: Histogram) -> dict[str, float]:
-    """By upper bound, as text: how many observations were not above it."""
-    (metric,) = histogram.collect()
-    return {sample.labels["le"]: sample.value for sample in metric.samples if sample.name.endswith("_bucket")}
 
 
 class LoopLag(Collector):

@@ -118,6 +118,8 @@ def label_of(text: str) -> str:
     if len(text) > MAX_LABEL_CHARS:
         half = (MAX_LABEL_CHARS - 1) // 2
         text = f"{text[:half]}…{text[-half:]}"
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
+# Python's venv, the libraries of the Mooncake wheel; and Chromium with its driver, without which the dashboard's tests
+# in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
 # without installing it, which would start a service.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,6 +25,17 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
   echo "setup: system packages ${missing[*]}"
   apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${missing[@]}" >/dev/null
+fi
+
+if ! command -v chromedriver >/dev/null; then
+  if [ "$(id -u)" = 0 ]; then
+    echo "setup: system packages chromium chromium-driver"
+    { apt-get -qq update &&
+      DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; } ||
+      echo "setup: apt has no Chromium with its driver, so the dashboard's tests in a browser will be skipped" >&2
+  else
+    echo "setup: for the dashboard's tests in a browser: apt-get install chromium chromium-driver" >&2
+  fi
 fi
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"

@@ -43,7 +43,7 @@ def value(
         common.print_json(_as_json(report, curves, prefill))
         return
     if not report.enabled:
-        typer.echo(f"the server at {endpoint} simulates nothing; start it with --value-sample 1024")
+        typer.echo(f"the server at {endpoint} simulates nothing; start it with --value-sample 640")
         return
     if len(curves) == 2 and tenant is None:
         curves = curves[:1]  # One tenant's curve is that of all.

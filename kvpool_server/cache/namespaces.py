@@ -70,7 +70,7 @@ class PoolNamespace:
     @property
     def held_bytes(self) -> int:
         """Bytes of the arena in slots of its entries, also of those that are being written or are not free yet."""
-        return sum([group.num_slots * group.spec.slot_bytes for group in self.groups])
+        return sum([group.num_slots * group.slot_class[1] for group in self.groups])
 
     @property
     def held_blocks(self) -> int:

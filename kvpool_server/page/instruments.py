@@ -5,48 +5,15 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from kvpool.reports import EngineState
 from kvpool.types import PoolStats, Quota
 from kvpool_server.cache.steps import Steps
 from kvpool_server.history import Key
 from kvpool_server.log_events import LogEvents
-
-
-class OwnerUsage(Protocol):
-    """What one model and tenant have used, as `PairUsage`."""
-
-    model: str
-    tenant: str
-    lookup_tokens: int
-    hit_tokens: int
-    stored_bytes: int
-    loaded_bytes: int
-    held_bytes: int
-    held_blocks: int
-
-
-class Reported(Protocol):
-    """What engines have reported of one model and tenant, as `Totals`."""
-
-    computed_tokens: Mapping[str, int]
-    loaded_tokens: int
-    saved_seconds: float
-    lost_seconds: float
-    num_requests: int
-
-
-class Engine(Protocol):
-    """An engine that reports, as `EngineState`."""
-
-    engine: str
-    version: str
-    vllm_version: str
-    transport: str
-    breaker_open: bool
-    age_seconds: float
-    tenant: str
-    model: str
+from kvpool_server.reports.pairs import Pair
+from kvpool_server.reports.totals import Totals
+from kvpool_server.usage import PairUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +41,9 @@ class Instruments:
     loop_lag_seconds: Callable[[], Mapping[str, float]]
     loop_lag_max: Callable[[], float]
     moved_bytes: Callable[[], Mapping[tuple[str, str], int]]
-    usage: Callable[[], Sequence[OwnerUsage]]
-    reported: Callable[[], Mapping[tuple[str, str], Reported]]
-    engines: Callable[[], Sequence[Engine]]
+    usage: Callable[[], Sequence[PairUsage]]
+    reported: Callable[[], Mapping[Pair, Totals]]
+    engines: Callable[[], Sequence[EngineState]]
     quotas: Callable[[], Sequence[Quota]]
     ends: Callable[[], Mapping[str, dt.datetime]]
     events: LogEvents

@@ -18,6 +18,8 @@ WINDOW_S = 600.0
 LATE_S = (0.01, 0.1)
 """Lag of the event loop, its 99th percentile: of a warning, and of a fault."""
 LATE_WINDOW_S = 60.0
+MIN_PROBES = 1_000
+"""Probes of the loop before their quantile says something: those of 10 s."""
 ENDS_SOON = (dt.timedelta(days=14), dt.timedelta(days=2))
 """Before a certificate's end: of a warning, and of a fault."""
 FULL_QUOTA = 0.98
@@ -122,7 +124,7 @@ def _of_lag(values: Mapping[Key, float], history: History) -> Iterator[Finding]:
     buckets = {key[1]: history.grown(key, LATE_WINDOW_S, value) for key, value in values.items() if key[0] == name}
     total = buckets.get("+Inf", 0.0)
     late_s = min((float(bound) for bound, count in buckets.items() if count >= 0.99 * total), default=0.0)
-    if total and late_s > LATE_S[0]:
+    if total >= MIN_PROBES and late_s > LATE_S[0]:
         shown = "5 s and more" if late_s == float("inf") else f"up to {late_s * 1_000:,.0f} ms"
         yield Finding(
             "fault" if late_s > LATE_S[1] else "warning",

@@ -53,6 +53,15 @@ def load_recording(path: Path) -> list[Request]:
     return requests
 
 
+def block_shape(path: Path) -> tuple[int, int]:
+    """Tokens and bytes of a block of the first group of the first namespace. Raises ValueError if there is none."""
+    for line in _lines(path):
+        fields = json.loads(line)
+        if "block_tokens" in fields and "block_bytes" in fields:
+            return int(fields["block_tokens"][0]), int(fields["block_bytes"][0])
+    raise ValueError(f"recording {path} names no namespace; give one of a server that engines have used")
+
+
 def _request(fields: dict[str, Any], started_s: float) -> Request:
     at_ms, is_put = fields["ms"], PUT in fields
     if not 0 <= at_ms <= LATEST_MS:

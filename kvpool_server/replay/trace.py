@@ -1,7 +1,8 @@
 """Traces: the blocks of a service's prompts, and when each prompt came.
 
-A trace is a recording of `kvpool-server --record` (see `recording`), or a file of JSON lines, each with `timestamp` (ms) and `hash_ids` (one id for each block; equal ids mean equal
-prefixes), the format of the traces published with the Mooncake paper.
+A trace is a recording of `kvpool-server --record` (see `recording`), or a file of JSON lines, each with `timestamp`
+(ms) and `hash_ids` (one id for each block; equal ids mean equal prefixes), the format of the traces published with the
+Mooncake paper.
 
 Source of the format: Qin et al., Mooncake, FAST '25.
 """

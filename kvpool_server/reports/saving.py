@@ -1,10 +1,10 @@
 """What loading has saved, by requests whose hits were held out at random: with a confidence interval, or not at all.
 
 For each size class of hits let d be the mean time to the first token of held-out requests minus that of loaded ones.
-The loaded requests of the class, n of them, have saved n * d together. The variances of the two means, s^2 / count each,
-add up, over all classes weighted with n^2; the interval is the sum of all n * d, plus and minus the 97.5 % quantile of
-Student's t times the root of that variance. Degrees of freedom: (sum of v)^2 / (sum of v^2 / (count - 1)), v being the
-weighted variance of each mean.
+The loaded requests of the class, n of them, have saved n * d together. The variances of the two means, s^2 / count
+each, add up, over all classes weighted with n^2; the interval is the sum of all n * d, plus and minus the 97.5 %
+quantile of Student's t times the root of that variance. Degrees of freedom: (sum of v)^2 / (sum of v^2 / (count - 1)),
+v being the weighted variance of each mean.
 
 Source: B. L. Welch, The generalization of "Student's" problem when several different population variances are involved,
 Biometrika 34 (1947); F. E. Satterthwaite, An approximate distribution of estimates of variance components, Biometrics

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvpool.reports import Agreement, EngineReport, FirstTokenTimes
+from kvpool.reports import NO_AGREEMENT, Agreement, EngineReport, FirstTokenTimes
 
 MAX_TOTAL = 1 << 62
 """Counts stop there, so that an engine that makes up its figures breaks no message with the others'."""
@@ -23,7 +23,7 @@ class Totals:
     lost_seconds: float = 0.0
     num_requests: int = 0
     first_token_times: dict[tuple[int, bool], FirstTokenTimes] = field(default_factory=dict)
-    agreement: Agreement = Agreement()
+    agreement: Agreement = NO_AGREEMENT
 
     def add(self, report: EngineReport) -> None:
         for cause, tokens in report.computed_tokens.items():

@@ -1,9 +1,9 @@
 """Hit ratios against arena size: one miniature for each size, one for the tiers below, and what tenants hit in them.
 
 A reference is a block that a lookup asked for. It hits if it and all blocks before it are held. The pool itself has
-counted its hits at the present size, of all references; the miniatures count those of sampled ones. So the estimate for
-another size has two strata (post-stratification): of the references that hit in the pool, which of them would hit there,
-and of those that missed.
+counted its hits at the present size, of all references; the miniatures count those of sampled ones. So the estimate
+for another size has two strata (post-stratification): of the references that hit in the pool, which of them would hit
+there, and of those that missed.
 
 - Hit in the pool: h of r sampled references (each counts 1/R) hit in the miniature, N of all did in the pool. The
   sample has more or fewer references than expected, N - r, mostly because few blocks are referenced very often; these

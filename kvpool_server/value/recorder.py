@@ -1,6 +1,6 @@
-"""`--record FILE`: what clients look up and put, without tokens and names, for `kvpool bench replay` and `kvpool advise`.
+"""`--record FILE`: what clients look up and put, without tokens and names, for replays and `kvpool advise`.
 
-The file is gzip with JSON lines, described in docs/value.md. Block hashes are replaced by keyed hashes of 64 bits, whose
+The file is gzip with JSON lines, described in docs/value.md. Block hashes are replaced by keyed hashes of 64 bits. The
 key is made at the start and never written: equal blocks have equal ids within one start of the server, and nobody can
 test a guessed prompt. Each start appends a section of its own, with its own key.
 

@@ -13,7 +13,9 @@ Source: the full policy, `cache/eviction/hit_density.py`. The weights are ours.
 from __future__ import annotations
 
 import bisect
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import cast
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK
@@ -23,16 +25,30 @@ from kvpool_server.cache.eviction.hit_density import (
     MAX_GROWTH,
     MAX_TURN,
     MIN_GHOSTS,
+    NUM_KINDS,
     SAMPLES,
     TAIL,
+    DensityQueue,
     HitDensity,
     is_tail,
     turn_of,
 )
+from kvpool_server.cache.eviction.hit_density_model import HitDensityModel
+
+MAX_CHECKPOINTS, MAX_COHORTS, MAX_BUCKETS = 128, 512, 512
+"""They bound the memory of a miniature. Fewer buckets than the full policy's cost two points of accuracy."""
+GHOSTS_OF = 4
+"""One block in so many of the sample becomes a ghost, which stands for all of them."""
 
 _GROWTH_SHIFT, _GROWTH_MASK, _TURN_SHIFT, _TURN_MASK = 1, 7, 4, 3
 _DEPTHS = list(SAMPLES)
-_WEIGHTS = [1, *SAMPLES.values()]
+_SHARES = [1.0, *(1 / weight for weight in SAMPLES.values())]
+_SHARE_OF_DEPTH = [_SHARES[bisect.bisect_right(_DEPTHS, depth)] for depth in range(4_096)]
+
+
+def _share(depth: int) -> float:
+    """Of the blocks around a depth, the share that the full policy observes."""
+    return _SHARE_OF_DEPTH[depth] if depth < 4_096 else _SHARES[bisect.bisect_right(_DEPTHS, depth)]
 
 
 class SampledHitDensity(HitDensity):
@@ -46,14 +62,13 @@ class SampledHitDensity(HitDensity):
 
     def __init__(self) -> None:
         super().__init__()
+        self._model = HitDensityModel(NUM_KINDS, MAX_CHECKPOINTS, MAX_COHORTS)
+        self.queue = DensityQueue(self._model, MAX_BUCKETS)
         self.blocks_each = 1.0
         self.num_added = 0
         self.has_tail = True
-
-    def _weigh(self, entry: Entry) -> tuple[float, float]:
-        """The blocks for which an entry stands, and how many of them the full policy would observe."""
-        blocks = self.blocks_each
-        return blocks, blocks / _WEIGHTS[bisect.bisect_right(_DEPTHS, entry.depth)]
+        self._sampled_ghosts: OrderedDict[int, tuple[int, int]] = OrderedDict()  # Stamp of the last use, and depth.
+        self._ghost_shares = 0.0  # Of them, those that the full policy would have.
 
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
         if self.blocks_each == 1:
@@ -70,20 +85,32 @@ class SampledHitDensity(HitDensity):
             if is_tail(parent):
                 if parent.depth:
                     kind = parent.used % TICK
-                    self._model.reclassify(kind, kind & ~TAIL, parent.used // TICK, now, self._weigh(parent)[0])
+                    self._model.reclassify(kind, kind & ~TAIL, parent.used // TICK, now, self.blocks_each)
                 parent.used &= ~TAIL
         growth = min((num_before + max(self.num_added, len(entries))).bit_length() - 1, MAX_GROWTH)
+        blocks, observed = self.blocks_each, 0.0
         for entry in entries:
-            if entry.depth and (ghost := self._ghosts.pop((entry.group, entry.block_hash), None)) is not None:
-                self._model.hit(ghost % TICK, ghost // TICK, now, *self._weigh(entry))
-                turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
-        tail = entries[-1] if self.has_tail else None
+            if entry.depth:
+                share = _share(entry.depth)
+                observed += share
+                if (ghost := self._sampled_ghosts.pop(cast("int", entry.block_hash), None)) is not None:
+                    self._ghost_shares -= GHOSTS_OF * share
+                    used = ghost[0]
+                    self._model.hit(used % TICK, used // TICK, now, GHOSTS_OF * blocks, GHOSTS_OF * blocks * share)
+                    turn = max(turn, min((used >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         kind = turn << _TURN_SHIFT | growth << _GROWTH_SHIFT
         for entry in entries:
-            of_entry = kind | (entry is tail)
-            entry.used = stamp | of_entry
-            if entry.depth:
-                self._model.start(of_entry, now, *self._weigh(entry))
+            entry.used = stamp | kind
+        count = len(entries) - (entries[0].depth == 0)
+        last = entries[-1]
+        if self.has_tail:
+            last.used |= TAIL
+            if last.depth:
+                share = _share(last.depth)
+                self._model.start(kind | TAIL, now, blocks, blocks * share)
+                count, observed = count - 1, observed - share
+        if count:
+            self._model.start(kind, now, blocks * count, blocks * observed)
 
     def used(self, entries: Sequence[Entry], stamp: int) -> None:
         if self.blocks_each == 1:
@@ -95,20 +122,30 @@ class SampledHitDensity(HitDensity):
         last = entries[-1]
         turn = min(turn_of(last) + 1, MAX_TURN) if last.children <= 1 else 0
         kind = turn << _TURN_SHIFT
+        waits: dict[int, list[float]] = {}  # Entries and shares by stamp: mostly one stamp.
         for entry in entries:
             if entry.depth:
-                weight, observed = self._weigh(entry)
-                self._model.hit(entry.used % TICK, entry.used // TICK, now, weight, observed)
-                self._model.start(kind, now, weight, observed)
+                wait = waits.setdefault(entry.used, [0, 0.0])
+                wait[0] += 1
+                wait[1] += _share(entry.depth)
             entry.used = stamp | kind
+        for used, (count, share) in waits.items():
+            weight, observed = self.blocks_each * count, self.blocks_each * share
+            self._model.hit(used % TICK, used // TICK, now, weight, observed)
+            self._model.start(kind, now, weight, observed)
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if self.blocks_each == 1:
             super().dropped(entry, num_entries)
             return
-        if entry.depth:
-            self._ghosts[entry.group, entry.block_hash] = entry.used
+        key = cast("int", entry.block_hash)  # Of a `MiniEntry`.
+        if entry.depth and key % GHOSTS_OF == 0:
+            ghosts = self._sampled_ghosts
+            ghosts[key] = entry.used, entry.depth
+            self._ghost_shares += GHOSTS_OF * _share(entry.depth)
+            most = MIN_GHOSTS / self.blocks_each + GHOSTS_PER_ENTRY * num_entries
             for _ in range(MAX_FORGOTTEN):
-                if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
+                if not ghosts or (self._ghost_shares <= most and len(ghosts) <= num_entries):
                     break
-                self._ghosts.popitem(last=False)
+                _, depth = ghosts.popitem(last=False)[1]
+                self._ghost_shares -= GHOSTS_OF * _share(depth)

@@ -63,6 +63,17 @@ SETTINGS: dict[str, dict[str, str]] = {
         "up to 60 s where": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
         "by 5 % of the compute time": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
     },
+    "page.md": {
+        "a sample every 10 seconds": "kvpool_server.history: INTERVAL_S",
+        "series: at most 4 MiB": "kvpool_server.history: MAX_BYTES",
+        "less than 300 KiB": "tests.kvpool_server.page.test_browser: MAX_TRANSFER_BYTES",
+    },
+    "ledger.md": {
+        "written every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
+        "sampled every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
+        "Engines report every 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
+        "The 95 % interval": ELSEWHERE,
+    },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
         "less than 16 MiB for each gRPC call": ELSEWHERE,

@@ -209,3 +209,10 @@ def test_the_variables_offer_the_models_and_tenants(scene: Scene) -> None:
     assert {("org/model", "acme"), ("org/model", ""), ("org/remote", "")} <= pairs()
     (hostile,) = [model for model, _ in pairs() if model.startswith("a")]
     assert len(hostile) <= 100 and "\n" not in hostile
+
+
+@pytest.mark.parametrize("name", ["hit_tokens", "loaded_bytes", "stored_bytes"])
+def test_the_server_counts_for_a_model_what_its_engines_count(name: str, scene: Scene) -> None:
+    of_server, of_engines = f'kvpool_{name}_total{{model="tiny"}}', f"vllm:kvpool_{name}_total"
+    assert scene.prometheus.value(of_engines) > 0
+    assert scene.prometheus.value(of_server) == scene.prometheus.value(of_engines)

@@ -442,6 +442,11 @@ def test_a_bad_endpoint_is_one_sentence() -> None:
     assert done.stderr == "kvpool: endpoint 'nowhere' is not HOST:PORT, for example '127.0.0.1:50051'\n"
 
 
+def test_a_shell_completes_commands_of_all_packages() -> None:
+    completes = {"_KVPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "kvpool t", "COMP_CWORD": "1"}
+    assert {"top", "token", "tier"} <= {*run_command(KVPOOL, **completes).stdout.split()}
+
+
 def test_other_packages_add_commands_and_are_loaded_only_for_those() -> None:
     assert "replay" in run_command(KVPOOL, "bench", "--help").stdout
     assert "bench" in run_command(KVPOOL, "--help").stdout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.errors import InvalidRequestError
-from kvpool_server.history import INTERVAL_S, MAX_POINTS, MAX_SERIES, SPANS, History
+from kvpool_server.history import INTERVAL_S, MAX_BYTES, MAX_POINTS, MAX_SERIES, SPANS, History
 from tests.support.clock import FakeClock
 
 BEGAN = 1_700_000_000.0
@@ -86,7 +86,7 @@ def test_a_full_history_takes_few_mib_whatever_is_recorded() -> None:
         kept.history.record({("hostile", str(next(names))): 1.0 for _ in range(50)})
         kept.clock.advance(INTERVAL_S)
     assert len(kept.history.part("1h").values) == MAX_SERIES
-    assert kept.history.nbytes < 4 * MIB
+    assert kept.history.nbytes <= MAX_BYTES
     modest = Kept()
     modest.run(HOUR_S)
     assert modest.history.nbytes < MIB

@@ -463,6 +463,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.SetQuotas(pb.SetQuotasRequest(), timeout=10),
         stub.Report(pb.ReportRequest(reporter=bytes(16), sequence=1, namespaces=[namespace.fingerprint]), timeout=10),
         stub.Ledger(pb.LedgerRequest(), timeout=10),
+        stub.Value(pb.ValueRequest(), timeout=10),
     ]
     streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
     assert [reply.found.boot_token for reply in streamed] == [namespace.boot_token]

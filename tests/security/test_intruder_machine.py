@@ -397,6 +397,7 @@ class IntruderMachine(RuleBasedStateMachine):
         self.ask(who, Role.TENANT_OPERATOR, "ListNamespaces", pb.ListNamespacesRequest())
         self.ask(who, Role.TENANT_OPERATOR, "ListQuotas", pb.ListQuotasRequest())
         self.ask(who, Role.TENANT_OPERATOR, "Ledger", pb.LedgerRequest())
+        self.ask(who, Role.TENANT_OPERATOR, "Value", pb.ValueRequest())
         self.ask(who, Role.ENGINE_READ, "Ping", pb.PingRequest())
         self.ask(who, Role.ENGINE_READ, "WhoAmI", pb.WhoAmIRequest())
 

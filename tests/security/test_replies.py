@@ -168,6 +168,26 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "version": (replies.ping, pb.PingResponse(version="v" * 65), "version has 65 characters"),
     "uptime": (replies.ping, pb.PingResponse(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "counter": (replies.stats, pb.StatsResponse(counters={"[red]": 1}), "'\\[red\\]' is no name"),
+    "engine": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(engine="e" * 513)]), "engine has 513"),
+    "engine's age": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(age_seconds=-1)]), "age_seconds is -1"),
+    "engine's namespace": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(namespaces=[b"x"])]), "is 1, not 32"),
+    "too many stages": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(namespaces=[b"x"] * 17)]), "is 17"),
+    "cause": (replies.namespaces, info(computed_tokens={"[red]": 1}), "'\\[red\\]' is no label"),
+    "too many causes": (replies.namespaces, info(computed_tokens={f"c{n}": 1 for n in range(65)}), "causes is 65"),
+    "saved seconds": (replies.namespaces, info(saved_seconds=float("nan")), "saved_seconds is nan"),
+    "ledger's rows": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow()] * 2_049), "number of rows is 2049"),
+    "ledger's hour": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(hour=-1)]), "hour is -1"),
+    "ledger's tenant": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(tenant="t" * 513)]), "tenant has 513"),
+    "ledger's cause": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(computed_tokens={"": 1})]), "is no label"),
+    "ledger's time": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(gib_hours=-1)]), "gib_hours is -1"),
+    "saving": (replies.ledger, pb.LedgerResponse(measured=[pb.MeasuredSaving(low_seconds=float("inf"))]), "is inf"),
+    "compared": (replies.ledger, pb.LedgerResponse(measured=[pb.MeasuredSaving(num_compared=1)]), "num_compared is 1"),
+    "agreement": (
+        replies.ledger,
+        pb.LedgerResponse(measured=[pb.MeasuredSaving(agreement=pb.Agreement(num_mixed_equal=1))]),
+        "num_mixed_equal is 1",
+    ),
+    "next part": (replies.ledger, pb.LedgerResponse(next_since=-1), "next_since is -1"),
     "tier": (replies.stats, pb.StatsResponse(tiers=[pb.TierStats(name="t" * 513)]), "tier has 513"),
     "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),
@@ -393,6 +413,7 @@ class Caller:
             self._try(self._get_chunks)
             self._try(lambda: json.dumps(dataclasses.asdict(client.admin.stats())))
             self._try(lambda: [text_of(each, []) for each in client.admin.namespaces()])
+            self._try(lambda: json.dumps(dataclasses.asdict(client.admin.ledger(0))))
             self._try(lambda: [each.used_bytes / each.limit_bytes for each in client.admin.quotas()])
             self._try(lambda: client.admin.verify(namespace, [run]))
             self._try(lambda: client.admin.remove(namespace, [others]))

@@ -84,6 +84,7 @@ def requests(target: Target) -> dict[str, Any]:
         "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 30)]),
         "Report": pb.ReportRequest(reporter=bytes(16), sequence=1, namespaces=[namespace]),
         "Ledger": pb.LedgerRequest(),
+        "Value": pb.ValueRequest(),
     }
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.client import Client
 from kvpool.namespace import NamespaceSpec
+from kvpool.reports import REPORTER_BYTES, EngineReport
 from kvpool.rpc import Namespace
 from kvpool.types import BlockRun
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 BLOCK_TOKENS = 16
+SAVED_S = 1e-4
+"""Compute time of a token that is loaded, as reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,21 @@ class Driver:
         self._num_blocks: dict[int, int] = {}
         self._begun = 0
         self.served = Served(0, 0, 0)
+        self._computed: Counter[str] = Counter()
+        self._loaded = self._num_reports = 0
+
+    def report(self, engine: str, *, breaker_open: bool = False) -> None:
+        """Reports what has become of the tokens since the last report, as an engine of this name does."""
+        self._num_reports += 1
+        report = EngineReport(
+            engine.encode().ljust(REPORTER_BYTES)[:REPORTER_BYTES], self._num_reports, engine, "0.1.0", "0.33.0", "shm",
+            breaker_open=breaker_open, namespaces=(self._namespace.fingerprint,), computed_tokens=dict(self._computed),
+            loaded_tokens=self._loaded, saved_seconds=self._loaded * SAVED_S, lost_seconds=self._loaded * SAVED_S / 50,
+            num_requests=1,
+        )  # fmt: skip
+        assert self._client.rpc.report(report, timeout_ms=10_000)
+        self._computed.clear()
+        self._loaded = 0
 
     def turn(self) -> None:
         """One request: a chat that goes on, or a new one."""
@@ -64,8 +83,11 @@ class Driver:
 
     def _ask(self, names: Sequence[str]) -> None:
         run: BlockRun = run_of(*names)
-        found = self._client.lookup(self._namespace, [run])
+        found = self._client.lookup(self._namespace, [run], explain=True)
         num_hits = found.hits[0].num_leading
+        for miss in found.hits[0].missing:
+            self._computed[miss.cause.name.lower()] += miss.count * BLOCK_TOKENS
+        self._loaded += num_hits * BLOCK_TOKENS
         if found.lease_id:
             self._client.get_blocks(self._namespace, found.lease_id, run_of(*names[:num_hits]))
             self._client.release([found.lease_id])

@@ -134,7 +134,8 @@ class DensityQueue(VictimQueue):
         rank_at: the time of the next ranking.
     """
 
-    def __init__(self, model: HitDensityModel) -> None:
+    def __init__(self, model: HitDensityModel, max_buckets: int = MAX_BUCKETS) -> None:
+        self._max_buckets = max_buckets
         self.now = 0
         self.rank_at = 0
         self._model = model
@@ -154,7 +155,7 @@ class DensityQueue(VictimQueue):
         if bucket is None:
             bucket = self._buckets[key] = Bucket()
             bisect.insort(self._ranking, (-self._bucket_density(key), key))
-            if len(self._buckets) > 2 * MAX_BUCKETS:
+            if len(self._buckets) > 2 * self._max_buckets:
                 self._rank()  # Where nothing is evicted, no `pop` does it, and the first eviction would pay for all.
                 bucket = self._buckets[self._key(entry)]
         bucket.push(entry)
@@ -207,7 +208,7 @@ class DensityQueue(VictimQueue):
         return self._model.density(kind, min(epoch * self._epoch_calls, self.now), self.now)
 
     def _rank(self) -> None:
-        while len(self._buckets) > MAX_BUCKETS:
+        while len(self._buckets) > self._max_buckets:
             self._merge_epochs()
         self.rank_at = self.now + max(self._epoch_calls, len(self._buckets) // BUCKETS_RANKED_PER_CALL)
         self._ranking = sorted((-self._bucket_density(key), key) for key in self._buckets)

@@ -131,16 +131,16 @@ export function showTiles(now, minute, span) {
   const tokens = now.owners.reduce((sum, owner) => sum + (owner.lookup_tokens ?? 0), 0);
   const hits = now.owners.reduce((sum, owner) => sum + (owner.hit_tokens ?? 0), 0);
   const tiles = [
-    ["hit-ratio", "Hit ratio, by tokens", format.percent(looked ? minute.grown("hit_tokens") / looked : null), `${format.percent(tokens ? hits / tokens : null)} since the start`],
+    ["hit-ratio", "Hit ratio of tokens", format.percent(looked ? minute.grown("hit_tokens") / looked : null), `${format.percent(tokens ? hits / tokens : null)} since the start`],
     ["arena", "Arena in use", format.percent(used / pool.arena_bytes), `${format.bytes(used)} of ${format.bytes(pool.arena_bytes)}`],
     ["lookups", "Lookups", format.perSecond(minute.rate("lookups")), `${format.whole(now.counters.lookups)} since the start`],
-    ["latency", "Lookup latency, p50", format.seconds(quantile(0.5)), `${format.seconds(quantile(0.99))} at p99`],
+    ["latency", "Lookup time, p50", format.seconds(quantile(0.5)), `${format.seconds(quantile(0.99))} at p99`],
     ["loaded", "Loaded", format.bytesPerSecond(minute.rate("loaded_bytes")), `stored ${format.bytesPerSecond(minute.rate("stored_bytes"))}`],
     ["entries", "Blocks", format.count(pool.entries), `${format.count(pool.incomplete)} incomplete`],
     ["leases", "Leases", format.whole(pool.leases), `${format.whole(pool.tickets)} put tickets`],
-    ["lag", "Event loop lag, longest", format.seconds(now.loop_lag_max_seconds), "of the last minute or two"],
+    ["lag", "Longest loop lag", format.seconds(now.loop_lag_max_seconds), "in a minute or two"],
   ];
-  if (reported.length) tiles.push(["saved", "GPU time saved", format.duration(Math.max(0, saved)), `since the start; ${format.duration(Math.max(0, span.total("saved_seconds") - span.total("lost_seconds")))} in this span`]);
+  if (reported.length) tiles.push(["saved", "GPU time saved", format.duration(Math.max(0, saved)), `${format.duration(Math.max(0, span.total("saved_seconds") - span.total("lost_seconds")))} in this span`]);
   fill(
     "tiles",
     ...tiles.map(([id, title, value, more]) => {

@@ -62,6 +62,7 @@ def test_a_server_that_is_away_is_one_finding_and_the_host_is_still_checked() ->
     }
 
 
+@pytest.mark.more
 def test_a_server_that_says_nothing_does_not_hang_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()

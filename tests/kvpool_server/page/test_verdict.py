@@ -38,7 +38,7 @@ class Watched:
         self.clock = FakeClock()
         self.history = History(self.clock)
         self.stats = HEALTHY
-        self.lag: Mapping[str, float] = dict.fromkeys(BOUNDS, 100.0)
+        self.lag: Mapping[str, float] = dict.fromkeys(BOUNDS, 1_000.0)
         nothing: Callable[[], Any] = tuple
         self.instruments = Instruments(
             state=lambda: "ok",
@@ -127,7 +127,7 @@ def test_a_tier_that_is_down() -> None:
 def test_an_event_loop_that_is_late(late: str, level: str | None) -> None:
     watched = Watched()
     slow = BOUNDS[: BOUNDS.index(late)]
-    watched.lag = {bound: 105.0 if bound in slow else 200.0 for bound in BOUNDS}
+    watched.lag = {bound: 1_980.0 if bound in slow else 2_000.0 for bound in BOUNDS}
     found = watched.found()
     assert [each.level for each in found] == ([] if level is None else [level])
     assert all("The event loop was late in the last minute" in each.text for each in found)

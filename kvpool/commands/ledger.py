@@ -1,0 +1,189 @@
+"""`kvpool ledger`: what the pool has saved, held and moved, by tenant, model or hour."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime as dt
+import re
+import sys
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from kvpool.causes import Cause
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint, size_text
+from kvpool.commands.output import console, count_text, share_text
+from kvpool.config import DEFAULT_ENDPOINT
+from kvpool.errors import InvalidRequestError
+from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving, added_up
+
+_UNITS = {"m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_AGO = re.compile(r"(\d{1,6})([mhdw])")
+
+
+class By(StrEnum):
+    """What rows are added up by."""
+
+    TENANT = "tenant"
+    MODEL = "model"
+    HOUR = "hour"
+    ALL = "all"
+    """Rows as the server has them: by hour, tenant and model."""
+
+
+_FIELDS = {
+    By.TENANT: ("tenant",),
+    By.MODEL: ("model",),
+    By.HOUR: ("hour",),
+    By.ALL: ("hour", "tenant", "model"),
+}
+
+
+def ledger(
+    since: Annotated[
+        str, typer.Option(help="From when on: 90m, 12h, 30d or 4w ago, or a date such as 2026-03-01, UTC.")
+    ] = "30d",
+    until: Annotated[str, typer.Option(help="Until when, likewise. Default: now.")] = "",
+    by: Annotated[By, typer.Option(help="What rows are added up by; all: nothing.")] = By.TENANT,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a column for each cause.")] = False,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+) -> None:
+    """Print what the pool has saved, held and moved. Estimates: docs/ledger.md says how each column is measured."""
+    if as_csv and as_json:
+        raise InvalidRequestError("--csv and --json exclude each other; give one of them")
+    now = time.time()
+    start, end = moment(since, now), moment(until, now) if until else 0
+    with common.client_of(endpoint) as client:
+        page = client.admin.ledger(start, end)
+    fields = _FIELDS[by]
+    rows = added_up(page.rows, fields)
+    if as_json:
+        common.print_json({**_flat(page), "rows": [_values(row, fields) for row in rows]})
+    elif as_csv:
+        _print_csv(rows, fields)
+    else:
+        _print_table(page, rows, fields, f"ledger of {endpoint}")
+
+
+def moment(text: str, now: float) -> int:
+    """The Unix time that a text such as "30d" or "2026-03-01" means. Raises InvalidRequestError."""
+    if found := _AGO.fullmatch(text.strip()):
+        return max(0, int(now) - int(found[1]) * _UNITS[found[2]])
+    try:
+        at = dt.datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise InvalidRequestError(f"{text!r} is no time; give one such as 90m, 12h, 30d, 4w or 2026-03-01") from None
+    return max(0, int((at if at.tzinfo else at.replace(tzinfo=dt.UTC)).timestamp()))
+
+
+def _values(row: LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
+    """A row's fields, the hour as ISO 8601; without those that it is added up over."""
+    values = dataclasses.asdict(row)
+    values["hour"] = _hour(row)
+    return {name: value for name, value in values.items() if name in fields or name not in _FIELDS[By.ALL]}
+
+
+def _hour(row: LedgerRow) -> str:
+    return dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
+
+
+def _flat(page: LedgerPage) -> dict[str, Any]:
+    return {
+        "begins": page.begins,
+        "is_persistent": page.is_persistent,
+        "measured": [dataclasses.asdict(each) for each in page.measured],
+    }
+
+
+def _print_csv(rows: Sequence[LedgerRow], fields: Sequence[str]) -> None:
+    known = [cause.label for cause in Cause]
+    labels = [*known, *sorted({cause for row in rows for cause in row.computed_tokens}.difference(known))]
+    writer, has_head = csv.writer(sys.stdout, lineterminator="\n"), False
+    for row in rows or [LedgerRow(0, "", "")]:
+        values = _values(row, fields)
+        computed = values.pop("computed_tokens")
+        if not has_head:
+            writer.writerow([*values, *(f"computed_{label}_tokens" for label in labels)])
+            has_head = True
+        if rows:
+            writer.writerow([*map(_cell, values.values()), *(computed.get(label, 0) for label in labels)])
+
+
+def _cell(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula: engines choose the names of models."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
+        return f"'{value}"
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _print_table(page: LedgerPage, rows: Sequence[LedgerRow], fields: Sequence[str], title: str) -> None:
+    if not rows:
+        typer.echo("the ledger has no rows of that time")
+    else:
+        numbers = ("saved", "lost", "held", "stored", "loaded", "hit", "evicted", "by others")
+        table = Table(*(Column(name, overflow="fold") for name in fields), title=escape(title))
+        for name in numbers:
+            table.add_column(name, justify="right")
+        for row in rows:
+            names = {"hour": _hour(row), "tenant": row.tenant or "(none)", "model": row.model}
+            table.add_row(*(escape(names[name]) for name in fields), *_numbers(row))
+        console().print(table)
+        typer.echo(
+            "saved, lost: GPU time, as engines estimate. held: GiB-hours. stored, loaded: bytes. hit: share of prompt "
+            "tokens that were loaded. evicted: tokens computed because they had made room. by others: of them, those "
+            "for other tenants."
+        )
+    for each in page.measured:
+        typer.echo(measured_text(each))
+    begins = dt.datetime.fromtimestamp(page.begins, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    kept = f"kept since {begins}" if page.is_persistent else f"in memory since {begins}; --ledger keeps it in a file"
+    typer.echo(f"The ledger is {kept}.")
+
+
+def _numbers(row: LedgerRow) -> list[str]:
+    computed = sum(row.computed_tokens.values())
+    return [
+        _gpu_time(row.saved_gpu_seconds),
+        _gpu_time(row.lost_gpu_seconds),
+        f"{row.gib_hours:,.1f}",
+        size_text(row.stored_bytes),
+        size_text(row.loaded_bytes),
+        share_text(row.loaded_tokens, row.loaded_tokens + computed),
+        count_text(row.computed_tokens.get(Cause.EVICTED.label, 0)),
+        count_text(row.evicted_by_others_tokens),
+    ]
+
+
+def _gpu_time(seconds: float) -> str:
+    return f"{seconds / 3_600:,.1f} h" if seconds >= 3_600 else f"{seconds:,.0f} s"
+
+
+def measured_text(saving: MeasuredSaving) -> str:
+    """What held-out hits say, as a sentence or two."""
+    whose = f"{saving.model}{f', tenant {saving.tenant}' if saving.tenant else ''}"
+    if not saving.num_compared:
+        said = (
+            f"measured for {whose}: too few requests for a number ({saving.num_loaded} loaded, {saving.num_held_out} "
+            "held out; each size class needs 20 of both)"
+        )
+    else:
+        said = (
+            f"measured for {whose}: {saving.num_compared} loads saved {saving.saved_seconds:,.1f} s to the first "
+            f"token, with 95 % confidence {saving.low_seconds:,.1f} to {saving.high_seconds:,.1f} s "
+            f"({saving.num_held_out} hits held out)"
+        )
+    agreement = saving.agreement
+    mixed = share_text(agreement.num_mixed_equal, agreement.num_mixed)
+    held_out = share_text(agreement.num_held_out_equal, agreement.num_held_out)
+    return (
+        f"{said}. First tokens of one prompt agree: loaded with computed {mixed} of {agreement.num_mixed}, computed "
+        f"with computed {held_out} of {agreement.num_held_out}."
+    )

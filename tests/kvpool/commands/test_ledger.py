@@ -1,0 +1,130 @@
+"""`kvpool ledger`: what engines have reported and the pool has seen, as a table, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool.causes import Cause
+from kvpool.cli import main
+from kvpool.client import Client
+from kvpool.commands.ledger import measured_text, moment
+from kvpool.config import ClientConfig
+from kvpool.errors import InvalidRequestError
+from kvpool.ledger import MeasuredSaving
+from kvpool.namespace import NamespaceSpec
+from kvpool.reports import Agreement, EngineReport, FirstTokenTimes
+from tests.conftest import StartServer
+from tests.support.processes import ServerProcess
+from tests.support.values import group_spec, namespace_spec, run_of
+
+BLOCK_BYTES = 256 << 10
+EVICTED = Cause.EVICTED.label
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
+    def run(*arguments: str, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["kvpool", "ledger", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == status
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out
+
+    return run
+
+
+def spec_of(tenant: str, model: str = "llama") -> NamespaceSpec:
+    return namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant=tenant, model=model)
+
+
+def report(client: Client, tenant: str, **fields: object) -> None:
+    namespace = client.open_namespace(spec_of(tenant, "=cmd()" if tenant == "umbra" else "llama"))
+    told = EngineReport(tenant.encode().ljust(16), 1, "host:1", namespaces=(namespace.fingerprint,), **fields)  # type: ignore[arg-type]
+    assert client.rpc.report(told, 5_000)
+
+
+@pytest.fixture
+def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
+    server = pool_server("--ledger", str(tmp_path / "ledger.sqlite"))
+    with Client(ClientConfig(server.endpoint)) as client:
+        report(
+            client, "acme", saved_seconds=90.0, num_devices=2, loaded_tokens=3_000, num_requests=5,
+            computed_tokens={EVICTED: 1_000},
+            first_token_times=(FirstTokenTimes(10, False, 40, 4.0, 0.5), FirstTokenTimes(10, True, 30, 30.0, 40.0)),
+            agreement=Agreement(4, 3, 2, 2),
+        )  # fmt: skip
+        report(client, "umbra", lost_seconds=7.0, computed_tokens={"never_stored": 10})
+    return server
+
+
+def test_a_table_that_reads_at_80_columns(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
+    printed = run("--endpoint", server.endpoint)
+    assert max(len(line) for line in printed.splitlines() if "│" in line) <= 80
+    assert "acme" in printed and "180 s" in printed and "75.0%" in printed and "umbra" in printed and "7 s" in printed
+    assert "40 loads saved 36.0 s to the first token, with 95 % confidence" in printed
+    assert "loaded with computed 75.0% of 4, computed with computed 100.0% of 2" in printed
+    assert "The ledger is kept since " in printed
+
+
+def test_csv_and_json_have_all_columns(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
+    first, second = csv.DictReader(io.StringIO(run("--csv", "--endpoint", server.endpoint)))
+    assert (first["tenant"], first["saved_gpu_seconds"], first["loaded_tokens"]) == ("acme", "180.0", "3000")
+    assert (first["computed_evicted_tokens"], second["computed_never_stored_tokens"]) == ("1000", "10")
+    assert {f"computed_{cause.label}_tokens" for cause in Cause} <= set(first)
+    told = json.loads(run("--json", "--by", "all", "--endpoint", server.endpoint))
+    assert told["is_persistent"] and abs(told["begins"] - time.time()) < 600
+    assert [(row["tenant"], row["model"]) for row in told["rows"]] == [("acme", "llama"), ("umbra", "=cmd()")]
+    assert told["rows"][0]["computed_tokens"] == {EVICTED: 1_000} and told["rows"][0]["hour"].endswith(":00Z")
+    by_model = run("--csv", "--by", "model", "--endpoint", server.endpoint)
+    assert "\n'=cmd()," in by_model, "no spreadsheet takes the name for a formula"
+    assert "no rows of that time" in run("--until", "2020-01-01", "--endpoint", server.endpoint)
+    assert run("--csv", "--until", "2020-01-01", "--endpoint", server.endpoint).count("\n") == 1
+
+
+def test_a_wrong_time_is_refused_by_its_text(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
+    assert "'soon' is no time; give one such as 90m" in run("--since", "soon", "--endpoint", server.endpoint, status=1)
+    both = run("--csv", "--json", "--endpoint", server.endpoint, status=1)
+    assert "exclude each other" in both
+
+
+def test_moments() -> None:
+    now = 1_800_000_000.0
+    assert moment("90m", now) == 1_800_000_000 - 5_400
+    assert moment("4w", now) == 1_800_000_000 - 28 * 86_400
+    assert moment("2026-03-01", now) == moment("2026-03-01T01:00+01:00", now) == 1_772_323_200
+    assert moment("999999w", now) == 0
+    for wrong in ("", "30", "30 d", "-1d", "d"):
+        with pytest.raises(InvalidRequestError):
+            moment(wrong, now)
+
+
+def test_too_few_requests_are_said_instead_of_a_number() -> None:
+    said = measured_text(MeasuredSaving("acme", "llama", num_loaded=90, num_held_out=3))
+    assert "too few requests for a number (90 loaded, 3 held out" in said and "confidence" not in said
+
+
+def test_what_one_tenants_blocks_cost_another(pool_server: StartServer) -> None:
+    """8 MiB hold 32 blocks less overhead: 40 of one tenant's push out another's."""
+    with Client(ClientConfig(pool_server().endpoint)) as client:
+        acme, umbra = (client.open_namespace(spec_of(tenant)) for tenant in ("acme", "umbra"))
+        payloads = [bytes(BLOCK_BYTES)]
+        for nth in range(4):
+            client.put_blocks(acme, run_of(("acme", nth)), payloads)
+        for nth in range(40):
+            client.put_blocks(umbra, run_of(("umbra", nth)), payloads)
+        tokens = acme.spec.groups[0].block_tokens
+        lookup = client.lookup(acme, [run_of(("acme", 0))], explain=True)
+        assert [miss.cause.name for miss in lookup.hits[0].missing] == ["EVICTED"]
+        client.lookup(umbra, [run_of(("umbra", 0))], explain=True)  # Its own blocks: nobody's loss.
+        rows = {row.tenant: row for row in client.admin.ledger(0).rows}
+    assert rows["acme"].evicted_by_others_tokens == rows["umbra"].evicted_of_others_tokens == tokens
+    assert rows["umbra"].evicted_by_others_tokens == rows["acme"].evicted_of_others_tokens == 0

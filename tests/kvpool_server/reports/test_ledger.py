@@ -1,0 +1,287 @@
+"""The ledger adds up what it is told, by the hour; keeps it in a bounded, private file; shows tenants their own."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import stat
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.causes import Cause
+from kvpool.errors import ConfigError
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, added_up
+from kvpool.reports import EngineReport
+from kvpool_server.reports import ledger_file
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.ledger_file import LedgerFile
+from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.totals import MAX_TOTAL
+from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
+from kvpool_server.usage import OTHER, PairUsage
+from tests.support.clock import FakeClock
+
+HOUR = 500_000 * HOUR_S
+EVICTED = Cause.EVICTED.label
+GIB = 1 << 30
+
+
+class Bench:
+    """A ledger whose clocks and usage the test sets."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self.unix, self.clock = FakeClock(HOUR), FakeClock()
+        self.usage: tuple[PairUsage, ...] = ()
+        self.reports = EngineReports(self.clock)
+
+    async def open(self) -> UsageLedger:
+        self.reports = EngineReports(self.clock)
+        self.ledger = await open_ledger(self.path, self.reports, Pairs(), lambda: self.usage, self.unix, self.clock)
+        return self.ledger
+
+    def report(self, tenant: str = "acme", sequence: int = 1, **fields: Any) -> bool:
+        report = EngineReport(tenant.encode().ljust(16), sequence, namespaces=(b"n" * 32,), **fields)
+        return self.reports.report(report, tenant, "model")
+
+    def advance(self, seconds: float) -> None:
+        self.unix.advance(seconds)
+        self.clock.advance(seconds)
+
+    async def page(self, tenant: str | None = None, since: int = 0, until: int = 0) -> LedgerPage:
+        return await self.ledger.page(since, until, tenant)
+
+
+Scenario = Callable[[Bench], Coroutine[Any, Any, None]]
+
+
+def run(path: str, scenario: Scenario) -> None:
+    """Runs a scenario with an open ledger, and closes it."""
+
+    async def all_of_it() -> None:
+        bench = Bench(path)
+        await bench.open()
+        await scenario(bench)
+        await bench.ledger.close()
+
+    asyncio.run(all_of_it())
+
+
+@pytest.fixture(params=["memory", "file"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "" if request.param == "memory" else str(tmp_path / "ledger.sqlite")
+
+
+def test_a_row_is_what_was_told_in_its_hour(path: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.report(
+            saved_seconds=2.0, lost_seconds=0.5, num_devices=4, loaded_tokens=10, num_requests=3,
+            computed_tokens={EVICTED: 5},
+        )  # fmt: skip
+        bench.usage = (PairUsage("model", "acme", stored_bytes=100, loaded_bytes=50, hit_tokens=7, held_bytes=GIB),)
+        bench.ledger.evicted(("model", "acme"), ("model", "umbra"), 64)
+        bench.advance(1_800)
+        bench.ledger.sample()
+        bench.advance(1_800)
+        bench.usage = (replace(bench.usage[0], stored_bytes=130),)
+        bench.ledger.sample()
+        bench.report(sequence=2, saved_seconds=1.0, computed_tokens={EVICTED: 1, "declined": 2})
+        found = (await bench.page()).rows
+        assert found == (
+            LedgerRow(
+                HOUR, "acme", "model", 8.0, 2.0, 0.5, stored_bytes=100, loaded_bytes=50, loaded_tokens=10,
+                hit_tokens=7, num_requests=3, evicted_by_others_tokens=64, computed_tokens={EVICTED: 5},
+            ),
+            LedgerRow(HOUR, "umbra", "model", evicted_of_others_tokens=64),
+            LedgerRow(
+                HOUR + HOUR_S, "acme", "model", 1.0, 0.0, 0.5, stored_bytes=30,
+                computed_tokens={EVICTED: 1, "declined": 2},
+            ),
+        )  # fmt: skip
+        assert (await bench.page(since=HOUR + HOUR_S)).rows == found[2:]
+        assert (await bench.page(until=HOUR + HOUR_S)).rows == found[:2]
+
+    run(path, scenario)
+
+
+def test_a_tenant_sees_its_own_rows(path: str) -> None:
+    async def scenario(bench: Bench) -> None:
+        for tenant in ("acme", "umbra", OTHER):
+            bench.report(tenant, num_requests=1)
+        bench.ledger._row(bench.ledger._pairs.of(OTHER, OTHER)).sums["num_requests"] += 1  # Of several tenants.
+        assert [row.tenant for row in (await bench.page("acme")).rows] == ["acme"]
+        assert [(row.tenant, row.model) for row in (await bench.page(OTHER)).rows] == [(OTHER, "model")]
+        assert len((await bench.page()).rows) == 4
+
+    run(path, scenario)
+
+
+def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "ledger.sqlite")
+
+    async def scenario(bench: Bench) -> None:
+        assert bench.report(num_requests=3)
+        before = await bench.page()
+        for _ in range(2):
+            await bench.ledger.close()
+            bench.advance(60)
+            await bench.open()
+            assert not bench.report(num_requests=3), "the engine did not hear that it was counted"
+            assert await bench.page() == before
+        assert bench.report(sequence=2, num_requests=4)
+        assert [row.num_requests for row in (await bench.page()).rows] == [7]
+        assert before.is_persistent and before.begins == HOUR
+
+    run(path, scenario)
+    assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+
+
+def test_what_cannot_be_written_waits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(bench: Bench) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(LedgerFile, "add", _full)
+            bench.report(num_requests=1, computed_tokens={EVICTED: 5})
+            await bench.ledger.flush()
+            bench.report(sequence=2, num_requests=2, computed_tokens={EVICTED: 6})
+            await bench.ledger.flush()
+            assert (await bench.page()).rows == ()
+        bench.report(sequence=3, num_requests=4)
+        (row,) = (await bench.page()).rows
+        assert (row.num_requests, row.computed_tokens) == (7, {EVICTED: 11})
+
+    run(path, scenario)
+
+
+def _full(*_: object) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_a_long_answer_comes_in_parts_of_whole_hours(path: str) -> None:
+    with closing(LedgerFile(path, HOUR)) as file:
+        rows = [LedgerRow(HOUR + nth * HOUR_S, f"t{at}", "m", num_requests=1) for nth in range(5) for at in range(3)]
+        file.add(rows, {}, HOUR)
+        found, since, parts = [], 0, 0
+        while True:
+            part, next_since = file.rows(since, 1 << 40, None, 7)
+            found += part
+            parts += 1
+            if not next_since:
+                break
+            since = next_since
+        assert found == rows and parts == 3
+        assert file.rows(0, 1 << 40, "t1", 100)[0] == [row for row in rows if row.tenant == "t1"]
+
+
+def test_old_rows_and_reporters_are_deleted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "MAX_ROWS", 4)
+    monkeypatch.setattr(ledger_file, "MAX_REPORTERS", 4)
+    with closing(LedgerFile(path, HOUR)) as file:
+        for nth in range(10):
+            now = HOUR + nth * HOUR_S
+            file.add([LedgerRow(now, "acme", "m", num_requests=1)], {("acme", bytes([nth])): nth + 1}, now)
+        hours = [row.hour for row in file.rows(0, 1 << 40, None, 100)[0]]
+        assert hours == [HOUR + nth * HOUR_S for nth in range(6, 10)]
+        assert list(file.reporters().values()) == [7, 8, 9, 10]
+        later = HOUR + 9 * HOUR_S + LEDGER_DAYS * 24 * HOUR_S
+        file.add([LedgerRow(later, "acme", "m", num_requests=1)], {}, later)
+        assert [row.hour for row in file.rows(0, 1 << 40, None, 100)[0]] == [HOUR + 9 * HOUR_S, later]
+
+
+def test_sums_have_an_end(path: str) -> None:
+    with closing(LedgerFile(path, HOUR)) as file:
+        row = LedgerRow(HOUR, "acme", "m", loaded_tokens=MAX_TOTAL, computed_tokens={EVICTED: MAX_TOTAL})
+        for _ in range(3):
+            file.add([row], {("acme", b"r"): 1 << 64}, HOUR)
+        assert file.rows(0, 1 << 40, None, 10)[0] == [row]
+
+
+def not_a_database(path: Path) -> None:
+    path.write_bytes(b"no database at all" * 1_000)
+
+
+def another_programs(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE passwords (name)")
+
+
+def of_a_later_release(path: Path) -> None:
+    LedgerFile(str(path), HOUR).close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 99")
+
+
+def with_other_tables(path: Path) -> None:
+    LedgerFile(str(path), HOUR).close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("ALTER TABLE usage RENAME TO abuse")
+
+
+def damaged(path: Path) -> None:
+    with closing(LedgerFile(str(path), HOUR)) as file:
+        file.add([LedgerRow(HOUR + nth * HOUR_S, "acme" * 20, "m" * 90) for nth in range(200)], {}, HOUR)
+    whole = bytearray(path.read_bytes())
+    whole[8_192:16_384] = b"\xff" * 8_192
+    path.write_bytes(whole)
+
+
+def open_to_others(path: Path) -> None:
+    path.touch(mode=0o644)
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def a_link(path: Path) -> None:
+    (path.parent / "elsewhere").touch()
+    path.symlink_to(path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (not_a_database, "is damaged, or is no ledger"),
+        (another_programs, "is another program's database"),
+        (of_a_later_release, "has format 99, and this release writes 1"),
+        (with_other_tables, "is damaged, or is no ledger"),
+        (damaged, "is damaged, or is no ledger"),
+        (open_to_others, "others may use the ledger"),
+        (a_directory, "cannot open the ledger"),
+        (a_link, "cannot open the ledger"),
+    ],
+)
+def test_a_file_that_is_no_sound_ledger_is_refused(make: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    make(path)
+    if path.is_file() and make is not open_to_others:
+        path.chmod(0o600)
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(ConfigError, match=says):
+        LedgerFile(str(path), HOUR)
+    assert (path.read_bytes() if path.is_file() else b"") == before
+
+
+def test_two_servers_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "LOCK_S", 0.05)
+    path = str(tmp_path / "ledger.sqlite")
+    with closing(LedgerFile(path, HOUR)), pytest.raises(ConfigError, match="give each server a --ledger of its own"):
+        LedgerFile(path, HOUR)
+    LedgerFile(path, HOUR).close()
+
+
+def test_rows_add_up_by_what_is_asked_for() -> None:
+    rows = [
+        LedgerRow(HOUR + nth * HOUR_S, tenant, "m", saved_gpu_seconds=0.5, num_requests=1, computed_tokens={EVICTED: 2})
+        for nth in range(3)
+        for tenant in ("acme", "umbra")
+    ]
+    by_tenant = added_up(rows, ("tenant",))
+    assert [(row.tenant, row.model, row.num_requests) for row in by_tenant] == [("acme", "", 3), ("umbra", "", 3)]
+    assert by_tenant[0].saved_gpu_seconds == 1.5 and by_tenant[0].computed_tokens == {EVICTED: 6}
+    assert sorted(added_up(rows, ("hour", "tenant", "model")), key=lambda row: (row.hour, row.tenant)) == rows
+    assert added_up([], ("tenant",)) == []

@@ -1,0 +1,168 @@
+"""The curve of hit ratio by arena size, beside full replays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.value import SIZES
+from kvpool_server.cache.steps import finish
+from kvpool_server.replay.replay import replay
+from kvpool_server.replay.trace import Request, num_blocks
+from kvpool_server.value.curve import MAX_TENANTS, CurveSimulation
+from kvpool_server.value.instruments import SAMPLED_POLICIES
+from kvpool_server.value.offline import simulate
+from kvpool_server.value.sample import Sampler
+
+BLOCK_BYTES = 1_000
+
+
+def made(
+    policy: str = "lru", arena_blocks: int = 64, tier_bytes: int | None = 0, entries: int = 256
+) -> CurveSimulation:
+    sampler = Sampler(lambda block: xxhash.xxh3_64_intdigest(block, 5))
+    return CurveSimulation(SAMPLED_POLICIES[policy], arena_blocks * BLOCK_BYTES, tier_bytes, entries, sampler)
+
+
+def look(simulation: CurveSimulation, name: int, length: int, hits: int = 0, tenant: str = "") -> None:
+    hashes = [f"{name}-{nth}".encode().ljust(32) for nth in range(length)]
+    finish(simulation.lookup(tenant, 0, b"", hashes, hits, BLOCK_BYTES, 16, stores_all=True))
+
+
+def chats(count: int, seed: int = 1) -> list[Request]:
+    """Zipf-distributed conversations under one system prompt, which grow with each turn."""
+    picks, ids = random.Random(seed), itertools.count(10)
+    open_chats = [[0, 1, *itertools.islice(ids, picks.randint(2, 12))] for _ in range(400)]
+    weights = [1 / (rank + 1) ** 0.8 for rank in range(len(open_chats))]
+    requests = []
+    for nth in range(count):
+        (chat,) = picks.choices(range(len(open_chats)), weights)
+        if picks.random() < 0.05:
+            open_chats[chat] = [0, 1, *itertools.islice(ids, picks.randint(2, 12))]
+        else:
+            open_chats[chat] = open_chats[chat][:40] + list(itertools.islice(ids, picks.randint(0, 2)))
+        requests.append(Request(nth / 4, list(open_chats[chat])))
+    return requests
+
+
+def documents(count: int, seed: int = 1) -> list[Request]:
+    """Documents, most of them read once, some asked about several times."""
+    picks, ids = random.Random(seed), itertools.count()
+    recent = [list(itertools.islice(ids, 60))]
+    requests = []
+    for nth in range(count):
+        if picks.random() < 0.6:
+            recent = [*recent[-20:], list(itertools.islice(ids, picks.randint(20, 120)))]
+            document = recent[-1]
+        else:
+            document = picks.choice(recent)
+        requests.append(Request(nth / 4, [*document, next(ids)]))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy", "capacity", "points"),
+    [(chats, "lru", 1_000, 1.0), (chats, "density", 1_000, 2.0), (documents, "lru", 400, 1.0)],
+)
+def test_estimates_are_near_full_replays(
+    shape: Callable[[int], list[Request]], policy: str, capacity: int, points: float
+) -> None:
+    requests = shape(1_500 if shape is chats else 300)
+    found = simulate(requests, capacity, policy, 640)
+    total = num_blocks(requests)
+    for estimate in found.curve.estimates:
+        if estimate.size not in (0.5, 2.0, 8.0):
+            continue
+        truth = replay(requests, int(capacity * estimate.size), policy) / total
+        assert abs(estimate.hit_ratio - truth) <= points / 100, estimate
+
+
+def test_a_sample_of_all_blocks_is_a_full_replay() -> None:
+    requests = chats(600)
+    found = simulate(requests, 500, "lru", 1 << 20)
+    for estimate in found.curve.estimates:
+        truth = replay(requests, int(500 * estimate.size), "lru") / num_blocks(requests)
+        assert estimate.hit_ratio == pytest.approx(truth, abs=0.002)
+
+
+@given(
+    lookups=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(0, 40), st.sampled_from("abc")), max_size=60
+    ),
+    policy=st.sampled_from(sorted(SAMPLED_POLICIES)),
+    tier=st.sampled_from([0, 100 * BLOCK_BYTES, None]),
+)
+def test_ratios_are_ratios_and_tiers_only_add(
+    lookups: list[tuple[int, int, int, str]], policy: str, tier: int | None
+) -> None:
+    simulation = made(policy, tier_bytes=tier, entries=64)
+    for name, length, hits, tenant in lookups:
+        look(simulation, name, length, min(hits, length), tenant)
+    for curve in simulation.curves():
+        assert 0 <= curve.hit_tokens <= curve.lookup_tokens
+        assert 0 <= curve.simulated_hit_ratio <= 1
+        for estimate in curve.estimates:
+            assert 0 <= estimate.hit_ratio <= estimate.hit_ratio_with_tiers <= 1 + 1e-9
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=80))
+def test_more_memory_never_hurts_lru(lookups: list[tuple[int, int]]) -> None:
+    simulation = made("lru", arena_blocks=32, entries=1 << 16)
+    for name, length in lookups:
+        look(simulation, name, min(length, 8))  # A prompt that fits no size stores nothing there.
+    ratios = [each.hit_ratio for each in simulation.curves()[0].estimates]
+    assert ratios == sorted(ratios)
+
+
+def test_without_traffic_a_curve_has_no_estimates() -> None:
+    (curve,) = made().curves()
+    assert curve.is_total and not curve.estimates and curve.hit_ratio == 0
+
+
+def test_hostile_sizes_and_tenants_are_bounded() -> None:
+    simulation = made("density", entries=64)
+    for nth in range(3 * MAX_TENANTS):
+        look(simulation, nth, 700, tenant=f"tenant {nth}")
+    assert simulation.num_entries <= 64 * len(SIZES)
+    curves = simulation.curves()
+    assert len(curves) == MAX_TENANTS + 2
+    assert curves[-1].is_rest and curves[-1].lookup_tokens == 2 * MAX_TENANTS * 700 * 16
+    assert not simulation.curve_of(f"tenant {2 * MAX_TENANTS}").estimates
+
+
+def test_a_tier_adds_what_memory_has_evicted() -> None:
+    simulation = made(arena_blocks=8, tier_bytes=None, entries=1 << 16)
+    for _ in range(2):
+        for name in range(40):
+            look(simulation, name, 4)
+    smallest = simulation.curves()[0].estimates[0]
+    assert smallest.hit_ratio == 0 and smallest.hit_ratio_with_tiers == pytest.approx(0.5)
+
+
+def test_old_traffic_fades() -> None:
+    simulation = made(entries=1 << 16)
+    for _ in range(20):
+        look(simulation, 1, 4, hits=4)
+    simulation.fade(0.001)
+    look(simulation, 2, 4)
+    (curve,) = [each for each in simulation.curves() if each.is_total]
+    assert curve.hit_ratio < 0.03
+
+
+def test_halved_samples_keep_following_the_traffic() -> None:
+    requests = chats(800)
+    simulation = made("lru", arena_blocks=1_000, entries=2_000)
+    for nth, request in enumerate(requests):
+        if nth == 400:
+            finish(simulation.halve_rates())
+        hashes = [block.to_bytes(32, "big") for block in request.ids]
+        finish(simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16, stores_all=True))
+    assert simulation.max_entries == 1_000
+    truth = replay(requests, 8_000, "lru") / num_blocks(requests)
+    assert simulation.curves()[0].estimates[-1].hit_ratio == pytest.approx(truth, abs=0.1)

@@ -1,0 +1,110 @@
+"""The simulation beside a pool: what it costs the loop, and what callers see of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from kvpool.types import BlockRun
+from kvpool_server.replay.replay import make_pool, put
+from kvpool_server.value.curve import CurveSimulation
+from kvpool_server.value.instruments import SAMPLED_POLICIES
+from kvpool_server.value.live import CPU_SHARE, MAX_QUEUED_BLOCKS, MAX_SAVED_S, MIN_ENTRIES, LiveValue
+from tests.support.clock import FakeClock
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.values import namespace_spec, payload, run_of
+
+
+class Bench:
+    """A pool, a live simulation of it whose steps take a given CPU time, and the timer of its loop."""
+
+    def __init__(self, step_s: float = 0.0001) -> None:
+        self.clock, self.cpu, self.step_s = FakeClock(), 0.0, step_s
+        self.due: list[object] = []
+        self.pool, self.fingerprint = make_pool(256, "lru", self.clock)
+        simulation = CurveSimulation(SAMPLED_POLICIES["lru"], self.pool.arena.arena_bytes, max_entries=1_024)
+        self.live = LiveValue(simulation, lambda _, turn: self.due.append(turn), self.clock, self._cpu_clock)
+        self.pool.observe_traffic(self.live)
+
+    def _cpu_clock(self) -> float:
+        self.cpu += self.step_s
+        return self.cpu
+
+    def look(self, name: object, length: int = 4) -> int:
+        run = BlockRun(0, run_of(*((name, nth) for nth in range(length))).block_hashes)
+        found = self.pool.lookup(self.fingerprint, [run], prefix_only=True, lease_ttl_ms=1_000)
+        put(self.pool, self.fingerprint, run)
+        self.pool.release([found.lease_id])
+        return found.hits[0].num_leading
+
+
+def test_calls_only_queue_and_turns_keep_to_their_share() -> None:
+    bench = Bench(step_s=0.0005)
+    for nth in range(200):
+        bench.look(nth % 20)
+    assert len(bench.due) == 1 and bench.live.cpu_s == 0
+    for _ in range(100):
+        bench.clock.advance(0.02)
+        bench.live.turn()
+    assert 0 < bench.live.cpu_s <= 2.0 * CPU_SHARE + MAX_SAVED_S + 0.001
+    bench.live.finish()
+    assert bench.live.is_idle
+
+
+def test_the_curve_at_the_present_size_is_what_the_pool_counted() -> None:
+    bench = Bench()
+    hits = sum(bench.look(nth % 70) for nth in range(300))
+    bench.live.finish()
+    report = bench.live.report(None, False, "lru")
+    curve = report.curves[0]
+    assert curve.hit_tokens == hits * 512
+    assert curve.estimates[2].hit_ratio == pytest.approx(curve.hit_ratio, abs=0.01)
+
+
+def test_a_flood_is_left_out_and_halves_the_samples() -> None:
+    bench = Bench()
+    for nth in range(MAX_QUEUED_BLOCKS // 128 + 2):
+        bench.look(nth % 2, 128)
+    assert bench.live.num_left_out
+    bench.clock.advance(10)
+    bench.live.finish()
+    assert MIN_ENTRIES <= bench.live.simulation.max_entries == 512
+
+
+def test_a_fault_of_the_simulation_does_not_reach_the_pool() -> None:
+    bench = Bench()
+    bench.live.simulation.lookup = None  # type: ignore[assignment, method-assign]
+    assert bench.look("a") == 0
+    bench.clock.advance(1)
+    bench.live.turn()
+    assert bench.live.num_left_out == 1
+
+
+def test_a_server_serves_curves_metrics_and_none_after_a_restart(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, "--memory", "16MiB")
+    try:
+        with Client(ClientConfig(server.endpoint)) as client:
+            assert not client.admin.value().curves[0].estimates
+            namespace = client.open_namespace(namespace_spec(tenant="acme"))
+            client.put_blocks(namespace, run_of("a", "b"), [payload(name, 256) for name in "ab"])
+            for _ in range(3):
+                client.release([client.lookup(namespace, [run_of("a", "b", "c")]).lease_id])
+            wait_for(lambda: client.admin.value().curves[0].lookup_tokens == 9 * 16, "the lookups to be simulated")
+            report = client.admin.value()
+        assert report.enabled and report.arena_bytes == 16 << 20
+        assert [curve.tenant for curve in report.curves] == ["", "acme"]
+        assert [each.hit_ratio for each in report.curves[1].estimates] == pytest.approx([2 / 3] * 6)
+    finally:
+        server.stop()
+
+
+def test_a_server_without_a_sample_says_so(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, "--memory", "16MiB", "--value-sample", "0")
+    try:
+        with Client(ClientConfig(server.endpoint)) as client:
+            assert not client.admin.value().enabled
+    finally:
+        server.stop()

@@ -1,0 +1,157 @@
+"""Recordings: what is in them, who may read them, and that a replay of one hits as its server did."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.types import BlockRun
+from kvpool_server.cache.pool import Pool
+from kvpool_server.replay.recording import block_shape
+from kvpool_server.replay.replay import make_pool, put, replay
+from kvpool_server.replay.trace import load, num_blocks
+from kvpool_server.value.recorder import Recorder
+from tests.support.clock import FakeClock
+from tests.support.values import block_hash, run_of
+
+MANY = 1 << 30
+
+
+def drive(pool: Pool, fingerprint: bytes, clock: FakeClock, rounds: int = 60) -> tuple[int, int]:
+    """Conversations whose turns add blocks that only a later put stores; returns hits and blocks looked up."""
+    hits = blocks = 0
+    for nth in range(rounds):
+        chat, turn = nth * 7 % 11, nth // 11
+        names = [(chat, depth) for depth in range(4 + 3 * turn)]
+        run = run_of(*names)
+        found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=1_000)
+        leading = found.hits[0].num_leading
+        hits, blocks = hits + leading, blocks + len(run)
+        parent = run.block_hashes[leading - 1] if leading else b""
+        if leading < len(run):
+            put(pool, fingerprint, BlockRun(0, run.block_hashes[leading:], parent))
+        put(pool, fingerprint, BlockRun(0, [block_hash((chat, len(names)))], run.block_hashes[-1]))  # Its output.
+        pool.release([found.lease_id])
+        clock.advance(0.5)
+    return hits, blocks
+
+
+@pytest.mark.parametrize("policy", ["density", "lru"])
+def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str) -> None:
+    clock, path = FakeClock(), tmp_path / "recording"
+    pool, fingerprint = make_pool(64, policy, clock)
+    recorder = Recorder(str(path), MANY, clock=clock)
+    pool.observe_traffic(recorder)
+    hits, blocks = drive(pool, fingerprint, clock)
+    recorder.close()
+    requests = load(path)
+    assert 0 < hits < blocks == num_blocks(requests)
+    assert replay(requests, 64, policy) == hits
+    assert block_shape(path) == (512, 2 << 20)
+
+
+def test_a_recording_is_private_and_names_nothing(tmp_path: Path) -> None:
+    clock, path = FakeClock(), tmp_path / "recording"
+    pool, fingerprint = make_pool(64, "lru", clock, tenant="acme")
+    recorder = Recorder(str(path), MANY, clock=clock)
+    pool.observe_traffic(recorder)
+    drive(pool, fingerprint, clock, 5)
+    recorder.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = gzip.decompress(path.read_bytes()).decode()
+    assert "acme" not in text and "replay" not in text and fingerprint.hex() not in text
+    assert block_hash((0, 0)).hex()[:16] not in text
+    keys = {key for line in text.splitlines() for key in json.loads(line)}
+    assert keys == {"kvpool_recording", "started", "namespace", "block_tokens", "block_bytes", "ms", "group",
+                    "lookup", "hits", "put", "parent"}  # fmt: skip
+
+
+def test_names_are_recorded_where_asked_for(tmp_path: Path) -> None:
+    clock, path = FakeClock(), tmp_path / "recording"
+    pool, fingerprint = make_pool(64, "lru", clock, tenant="acme")
+    recorder = Recorder(str(path), MANY, with_names=True, clock=clock)
+    pool.observe_traffic(recorder)
+    drive(pool, fingerprint, clock, 1)
+    recorder.close()
+    assert b'"tenant":"acme"' in gzip.decompress(path.read_bytes())
+
+
+def test_two_sections_share_no_ids(tmp_path: Path) -> None:
+    clock, path = FakeClock(), tmp_path / "recording"
+    for _ in range(2):
+        pool, fingerprint = make_pool(64, "lru", clock)
+        recorder = Recorder(str(path), MANY, clock=clock)
+        pool.observe_traffic(recorder)
+        drive(pool, fingerprint, clock, 3)
+        recorder.close()
+    first, second = (load(path)[half] for half in (slice(0, 9), slice(9, None)))
+    assert len(second) == 9
+    assert not {each for request in first for each in request.ids} & {
+        each for request in second for each in request.ids
+    }
+
+
+def test_a_full_file_stops_the_recording_and_can_be_read(tmp_path: Path) -> None:
+    clock, path = FakeClock(), tmp_path / "recording"
+    pool, fingerprint = make_pool(512, "lru", clock)
+    recorder = Recorder(str(path), 2_000, clock=clock)
+    pool.observe_traffic(recorder)
+    for _ in range(40):
+        drive(pool, fingerprint, clock)
+    recorder.close()
+    assert path.stat().st_size == recorder.nbytes <= 2_000
+    load(path)
+    again = Recorder(str(path), recorder.nbytes, clock=clock)
+    pool.observe_traffic(again)
+    drive(pool, fingerprint, clock, 2)
+    again.close()
+    assert again.num_dropped == 6
+
+
+def test_what_a_killed_server_leaves_can_be_read(tmp_path: Path) -> None:
+    clock, path = FakeClock(), tmp_path / "recording"
+    pool, fingerprint = make_pool(64, "lru", clock)
+    recorder = Recorder(str(path), MANY, clock=clock)
+    pool.observe_traffic(recorder)
+    drive(pool, fingerprint, clock)
+    recorder.close()
+    whole = path.read_bytes()
+    for size in range(20, len(whole), 97):
+        path.write_bytes(whole[:size])
+        assert len(load(path)) < 180
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"namespace": 0}],
+        [{"kvpool_recording": 2}],
+        [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "0", "hits": 0}],
+        [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "00" * 8, "hits": 2}],
+        [{"kvpool_recording": 1}, {"ms": -1, "namespace": 0, "group": 0, "put": "00" * 8}],
+        [{"kvpool_recording": 1}, {"other": 1}],
+        [[]],
+    ],
+)
+def test_lines_that_are_none_of_a_recording_are_refused(tmp_path: Path, lines: list[object]) -> None:
+    path = tmp_path / "recording"
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    with pytest.raises(ValueError, match="is no line of a recording"):
+        load(path)
+
+
+def test_a_file_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    path.touch(0o644)
+    with pytest.raises(ConfigError, match="others may read"):
+        Recorder(str(path), MANY)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", tmp_path, tmp_path / "none" / "recording"):
+        with pytest.raises(ConfigError, match="recording"):
+            Recorder(str(place), MANY)

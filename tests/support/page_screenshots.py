@@ -1,0 +1,104 @@
+"""Writes the screenshots of docs/page.md: `python -m tests.support.page_screenshots [--minutes 14]`.
+
+A server with a tier and a quota is driven for so long; then Chromium opens its dashboard in light, dark, and as narrow
+as a phone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from PIL import Image
+from selenium.webdriver.chrome.webdriver import WebDriver
+
+from kvpool.client import Client
+from kvpool.config import ClientConfig
+from tests.support.browser import set_screen, start_browser
+from tests.support.driven_pool import Driver
+from tests.support.processes import ServerProcess, wait_for
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+MAX_BYTES = 150 << 10
+COLOURS = 128
+"""Of a screenshot: a third of the bytes of one with all colours."""
+DIRECTORY = Path("/tmp/kvpool-demo")
+"""Of the tier, whose name the page shows."""
+SHOTS = {"light": (1_280, False), "dark": (1_280, True), "phone": (360, False)}
+"""By name: the width, and whether the system is dark."""
+MAX_HEIGHT = {"light": 2_200, "dark": 1_000, "phone": 1_500}
+REPORT_EVERY_S = 10.0
+
+
+def drive(client: Client, seconds: float) -> None:
+    """Three engines of two models and two tenants, whose load comes and goes."""
+    drivers = [
+        Driver(client, "Qwen/Qwen3-32B", "acme", num_chats=10, seed=1),
+        Driver(client, "meta-llama/Llama-3.1-70B-Instruct", "umbrella", num_chats=24, seed=2),
+        Driver(client, "Qwen/Qwen3-32B", "umbrella", num_chats=4, seed=3),
+    ]
+    began, reported, chance = time.monotonic(), 0.0, random.Random(4)
+    while (now := time.monotonic()) < began + seconds:
+        for nth, driver in enumerate(drivers):
+            if chance.random() < (1.0, 0.6, 0.3)[nth]:
+                driver.turn()
+        if now >= reported + REPORT_EVERY_S:
+            reported = now
+            for nth, driver in enumerate(drivers):
+                driver.report(f"gpu-{nth + 1}:41{nth}7")
+        is_busy = (now - began) % 300 < 180
+        time.sleep(chance.uniform(0.02, 0.12) * (1 if is_busy else 4))
+
+
+def shoot(browser: WebDriver, url: str, name: str) -> Path:
+    """Writes one screenshot."""
+    width, is_dark = SHOTS[name]
+    set_screen(browser, width, 900, dark=is_dark)
+    browser.get(url)
+    wait_for(lambda: browser.execute_script("return document.querySelector('#about').textContent"), "the page")
+    browser.execute_script("document.querySelector(\"[data-span='15m']\").click()")
+    shown = "return document.querySelector('#chart-lookups [role=img]').ariaLabel.includes('now')"
+    wait_for(lambda: browser.execute_script(shown), "the charts")
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    set_screen(browser, width, min(height, MAX_HEIGHT[name]), dark=is_dark)
+    time.sleep(1)  # The charts fit themselves to the screen.
+    path = IMAGES / f"page-{name}.png"
+    image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    assert path.stat().st_size <= MAX_BYTES, f"{path} has {path.stat().st_size:,} bytes, not {MAX_BYTES:,} at most"
+    return path
+
+
+def main() -> None:
+    """Drives a server and writes all screenshots."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=14.0)
+    minutes = parser.parse_args().minutes
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        DIRECTORY.mkdir()
+        tier = f"file:{DIRECTORY},size=256MiB"
+        flags = ("--memory", "48MiB", "--tier", tier, "--quota", "tenant:acme=24MiB")
+        server = ServerProcess(Path(directory), *flags, is_executed=True)
+        browser = None
+        try:
+            with Client(ClientConfig(server.endpoint, timeout_ms=30_000)) as client:
+                drive(client, minutes * 60)
+                browser = start_browser(f"{directory}/chromium")
+                for name in SHOTS:
+                    print(shoot(browser, f"{server.http_url}/", name))
+                    drive(client, 1)
+        finally:
+            if browser is not None:
+                browser.quit()
+            server.stop()
+            shutil.rmtree(DIRECTORY)
+
+
+if __name__ == "__main__":
+    main()
