@@ -46,6 +46,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "loads 128 MiB from a file tier": "benchmarks.cases.mooncake_tier: PROMPT_BYTES",
         "with steps of 50 ms": ELSEWHERE,
     },
+    "explain.md": {"and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S"},
+    "tracing.md": {"process waits 2 s at most": "kvpool.tracing: CLOSE_S"},
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",
         "reads nothing for 10 seconds": "kvpool_server.events.publisher: REPLAY_STALL_S",

@@ -1,0 +1,74 @@
+"""What `Explain` tells of other tenants: nothing but that one of them took the room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.client import Client, Namespace
+from kvpool.errors import OutOfSpaceError, PermissionDeniedError, UnknownNamespaceError
+from kvpool.explanation import BlockRange, BlockState, EvictedFor
+from kvpool.principal import Role
+from kvpool.types import BlockRun
+from tests.security.test_access import Deployment
+from tests.support.processes import wait_for
+from tests.support.values import group_spec, namespace_spec, payload, run_of
+
+BLOCK_BYTES = 1 << 20
+NAMES = list(range(10))
+
+
+def stored(client: Client, namespace: Namespace, run: BlockRun, block: Any) -> bool:
+    """Stores a block; False if there is no room yet: an extent of another tenant is being drained."""
+    try:
+        client.put_blocks(namespace, run, [block])
+    except OutOfSpaceError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def evicted(deployment: Deployment) -> bytes:
+    """The namespace of acme, whose blocks have in part made room for umbra's."""
+    fingerprints = {}
+    for tenant, count in (("acme", 10), ("umbra", 6)):
+        spec = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant=tenant, model=f"{tenant}/model")
+        with deployment.client(Role.ENGINE_WRITE, tenant) as client:
+            namespace = client.open_namespace(spec)
+            for name in NAMES[:count]:
+                parent = name - 1 if name else None
+                block = payload((tenant, name), BLOCK_BYTES)
+                wait_for(lambda: stored(client, namespace, run_of(name, parent=parent), block), "room")  # noqa: B023
+            fingerprints[tenant] = namespace.fingerprint
+    return fingerprints["acme"]
+
+
+def missing(deployment: Deployment, role: Role, tenant: str, fingerprint: bytes) -> list[BlockRange]:
+    with deployment.client(role, tenant) as client:
+        (run,) = client.admin.explain(fingerprint, [run_of(*NAMES)]).runs
+    return [part for part in run.ranges if part.state is BlockState.MISSING]
+
+
+def test_a_tenant_is_told_that_another_took_the_room_and_not_which(deployment: Deployment, evicted: bytes) -> None:
+    told = missing(deployment, Role.TENANT_OPERATOR, "acme", evicted)
+    assert told
+    whose = {part.evicted_for for part in told}
+    assert EvictedFor(is_hidden=True) in whose
+    assert whose <= {EvictedFor(is_hidden=True), EvictedFor("acme", "acme/model"), None}
+
+
+def test_the_operator_of_all_is_told_which(deployment: Deployment, evicted: bytes) -> None:
+    told = missing(deployment, Role.OPERATOR, "acme", evicted)
+    assert EvictedFor("umbra", "umbra/model") in {part.evicted_for for part in told}
+
+
+def test_of_another_tenants_namespace_nothing_is_told(deployment: Deployment, evicted: bytes) -> None:
+    with pytest.raises(UnknownNamespaceError):
+        missing(deployment, Role.TENANT_OPERATOR, "umbra", evicted)
+
+
+@pytest.mark.parametrize("role", [Role.ENGINE_READ, Role.ENGINE_WRITE, Role.METRICS])
+def test_other_roles_may_not_ask(deployment: Deployment, evicted: bytes, role: Role) -> None:
+    with pytest.raises(PermissionDeniedError), deployment.client(role, "acme") as client:
+        client.admin.explain_request("cmpl")
