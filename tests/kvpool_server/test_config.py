@@ -73,6 +73,10 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("kv_events_hashes", "bytes", "bytes"),
         ("kv_events_buffer", 1_000, 1_000),
         ("log_level", "debug", "debug"),
+        ("value_sample", "100", 100),
+        ("record", "/tmp/recording", "/tmp/recording"),
+        ("record_bytes", "1MiB", 1 << 20),
+        ("record_names", "true", True),
         ("log_format", "json", "json"),
     ],
 )
