@@ -53,9 +53,9 @@ def test_an_event_that_repeats_is_counted() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        create_token(Principal(ALL_TENANTS, Role.METRICS), DAY)[0],
-        secrets.token_hex(32),
-        secrets.token_urlsafe(32),
+        pytest.param(create_token(Principal(ALL_TENANTS, Role.METRICS), DAY)[0], id="token"),
+        pytest.param(secrets.token_hex(32), id="hexadecimal"),
+        pytest.param(secrets.token_urlsafe(32), id="base64"),
         "eyJhbGciOiJFUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.c2lnbmF0dXJl",
         "/etc/kvpool/pki/server/tls.key",
         "~/.kvpool/token",
