@@ -81,8 +81,8 @@ def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Tab
 def _about(report: ValueReport, curve: ValueCurve) -> str:
     traffic = f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}"
     return (
-        f"{traffic}; the pool hit {curve.hit_ratio:.1%} of them, the simulation "
-        f"{curve.simulated_hit_ratio:.1%}.\nOff by: how many points the share of hits may be wrong, nearly always."
+        f"{traffic}.\nThe pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.\n"
+        "Off by: how many points hits may be wrong, nearly always."
     )
 
 
