@@ -95,12 +95,17 @@ class CurveSimulation:
     def _miniatures(self) -> list[Miniature]:
         return self._minis if self._tier is None else [*self._minis, self._tier]
 
-    def _start(self, block_bytes: int) -> None:
-        if not self._minis:
-            make, most = self._policy, self.max_entries
-            self._minis = [Miniature(make, int(size * self.arena_bytes), most, block_bytes) for size in SIZES]
-            if self._tier_bytes != 0:
-                self._tier = Miniature(make, self._tier_bytes, most, block_bytes)
+    def _start(self, block_bytes: int) -> Steps[None]:
+        if self._minis:
+            return
+        make, most = self._policy, self.max_entries
+        minis = []
+        for size in SIZES:
+            minis.append(Miniature(make, int(size * self.arena_bytes), most, block_bytes))
+            yield  # A policy's model takes milliseconds to make.
+        if self._tier_bytes != 0:
+            self._tier = Miniature(make, self._tier_bytes, most, block_bytes)
+        self._minis = minis
 
     def lookup(
         self,
@@ -123,7 +128,7 @@ class CurveSimulation:
             counts: False for the further groups of a lookup, whose blocks occupy memory, but are the same tokens.
             stores_all: also store blocks that missed; for traces, in which each prompt is stored when it is looked up.
         """
-        self._start(block_bytes)
+        yield from self._start(block_bytes)
         run = yield from self._sample(salt, parent_hash, hashes)
         self._sampler.remember_end(salt, run, hashes, num_hits)
         self._sampler.remember_end(salt, run, hashes, len(hashes))
@@ -160,7 +165,7 @@ class CurveSimulation:
 
     def put(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes], block_bytes: int) -> Steps[None]:
         """A put of a run's blocks, whether or not the pool had them."""
-        self._start(block_bytes)
+        yield from self._start(block_bytes)
         run = yield from self._sample(salt, parent_hash, hashes)
         self._sampler.remember_end(salt, run, hashes, len(hashes))
         for mini in self._miniatures():

@@ -1,15 +1,15 @@
-"""How far estimated hit ratios may be off, by size: about two standard errors, so that most are within it.
+"""How far estimated hit ratios may be off, by size: so much that nearly all measured errors are within it.
 
 What makes an estimate wrong:
 
 - Which blocks the sample has: of the hits in a miniature, the jackknife of `tally`.
-- How much of the pool the sample is. A miniature of n blocks stands for a pool whose size is known to about 1 in the
-  square root of n. Where the curve is steep, another size is another hit ratio: so this error is the slope times that.
-  A cliff between two sizes makes both uncertain.
+- How large the pool is that the miniature stands for. What one of n blocks holds varies with which they are, and what
+  fits together: it may be a pool that is larger or smaller by `SIZE_ERROR` in the square root of n. Where the curve is
+  steep, another size is another hit ratio. A cliff between two sizes makes both uncertain.
 - What a sample cannot have: policies that decide by whole prefixes. At the present size, the distance between the
   simulation and what the pool has counted says how much, and it is taken to be as much at the others.
 
-A miniature of all blocks has only the last.
+The weights are ours, from errors of `benchmarks.cases.value` with samples of other seeds than those that it reports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from kvpool.value import USUAL_ERROR
 
-STANDARD_ERRORS = 2.0
+STANDARD_ERRORS = 3.0
+SIZE_ERROR = 4.5
 MAX_BEND = 2.0
 """Beyond the smallest and the largest size, the curve is at most so many times as steep as before it: a loop's is."""
 
@@ -39,7 +40,7 @@ def uncertainties(
     found = []
     for error, (rate, num_blocks), slope in zip(errors, samples, slopes(ratios), strict=True):
         unseen = math.sqrt(max(0.0, 1 - rate))
-        doublings = math.log2(1 + STANDARD_ERRORS * unseen / math.sqrt(max(num_blocks, 1)))
+        doublings = math.log2(1 + SIZE_ERROR / math.sqrt(max(num_blocks, 1)))
         by_sample = math.hypot(STANDARD_ERRORS * error * unseen, doublings * slope)
         found.append(min(max(USUAL_ERROR, off, by_sample), 1.0))
     return found

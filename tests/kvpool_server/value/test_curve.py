@@ -68,7 +68,11 @@ def documents(count: int, seed: int = 1) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("shape", "policy", "capacity", "points"),
-    [(chats, "lru", 1_000, 1.0), (chats, "density", 1_000, 2.0), (documents, "lru", 400, 1.0)],
+    [
+        (chats, "lru", 1_000, 1.0),
+        pytest.param(chats, "density", 1_000, 2.0, marks=pytest.mark.more),
+        pytest.param(documents, "lru", 400, 1.0, marks=pytest.mark.more),
+    ],
 )
 def test_estimates_are_near_full_replays(
     shape: Callable[[int], list[Request]], policy: str, capacity: int, points: float
@@ -81,6 +85,19 @@ def test_estimates_are_near_full_replays(
             continue
         truth = replay(requests, int(capacity * estimate.size), policy) / total
         assert abs(estimate.hit_ratio - truth) <= points / 100, estimate
+
+
+@pytest.mark.parametrize("shape", [pytest.param(chats, marks=pytest.mark.more), documents])
+def test_errors_are_within_the_uncertainty(shape: Callable[[int], list[Request]]) -> None:
+    requests, capacity = shape(1_500 if shape is chats else 300), 600
+    total = num_blocks(requests)
+    truths = [replay(requests, int(capacity * size)) / total for size in SIZES]
+    num_within = 0
+    for seed in (401, 402, 403):
+        estimates = simulate(requests, capacity, "density", 320, seed).curve.estimates
+        pairs = zip(estimates, truths, strict=True)
+        num_within += sum(abs(each.hit_ratio - truth) <= each.uncertainty for each, truth in pairs)
+    assert num_within >= 17  # Of 18: nearly always.
 
 
 def test_a_sample_of_all_blocks_is_a_full_replay() -> None:

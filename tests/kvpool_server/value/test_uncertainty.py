@@ -36,10 +36,9 @@ def test_more_samples_and_a_whole_sample_are_surer() -> None:
     steep, errors = [0.1, 0.2, 0.4, 0.6, 0.8, 0.9], [0.02] * len(SIZES)
     few, many, all_blocks = (
         uncertainties(steep, errors, [(rate, count)] * len(SIZES), 0.0)
-        for rate, count in ((0.1, 160), (0.1, 2_560), (1.0, 640))
+        for rate, count in ((0.1, 160), (0.1, 2_560), (1.0, 2_560))
     )
-    assert all(less > more for less, more in zip(few, many, strict=True))
-    assert all_blocks == [USUAL_ERROR] * len(SIZES)
+    assert all(less > more > most for less, more, most in zip(few, many, all_blocks, strict=True))
 
 
 @pytest.mark.parametrize("num_blocks", [100, 1_000])
