@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.value import SIZES
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import STEP_BLOCKS, finish
 from kvpool_server.replay.replay import replay
 from kvpool_server.replay.trace import Request, num_blocks
 from kvpool_server.value.curve import MAX_TENANTS, CurveSimulation
@@ -151,6 +151,13 @@ def test_hostile_sizes_and_tenants_are_bounded() -> None:
     assert len(curves) == MAX_TENANTS + 2
     assert curves[-1].is_rest and curves[-1].lookup_tokens == 2 * MAX_TENANTS * 700 * 16
     assert not simulation.curve_of(f"tenant {2 * MAX_TENANTS}").estimates
+
+
+def test_a_long_run_holds_the_loop_in_steps() -> None:
+    simulation = made(entries=64)
+    hashes = [nth.to_bytes(32, "big") for nth in range(8_192)]
+    steps = simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16)
+    assert sum(1 for _ in steps) >= len(hashes) // STEP_BLOCKS + len(SIZES) - 1
 
 
 def test_a_tier_adds_what_memory_has_evicted() -> None:
