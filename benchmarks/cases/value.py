@@ -40,7 +40,6 @@ from benchmarks.harness.workloads import WORKLOADS
 from kvpool.types import BlockRun
 from kvpool.value import SIZES
 from kvpool_server.cache.eviction import DEFAULT_POLICY
-from kvpool_server.config import ServerConfig
 from kvpool_server.replay.replay import LEASE_MS, make_pool, put, replay
 from kvpool_server.replay.trace import load, num_blocks, num_distinct
 from kvpool_server.value.curve import CurveSimulation
@@ -51,7 +50,8 @@ from kvpool_server.value.offline import simulate
 SHARE = 0.05
 """The present size, of the distinct blocks."""
 REACH_POINTS = 1.0
-SAMPLE = ServerConfig.model_fields["value_sample"].default
+SAMPLE = 640
+"""As docs/value.md recommends."""
 BLOCK_BYTES = 2 << 20
 INDEX_ENTRIES = 1_000_000
 """A server of so many entries: its index takes the bytes that `benchmarks.cases.memory` measures for each."""

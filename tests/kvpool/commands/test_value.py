@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def server(pool_server: StartServer) -> ServerProcess:
     """A server whose tenants have looked up three blocks and one, `ROUNDS` times."""
-    server = pool_server()
+    server = pool_server("--value-sample", "640")
     with Client(ClientConfig(server.endpoint)) as client:
         for tenant, names in TENANTS.items():
             namespace = client.open_namespace(namespace_spec(tenant=tenant))
@@ -113,13 +113,13 @@ def test_the_json_of_a_curve(run: Run, server: ServerProcess) -> None:
 
 
 def test_a_server_without_lookups_or_simulation_says_so(run: Run, pool_server: StartServer) -> None:
-    idle = pool_server()
+    idle = pool_server("--value-sample", "640")
     assert "no lookups yet" in run("value", "--endpoint", idle.endpoint)
     assert "no lookups yet" in run("advise", "--live", "--endpoint", idle.endpoint, status=1)
 
 
 def test_a_server_that_simulates_nothing_says_how_it_would(run: Run, pool_server: StartServer) -> None:
-    off = pool_server("--value-sample", "0")
+    off = pool_server()
     assert "start it with --value-sample 640" in run("value", "--endpoint", off.endpoint)
     assert not json.loads(run("value", "--endpoint", off.endpoint, "--json"))["enabled"]
     assert "start it with --value-sample 640" in run("advise", "--live", "--endpoint", off.endpoint, status=1)
