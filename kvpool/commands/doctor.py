@@ -16,11 +16,12 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.commands.output import print_findings
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
-from kvpool.doctor import engine, host, namespaces, reachability
+from kvpool.doctor import engine, host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
 from kvpool.doctor.engines import engines
 from kvpool.doctor.examination import Check, examine, has_errors
 from kvpool.doctor.finding import Finding, Level, error
+from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.pool_state import pool_state
 from kvpool.errors import InvalidRequestError, KVPoolError
 from kvpool.unix_socket import socket_path
@@ -109,8 +110,7 @@ def _of_stats(client: Client) -> list[Finding]:
 
 def _of_namespaces(client: Client) -> list[Finding]:
     infos = client.admin.namespaces(holdings=False)
-    found = [*namespaces.separate(infos), *namespaces.hashes(infos)]
-    return [*found, *namespaces.block_sizes(infos, client.admin.stats().arena_bytes)]
+    return namespaces(infos, client.admin.stats().arena_bytes)
 
 
 def _local_checks(engine_log: Path | None, settings: engine.Settings | None) -> Iterator[Check]:
