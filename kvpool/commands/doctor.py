@@ -20,9 +20,10 @@ from kvpool.doctor import engine, host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
 from kvpool.doctor.engines import engines
 from kvpool.doctor.examination import Check, examine, has_errors
-from kvpool.doctor.finding import Finding, Level, error
+from kvpool.doctor.finding import Finding, Level, error, notes
 from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.pool_state import pool_state
+from kvpool.doctor.window import look_twice
 from kvpool.errors import InvalidRequestError, KVPoolError
 from kvpool.unix_socket import socket_path
 
@@ -68,7 +69,8 @@ def doctor(
         )
     else:
         print_findings(findings)
-        typer.echo(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, {counts[Level.OK]} ok")
+        told = f", {counts[Level.INFO]} notes" if counts[Level.INFO] else ""
+        typer.echo(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings{told}, {counts[Level.OK]} ok")
     if has_errors(findings):
         raise typer.Exit(ExitStatus.PROBLEM)
 
@@ -103,9 +105,9 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
 
 
 def _of_stats(client: Client) -> list[Finding]:
-    stats = client.admin.stats()
+    stats, window = look_twice(client.admin.stats, lambda stats: bool(notes(pool_state(stats))))
     clocks = [] if stats.server is None else reachability.clock(stats.server.unix_seconds)
-    return [*pool_state(stats), *engines(stats), *clocks]
+    return [*pool_state(stats, window), *engines(stats), *clocks]
 
 
 def _of_namespaces(client: Client) -> list[Finding]:
