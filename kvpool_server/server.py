@@ -347,7 +347,9 @@ class Server:
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            lambda: replace(self._stats(), server=server_stats(started, metrics, self._lag, self.usage)),
+            lambda: replace(
+                self._stats(), server=server_stats(started, metrics, self._lag, self.usage, self.http_port)
+            ),
             self._permits,
             who,
             self._turns,

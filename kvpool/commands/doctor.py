@@ -20,7 +20,7 @@ from kvpool.doctor import engine, host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
 from kvpool.doctor.engines import engines
 from kvpool.doctor.examination import Check, examine, has_errors
-from kvpool.doctor.finding import Finding, Level, error, notes
+from kvpool.doctor.finding import Finding, Level, error, info, notes
 from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.pool_state import pool_state
 from kvpool.doctor.window import look_twice
@@ -42,7 +42,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help=f"The server's --http-listen. Default: port {reachability.HTTP_PORT} of the endpoint's host.",
+            help="The server's --http-listen. Default: the port that the server tells, at the endpoint's host.",
         ),
     ] = None,
     bandwidth: Annotated[
@@ -86,12 +86,11 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
             checks += [Check("memlock", host.memlock), Check("NUMA", lambda: host.numa(None))]
             return [error("gRPC", str(away), fix), *examine(checks)]
         host_name = "127.0.0.1" if socket_path(endpoint) else endpoint.rpartition(":")[0]
-        address = http or f"{host_name}:{reachability.HTTP_PORT}"
         checks += [
             Check("data port", lambda: reachability.data_port(client)),
             Check("memory socket", lambda: reachability.memory_socket(client)),
             Check("transport", lambda: reachability.transport(client)),
-            Check("HTTP", lambda: reachability.http_port(address, config, was_given=http is not None)),
+            Check("HTTP", lambda: _of_http(client, host_name, http, config)),
             Check("pool", lambda: _of_stats(client)),
             Check("namespaces", lambda: _of_namespaces(client)),
             Check("NUMA", lambda: host.numa(client)),
@@ -102,6 +101,16 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
         with Client(common.trusting(measurement_config(endpoint, "auto"))) as client:
             found += examine([Check("bandwidth", lambda: measured_bandwidth(client))], BANDWIDTH_DEADLINE_S)
     return found
+
+
+def _of_http(client: Client, host_name: str, http: str | None, config: ClientConfig) -> list[Finding]:
+    if http is not None:
+        return reachability.http_port(http, config, was_given=True)
+    server = client.admin.stats().server
+    if server is None or not server.http_port:
+        text = "the server tells no HTTP port: HTTP is off, or the server is of an older release"
+        return [info("HTTP", text, "give its HOST:PORT as --http if it has one")]
+    return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
 
 
 def _of_stats(client: Client) -> list[Finding]:
