@@ -376,6 +376,7 @@ def _server(server: pb.ServerStats) -> None:
     _text("version", server.version)
     for name in ("uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds"):
         _in(name, getattr(server, name), 0, MAX_AGE_S)
+    _in("http_port", server.http_port, 0, 65_535)
     bounds = server.rpc_seconds_bounds
     _in("number of bounds", len(bounds), 0, MAX_BUCKETS)
     for low, high in zip([0.0, *bounds], bounds, strict=False):

@@ -35,7 +35,8 @@ def now_document(instruments: Instruments, history: History) -> dict[str, Any]:
         "time": round(at, 3),
         "version": __version__,
         "uptime_seconds": round(instruments.uptime_s(), 1),
-        "state": instruments.state(),
+        "health": instruments.state(),
+        "worst": found[0].level if found else "ok",
         "findings": [dataclasses.asdict(finding) for finding in found],
         "pool": {
             "arena_bytes": stats.arena_bytes, "free_bytes": stats.free_bytes,

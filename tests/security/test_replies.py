@@ -199,6 +199,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "tier": (replies.stats, pb.StatsResponse(tiers=[pb.TierStats(name="t" * 513)]), "tier has 513"),
     "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),
+    "HTTP port": (replies.stats, server(http_port=65_536), "http_port is 65536"),
     "bounds": (replies.stats, server(rpc_seconds_bounds=[2, 1]), "bound of a bucket is 1"),
     "too many bounds": (replies.stats, server(rpc_seconds_bounds=range(257)), "number of bounds is 257"),
     "method": (replies.stats, server(rpcs=[pb.RpcStats(method="m" * 513, buckets=[0])]), "method has 513"),
