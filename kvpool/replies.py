@@ -517,6 +517,7 @@ def value(reply: pb.ValueResponse) -> ValueReport:
             _in("size", estimate.size, 0, MAX_SIZE)
             _in("hit_ratio", estimate.hit_ratio, 0, 1)
             _in("hit_ratio_with_tiers", estimate.hit_ratio_with_tiers, estimate.hit_ratio, 1)
+            _in("uncertainty", estimate.uncertainty, 0, 1)
     decoded = wire.decode_value(reply)
     curves = [replace(curve, tenant=_shown(curve.tenant)) for curve in decoded.curves]
     return replace(decoded, policy=escaped(decoded.policy, 64), curves=tuple(curves))

@@ -17,7 +17,7 @@ from kvpool.commands.output import console, count_text, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.option_bounds import within
-from kvpool.value import ValueCurve, ValueReport
+from kvpool.value import USUAL_ERROR, ValueCurve, ValueReport
 
 DAY_S = 86_400
 
@@ -69,14 +69,14 @@ def _name(curve: ValueCurve) -> str:
 
 def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Table:
     of_both = " with tiers" if report.has_tiers else ""
-    names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), f"tokens a day{of_both}"]
+    names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), "off by", f"tokens a day{of_both}"]
     names += [f"GPU-s a day{of_both}"] if prefill is not None else []
     table = Table(*(Column(name, justify="right") for name in names), title=escape(_name(curve)))
     for each in curve.estimates:
         saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
         cells = [size_text(int(each.size * report.arena_bytes)), f"{each.size:g}x", f"{each.hit_ratio:.1%}"]
         cells += [f"{each.hit_ratio_with_tiers:.1%}"] if report.has_tiers else []
-        cells += [count_text(saved)]
+        cells += [f"<= {100 * max(each.uncertainty, USUAL_ERROR):.1f}", count_text(saved)]
         cells += [count_text(saved / prefill)] if prefill is not None else []
         table.add_row(*cells, style="bold" if each.size == 1 else None)
     return table
@@ -84,8 +84,9 @@ def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Tab
 
 def _about(report: ValueReport, curve: ValueCurve) -> Iterator[str]:
     traffic = f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}"
-    yield (f"{traffic}; the pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.")
-    yield f"Estimates may be off by {100 * curve.uncertainty:.1f} points."
+    yield f"{traffic}."
+    yield (f"The pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.")
+    yield "Off by: how many points hits may be wrong, nearly always."
     if _falls([each.hit_ratio for each in curve.estimates]):
         yield "More memory never hits less in the long run: the larger simulated pools are not full yet."
 

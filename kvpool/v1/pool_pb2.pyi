@@ -1139,11 +1139,13 @@ class ValueCurve(_message.Message):
     def __init__(self, is_total: bool = ..., tenant: _Optional[str] = ..., lookup_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., simulated_hit_ratio: _Optional[float] = ..., estimates: _Optional[_Iterable[_Union[ValueEstimate, _Mapping]]] = ...) -> None: ...
 
 class ValueEstimate(_message.Message):
-    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers")
+    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers", "uncertainty")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     HIT_RATIO_WITH_TIERS_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
     size: float
     hit_ratio: float
     hit_ratio_with_tiers: float
-    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ...) -> None: ...
+    uncertainty: float
+    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ..., uncertainty: _Optional[float] = ...) -> None: ...
