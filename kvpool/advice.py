@@ -17,9 +17,14 @@ from pathlib import Path
 from kvpool.errors import InvalidRequestError
 
 GIB = 1 << 30
+HOUR_S = 3_600.0
 DAY_S = 86_400.0
 HOURS_A_MONTH = 730.0
 MAX_PRICE = 1e9
+SAVED_SHARE = 0.001
+"""GPU time saved that differs by less than this share counts as equal."""
+TIE_SHARE = 0.01
+"""Costs that differ by less than this share count as equal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,11 +77,29 @@ class Demand:
         tokens_per_s: looked up, on average.
         hit_ratios: (bytes, share of tokens hit), ascending by bytes.
         uncertainty: how far hit ratios may be off.
+        seconds: span of the traffic.
+        now: what the server has, and hits; None of a trace.
     """
 
     tokens_per_s: float
     hit_ratios: Sequence[tuple[int, float]]
     uncertainty: float
+    seconds: float = 0.0
+    now: Present | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Present:
+    """Memory and disk that a server has.
+
+    Args:
+        in_memory, hit_ratio: share of tokens hit in memory, and in memory or on disk.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    in_memory: float
+    hit_ratio: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,18 +125,27 @@ class Option:
 
 def options(demand: Demand, prices: Prices) -> list[Option]:
     """Every choice of memory, alone or with a larger disk; the cheapest first, of equal ones that with more hits."""
-    without = _gpus(demand.tokens_per_s, 0.0, prices) * prices.gpu_hour * HOURS_A_MONTH
-    found = []
-    for nth, (memory, in_memory) in enumerate(demand.hit_ratios):
-        for disk, ratio in [(0, in_memory), *demand.hit_ratios[nth + 1 :]]:
-            ratio = max(ratio, in_memory)
-            saved = in_memory + prices.disk_hit_value * (ratio - in_memory)
-            gpus = _gpus(demand.tokens_per_s, saved, prices)
-            cost = (memory * prices.dram_gib_month + disk * prices.disk_gib_month) / GIB
-            cost += gpus * prices.gpu_hour * HOURS_A_MONTH
-            saved_gpu_s = saved * demand.tokens_per_s / prices.prefill_tokens_per_s * DAY_S
-            found.append(Option(memory, disk, ratio, gpus, cost, without - cost, saved_gpu_s))
+    found = [
+        _option(demand, prices, Present(memory, disk, in_memory, max(ratio, in_memory)))
+        for nth, (memory, in_memory) in enumerate(demand.hit_ratios)
+        for disk, ratio in [(0, in_memory), *demand.hit_ratios[nth + 1 :]]
+    ]
     return sorted(found, key=lambda option: (option.month_cost, -option.hit_ratio))
+
+
+def present_option(demand: Demand, prices: Prices) -> Option | None:
+    """What the server has now, as an option; None of a trace."""
+    return None if demand.now is None else _option(demand, prices, demand.now)
+
+
+def _option(demand: Demand, prices: Prices, has: Present) -> Option:
+    without = _gpus(demand.tokens_per_s, 0.0, prices) * prices.gpu_hour * HOURS_A_MONTH
+    saved = has.in_memory + prices.disk_hit_value * (has.hit_ratio - has.in_memory)
+    gpus = _gpus(demand.tokens_per_s, saved, prices)
+    cost = (has.memory_bytes * prices.dram_gib_month + has.disk_bytes * prices.disk_gib_month) / GIB
+    cost += gpus * prices.gpu_hour * HOURS_A_MONTH
+    saved_gpu_s = saved * demand.tokens_per_s / prices.prefill_tokens_per_s * DAY_S
+    return Option(has.memory_bytes, has.disk_bytes, has.hit_ratio, gpus, cost, without - cost, saved_gpu_s)
 
 
 def _gpus(tokens_per_s: float, saved: float, prices: Prices) -> int:
@@ -122,21 +154,33 @@ def _gpus(tokens_per_s: float, saved: float, prices: Prices) -> int:
 
 
 def choose(
-    found: Sequence[Option], target_hit_ratio: float | None = None, target_saved_gpu_s: float | None = None
+    found: Sequence[Option],
+    target_hit_ratio: float | None = None,
+    target_saved_gpu_s: float | None = None,
+    margin: float = 0.0,
 ) -> Option:
-    """The cheapest option that reaches the targets.
+    """The cheapest option that reaches the targets; of those that cost as much, the one that saves most GPU time.
 
     Args:
+        found: the cheapest first.
+        margin: costs a month that differ by no more count as equal, as those do that differ by `TIE_SHARE`.
         target_saved_gpu_s: GPU-seconds a day.
 
     Raises InvalidRequestError, which says what can be reached, if none does.
     """
     if not found:
         raise InvalidRequestError("there was no traffic, and no size can be recommended; try again later")
-    for option in found:
-        reaches_ratio = target_hit_ratio is None or option.hit_ratio >= target_hit_ratio
-        if reaches_ratio and (target_saved_gpu_s is None or option.saved_gpu_s_day >= target_saved_gpu_s):
-            return option
+    reaching = [
+        option
+        for option in found
+        if (target_hit_ratio is None or option.hit_ratio >= target_hit_ratio)
+        and (target_saved_gpu_s is None or option.saved_gpu_s_day >= target_saved_gpu_s)
+    ]
+    if reaching:
+        most = reaching[0].month_cost + max(margin, TIE_SHARE * reaching[0].month_cost)
+        tied = [option for option in reaching if option.month_cost <= most]
+        enough = (1 - SAVED_SHARE) * max(option.saved_gpu_s_day for option in tied)
+        return next(option for option in tied if option.saved_gpu_s_day >= enough)
     ratio, saved = max(each.hit_ratio for each in found), max(each.saved_gpu_s_day for each in found)
     raise InvalidRequestError(
         f"no size reaches the target: at most {ratio:.1%} of tokens hit, which saves up to {saved:,.0f} GPU-seconds a "

@@ -89,7 +89,7 @@ class RunExplanation:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceMatch:
-    """Another namespace of the tenant, with the same salt, that has blocks of the prompt.
+    """Another namespace of the tenant, with the same model and salt, that has blocks of the prompt.
 
     Args:
         count: blocks that it has, from the first missing one on.

@@ -59,6 +59,16 @@ class PromptReport:
         self.limit = max(0, (num_tokens - 1) // self.alignment * self.alignment)
         self.stored = self._stored()
         self.loadable = self._loadable()
+        self.has_other_blocks = False
+        """The namespace has blocks, of whatever prompts. Worth finding out where `is_unknown`."""
+
+    @property
+    def is_unknown(self) -> bool:
+        """The server knows no block of the prompt, in this namespace or in another."""
+        parts = [part for run in self._found.runs for part in run.ranges]
+        return not self._found.elsewhere and all(
+            part.state is BlockState.MISSING and part.cause is MissCause.NEVER_STORED for part in parts
+        )
 
     def _prefix_groups(self) -> list[tuple[GroupSpec, RunExplanation]]:
         """The groups of which a hit needs every block from the start on; all groups if there is none such."""
@@ -104,6 +114,7 @@ class PromptReport:
         """What is known, most important first. One sentence or few a line."""
         return [
             self._summary(),
+            *self._about_names(),
             *itertools.islice(self._about_missing(), MAX_SENTENCES),
             *self._about_rules(),
             *self._about_others(),
@@ -117,20 +128,27 @@ class PromptReport:
         loaded = f" An engine would load {self.loadable:,} and compute {total - self.loadable:,}."
         return text + loaded
 
+    def _about_names(self) -> Iterator[str]:
+        if self.is_unknown and self.has_other_blocks:
+            yield (
+                "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
+            )
+
     def _about_missing(self) -> Iterator[str]:
         at, run = self._shortest()
         for part in self.ranges(run):
             which, blocks = f"Tokens {part.start:,} to {part.stop:,}", part.blocks
             if blocks.state is BlockState.MISSING:
-                yield f"{which} {_verb(blocks)}{_times(blocks)}{_room(blocks.evicted_for)}."
+                times, room = _times(blocks), _room(blocks.evicted_for)
+                yield f"{which} {_verb(blocks)}{times}{',' if room and ',' in times else ''}{room}."
             elif blocks.state is BlockState.IN_TIER:
                 yield f"{which} are only in tier {printable(blocks.tier)}: a request waits for them, or computes them."
             elif part.start > at:
                 yield f"{which} are stored, but no request can use them without the tokens before them."
         if run.other_children == 1:
-            yield f"At token {at:,} another stored prompt continues differently."
+            yield f"Another stored prompt parts from this one at token {at:,}."
         elif run.other_children:
-            yield f"At token {at:,} {run.other_children:,} other stored prompts continue differently."
+            yield f"{run.other_children:,} other stored prompts part from this one at token {at:,}."
         size = self._spec.groups[run.group_idx].block_tokens
         if (explained := run.ranges[-1].stop * size) < self.num_tokens // size * size:
             yield f"Tokens from {explained:,} on are not explained: what is known of them changes too often."
@@ -252,7 +270,7 @@ def _times(part: BlockRange) -> str:
     shortest, longest = duration_text(newest), duration_text(oldest)
     text = f" {longest} ago" if shortest == longest else f" {longest} to {shortest} ago"
     if part.unused_seconds is not None and part.cause is MissCause.EVICTED:
-        text += f", {duration_text(part.unused_seconds)} after their last use,"
+        text += f", {duration_text(part.unused_seconds)} after their last use"
     return text
 
 

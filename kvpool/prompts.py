@@ -91,12 +91,16 @@ def _encode(text: str, tokenizer: str) -> list[int]:
         raise ConfigError(f"cannot load the tokenizer {file}: {str(error)[:200]}") from None
 
 
-def hash_seed(spec: NamespaceSpec, given: str = "") -> str:
+def hash_seed(spec: NamespaceSpec, given: str | None = None) -> str:
     """The seed of a listed namespace's hashes, of which the server tells a digest: `given`, or one that is usual here.
+
+    A namespace without a seed does not say how its blocks are named: those of `block_hashes` begin with DEFAULT_SEED.
 
     Raises InvalidRequestError if it is another one.
     """
-    candidates = [given] if given else [DEFAULT_SEED, os.environ.get("PYTHONHASHSEED", "")]
+    if not spec.hash_seed:
+        return DEFAULT_SEED if given is None else given
+    candidates = [DEFAULT_SEED, os.environ.get("PYTHONHASHSEED", "")] if given is None else [given]
     for seed in candidates:
         if spec.hash_seed in (seed, hashlib.sha256(seed.encode()).hexdigest()[:DIGEST_CHARS]):
             return seed

@@ -1,6 +1,7 @@
 """The documents say what the code does: each setting, series and named test exists, and the tour runs."""
 
 import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import ByteSize, TypeAdapter
+from typer.testing import CliRunner
 
+from kvpool.cli import app
 from kvpool.config import ClientConfig
 from kvpool.tls import TlsFiles
 from kvpool.transport.helpers import movers_of
@@ -96,6 +99,23 @@ def test_the_table_of_the_engines_metrics_is_current():
 def test_the_tour_runs(shared_server: ServerProcess):
     (tour,) = _examples(_section("quickstart.md", "Without vLLM: a tour in Python").split("\n### ", 1)[0], "python")
     _run_tour(tour, shared_server)
+
+
+def test_what_the_tour_stores_is_explained(pool_server: StartServer, tmp_path: Path):
+    server = pool_server("--memory", "64MiB")
+    (tour,) = _examples(_section("quickstart.md", "Without vLLM: a tour in Python").split("\n### ", 1)[0], "python")
+    _run_tour(tour, server)
+    (tmp_path / "prompt.json").write_text(str(list(range(100))))
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, [*arguments, "--endpoint", server.endpoint])
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.stdout
+
+    (namespace,) = json.loads(run("namespaces", "--json"))
+    asked = ("--prompt", str(tmp_path / "prompt.json"), "--namespace", namespace["fingerprint"])
+    for seed in ((), ("--hash-seed", "vllm-none-hash")):
+        assert run("explain", *asked, *seed).startswith("96 of 100 tokens are stored (96%).")
 
 
 def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,18 +12,21 @@ import typer
 from rich.table import Column, Table
 
 from kvpool.advice import (
+    HOUR_S,
     Demand,
     Option,
+    Present,
     Prices,
     assumptions,
     choose,
     load_prices,
     options,
+    present_option,
     uncertainty_month,
 )
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, size_text
-from kvpool.commands.output import console, count_text
+from kvpool.commands.common import AsJson, Endpoint, duration_text, size_text
+from kvpool.commands.output import console, count_text, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.option_bounds import within
@@ -71,28 +75,34 @@ def advise(
     chosen_prices = Prices() if prices is None else load_prices(prices)
     demand = _of_server(endpoint) if trace is None else _of_trace(trace, kv_bytes_per_token, block_tokens)
     found = options(demand, chosen_prices)
-    best = choose(found, target_hit_ratio, target_saved_gpu_seconds)
     margin = uncertainty_month(demand, chosen_prices)
+    best = choose(found, target_hit_ratio, target_saved_gpu_seconds, margin)
+    now = present_option(demand, chosen_prices)
     if as_json:
         common.print_json(
             {
                 "chosen": dataclasses.asdict(best),
+                "now": None if now is None else dataclasses.asdict(now),
                 "options": [dataclasses.asdict(option) for option in found],
                 "hit_ratio_uncertainty": demand.uncertainty,
                 "month_uncertainty": margin,
                 "tokens_per_s": demand.tokens_per_s,
+                "seconds": demand.seconds,
                 "assumptions": assumptions(chosen_prices),
             }
         )
         return
-    console().print(_table(found, best))
-    typer.echo(_text(demand, best, margin, given=prices is not None))
-    typer.echo("\n".join(f"  - {each}" for each in assumptions(chosen_prices)))
+    console().print(_table(found, best, now))
+    for sentence in _sentences(demand, best, margin, given=prices is not None):
+        say(sentence)
+    for each in assumptions(chosen_prices):
+        say(f"  - {each}", indent=4)
 
 
 def _of_server(endpoint: str) -> Demand:
     with common.client_of(endpoint) as client:
         report = client.admin.value()
+        tiers = client.admin.stats().tiers if report.has_tiers else ()
     if not report.enabled:
         raise InvalidRequestError(f"the server at {endpoint} simulates nothing; start it with --value-sample 640")
     if not report.curves or not report.curves[0].estimates:
@@ -103,7 +113,12 @@ def _of_server(endpoint: str) -> Demand:
         )
     curve = report.curves[0]
     ratios = [(int(each.size * report.arena_bytes), each.hit_ratio) for each in curve.estimates]
-    return Demand(curve.lookup_tokens / report.seconds, _rising(ratios), curve.uncertainty)
+    present = next((each for each in curve.estimates if each.size == 1), None)
+    disk_bytes = sum(tier.size_bytes for tier in tiers)
+    now = None
+    if present is not None:
+        now = Present(report.arena_bytes, disk_bytes, present.hit_ratio, present.hit_ratio_with_tiers)
+    return Demand(curve.lookup_tokens / report.seconds, _rising(ratios), curve.uncertainty, report.seconds, now)
 
 
 def _of_trace(trace: Path, kv_bytes_per_token: int | None, block_tokens: int) -> Demand:
@@ -120,7 +135,7 @@ def _of_trace(trace: Path, kv_bytes_per_token: int | None, block_tokens: int) ->
         raise InvalidRequestError(
             f"trace {trace} covers {found.seconds:.0f} s; give one of {MIN_TRAFFIC_S:.0f} s or more"
         )
-    return Demand(found.lookup_tokens / found.seconds, _rising(found.hit_ratios), found.uncertainty)
+    return Demand(found.lookup_tokens / found.seconds, _rising(found.hit_ratios), found.uncertainty, found.seconds)
 
 
 def _rising(ratios: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -131,34 +146,54 @@ def _rising(ratios: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return rising
 
 
-def _table(found: list[Option], best: Option) -> Table:
+def _table(found: list[Option], best: Option, now: Option | None) -> Table:
     names = ("", "memory", "disk", "hits", "GPUs", "cost a month", "saved a month")
     table = Table(*(Column(name, justify="right") for name in names))
-    shown = found[:MAX_SHOWN]
-    if best not in shown:
+    others = [option for option in found if now is None or not _is_alike(option, now)]
+    shown = others[:MAX_SHOWN]
+    if best not in shown and best in others:
         shown = [*shown[:-1], best]
-    for option in shown:
+    for option in shown if now is None else [now, *shown]:
+        mark = "->" if _is_alike(option, best) else ""
         table.add_row(
-            "->" if option is best else "",
+            f"{mark} now".strip() if option is now else mark,
             size_text(option.memory_bytes),
             size_text(option.disk_bytes) if option.disk_bytes else "-",
             f"{option.hit_ratio:.1%}",
             str(option.gpus),
-            f"{option.month_cost:,.0f}",
-            f"{option.saved_month:,.0f}",
+            _money(option.month_cost),
+            _money(option.saved_month),
         )
     return table
 
 
-def _text(demand: Demand, best: Option, margin: float, given: bool) -> str:
+def _is_alike(one: Option, other: Option) -> bool:
+    return (one.memory_bytes, one.disk_bytes) == (other.memory_bytes, other.disk_bytes)
+
+
+def _money(amount: float) -> str:
+    """A rounded amount, never -0."""
+    return f"{round(amount):,}"
+
+
+def _sentences(demand: Demand, best: Option, margin: float, given: bool) -> Iterator[str]:
     disk = f" and {size_text(best.disk_bytes)} of disk" if best.disk_bytes else ""
-    verb = "saves" if best.saved_month >= 0 else "costs"
-    prices = "Your prices" if given else "Prices that nobody offers (give --prices)"
-    return (
-        f"{size_text(best.memory_bytes)} of memory{disk} and {best.gpus} GPUs for prefill hit {best.hit_ratio:.1%} of "
-        f"{count_text(demand.tokens_per_s)} tokens a second.\n"
-        f"Against no pool that {verb} {abs(best.saved_month):,.0f} a month, and "
-        f"{count_text(best.saved_gpu_s_day)} GPU-seconds a day.\n"
-        f"Hit ratios may be off by {100 * demand.uncertainty:.1f} points, which is {margin:,.0f} a month.\n"
-        f"{prices} and assumptions:"
+    gpus = "1 GPU" if best.gpus == 1 else f"{best.gpus} GPUs"
+    yield (
+        f"{size_text(best.memory_bytes)} of memory{disk} and {gpus} for prefill hit {best.hit_ratio:.1%} of "
+        f"{count_text(demand.tokens_per_s)} tokens a second."
     )
+    saved = round(best.saved_month)
+    cost = f"{abs(saved):,} a month {'less' if saved > 0 else 'more'}" if saved else "as much"
+    yield (
+        f"Compared with no pool that costs {cost}, and saves {count_text(best.saved_gpu_s_day)} GPU-seconds of prefill "
+        "a day."
+    )
+    yield f"The advice is from {duration_text(demand.seconds)} of traffic."
+    if demand.seconds < HOUR_S:
+        yield "Less than an hour is no month: ask again when there has been more."
+    yield (
+        f"Hit ratios may be off by {100 * demand.uncertainty:.1f} points, which is {_money(margin)} a month. Of "
+        "choices whose costs differ by no more than that, or by 1 %, the one that saves most GPU time is chosen."
+    )
+    yield f"{'Your prices' if given else 'Prices that nobody offers (give --prices)'} and assumptions:"

@@ -15,6 +15,7 @@ from kvpool.client import Client
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.fingerprints import find_namespace
+from kvpool.commands.output import say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.explanation_report import PromptReport, trace_sentences
@@ -50,8 +51,9 @@ def explain(
     ] = "",
     cache_salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
     seed: Annotated[
-        str, typer.Option("--hash-seed", envvar="KVPOOL_HASH_SEED", help="PYTHONHASHSEED of the namespace's engines.")
-    ] = "",
+        str | None,
+        typer.Option("--hash-seed", envvar="KVPOOL_HASH_SEED", help="PYTHONHASHSEED of the namespace's engines."),
+    ] = None,
     name_key_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The engines' name_key_file, if they have one."),
@@ -77,7 +79,7 @@ def explain(
         common.print_json(report.as_json())
         return
     for sentence in report.sentences():
-        typer.echo(sentence)
+        say(sentence)
     if rows := report.rows():
         table = Table(*(Column(name, overflow="fold") for name in ("tokens", "group", "where", "why", "when")))
         for row in rows:
@@ -87,7 +89,13 @@ def explain(
 
 
 def _report(
-    client: Client, prompt: str, namespace: str, tokenizer: str, cache_salt: str, seed: str, key_file: Path | None
+    client: Client,
+    prompt: str,
+    namespace: str,
+    tokenizer: str,
+    cache_salt: str,
+    seed: str | None,
+    key_file: Path | None,
 ) -> PromptReport:
     tokens = read_tokens(prompt, tokenizer)
     info = find_namespace(client, namespace)
@@ -99,7 +107,11 @@ def _report(
             f"the prompt has {len(tokens):,} tokens, less than a block of {smallest:,}: nothing of it is stored"
         )
     found = client.admin.explain(info.fingerprint, runs, timeout_ms=TIMEOUT_MS)
-    return PromptReport(info.spec, len(tokens), found)
+    report = PromptReport(info.spec, len(tokens), found)
+    if report.is_unknown:
+        counted = {each.fingerprint: each for each in client.admin.namespaces()}.get(info.fingerprint, info)
+        report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))
+    return report
 
 
 def _explain_request(client: Client, request_id: str, as_json: bool) -> None:
@@ -113,4 +125,4 @@ def _explain_request(client: Client, request_id: str, as_json: bool) -> None:
             "engine tells of a request within 10 s after its first token, and of its last 1,000"
         )
     for sentence in trace_sentences(found):
-        typer.echo(sentence)
+        say(sentence)

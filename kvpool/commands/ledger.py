@@ -13,13 +13,12 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Column, Table
 
 from kvpool.causes import Cause
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, size_text
-from kvpool.commands.output import console, count_text, share_text
+from kvpool.commands.common import AsJson, Endpoint
+from kvpool.commands.ledger_table import LedgerTable
+from kvpool.commands.output import console, say, share_text
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving, added_up
@@ -128,42 +127,15 @@ def _print_table(page: LedgerPage, rows: Sequence[LedgerRow], fields: Sequence[s
     if not rows:
         typer.echo("the ledger has no rows of that time")
     else:
-        numbers = ("saved", "lost", "held", "stored", "loaded", "hit", "evicted", "by others")
-        table = Table(*(Column(name, overflow="fold") for name in fields), title=escape(title))
-        for name in numbers:
-            table.add_column(name, justify="right")
-        for row in rows:
-            names = {"hour": _hour(row), "tenant": row.tenant or "(none)", "model": row.model}
-            table.add_row(*(escape(names[name]) for name in fields), *_numbers(row))
-        console().print(table)
-        typer.echo(
-            "saved, lost: GPU time, as engines estimate. held: GiB-hours. stored, loaded: bytes. hit: share of prompt "
-            "tokens that were loaded. evicted: tokens computed because they had made room. by others: of them, those "
-            "for other tenants."
-        )
+        drawn = LedgerTable(rows, fields, title, console())
+        console().print(drawn.table)
+        for sentence in drawn.sentences():
+            say(sentence)
     for each in page.measured:
-        typer.echo(measured_text(each))
+        say(measured_text(each))
     begins = dt.datetime.fromtimestamp(page.begins, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
     kept = f"kept since {begins}" if page.is_persistent else f"in memory since {begins}; --ledger keeps it in a file"
-    typer.echo(f"The ledger is {kept}.")
-
-
-def _numbers(row: LedgerRow) -> list[str]:
-    computed = sum(row.computed_tokens.values())
-    return [
-        _gpu_time(row.saved_gpu_seconds),
-        _gpu_time(row.lost_gpu_seconds),
-        f"{row.gib_hours:,.1f}",
-        size_text(row.stored_bytes),
-        size_text(row.loaded_bytes),
-        share_text(row.loaded_tokens, row.loaded_tokens + computed),
-        count_text(row.computed_tokens.get(Cause.EVICTED.label, 0)),
-        count_text(row.evicted_by_others_tokens),
-    ]
-
-
-def _gpu_time(seconds: float) -> str:
-    return f"{seconds / 3_600:,.1f} h" if seconds >= 3_600 else f"{seconds:,.0f} s"
+    say(f"The ledger is {kept}.")
 
 
 def measured_text(saving: MeasuredSaving) -> str:

@@ -67,16 +67,23 @@ def bar(share: float, width: int) -> str:
 def print_findings(findings: Iterable[Finding]) -> None:
     """Prints each finding on a line, and its fix on the next."""
     for finding in findings:
-        typer.echo(_wrapped(f"{MARKS[finding.level]}{finding.check}: {finding.text}"))
+        say(f"{MARKS[finding.level]}{finding.check}: {finding.text}", indent=8)
         if finding.fix:
-            typer.echo(_wrapped(f"{'':8}fix: {finding.fix}"))
+            say(f"{'':8}fix: {finding.fix}", indent=8)
 
 
-def _wrapped(line: str) -> str:
-    """A line of a finding, in the terminal's columns where standard output is one."""
+def say(line: str, indent: int = 0) -> None:
+    """Prints a line of text, wrapped to the terminal's columns where standard output is one.
+
+    Args:
+        indent: spaces before what is wrapped.
+    """
+    typer.echo(_wrapped(line, indent))
+
+
+def _wrapped(line: str, indent: int) -> str:
     line = printable(line)
     if not sys.stdout.isatty():
         return line
     width = shutil.get_terminal_size((WIDTH, 24)).columns
-    indent = " " * min(8, width // 2)
-    return textwrap.fill(line, max(width, 20), subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(line, max(width, 20), subsequent_indent=" " * min(indent, width // 2), break_on_hyphens=False)

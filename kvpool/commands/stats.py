@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, size_text
-from kvpool.commands.output import bar, console, count_text, print_findings, seconds_text, share_text
+from kvpool.commands.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.doctor.finding import notes, problems
 from kvpool.doctor.pool_state import pool_state, tokens
@@ -83,8 +83,10 @@ def _engine_row(engine: EngineState) -> dict[str, Any]:
 
 def _print_summary(endpoint: str, stats: PoolStats, window: Window | None) -> None:
     server = stats.server
-    since = f" {printable(server.version)}, up for {duration_text(server.uptime_seconds)}" if server else ""
-    typer.echo(f"kvpool-server at {endpoint}{since}")
+    version, since = "", ""
+    if server is not None:
+        version, since = f" {printable(server.version)}", f", up for {duration_text(server.uptime_seconds)}"
+    say(f"kvpool-server{version} at {endpoint}{since}")
     state = pool_state(stats, window)
     print_findings(problems(state))
     if not problems(state):

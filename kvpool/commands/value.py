@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +13,7 @@ from rich.table import Column, Table
 
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, size_text
-from kvpool.commands.output import console, count_text
+from kvpool.commands.output import console, count_text, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.option_bounds import within
@@ -53,9 +55,10 @@ def value(
         return
     for curve in shown:
         console().print(_table(report, curve, prefill))
-        typer.echo(_about(report, curve))
+        for sentence in _about(report, curve):
+            say(sentence)
     if report.left_out:
-        typer.echo(f"{report.left_out:,} lookups and puts came too fast and were left out")
+        say(f"{report.left_out:,} lookups and puts came too fast and were left out")
 
 
 def _name(curve: ValueCurve) -> str:
@@ -65,8 +68,9 @@ def _name(curve: ValueCurve) -> str:
 
 
 def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Table:
-    names = ["memory", "size", "hits", *(["with tiers"] if report.has_tiers else []), "off by", "tokens a day"]
-    names += ["GPU-s a day"] if prefill is not None else []
+    of_both = " with tiers" if report.has_tiers else ""
+    names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), "off by", f"tokens a day{of_both}"]
+    names += [f"GPU-s a day{of_both}"] if prefill is not None else []
     table = Table(*(Column(name, justify="right") for name in names), title=escape(_name(curve)))
     for each in curve.estimates:
         saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
@@ -78,12 +82,18 @@ def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Tab
     return table
 
 
-def _about(report: ValueReport, curve: ValueCurve) -> str:
+def _about(report: ValueReport, curve: ValueCurve) -> Iterator[str]:
     traffic = f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}"
-    return (
-        f"{traffic}.\nThe pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.\n"
-        "Off by: how many points hits may be wrong, nearly always."
-    )
+    yield f"{traffic}."
+    yield (f"The pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.")
+    yield "Off by: how many points hits may be wrong, nearly always."
+    if _falls([each.hit_ratio for each in curve.estimates]):
+        yield "More memory never hits less in the long run: the larger simulated pools are not full yet."
+
+
+def _falls(ratios: Sequence[float]) -> bool:
+    """Whether a larger size is printed with fewer hits than a smaller one."""
+    return any(round(after, 3) < round(before, 3) for before, after in itertools.pairwise(ratios))
 
 
 def _saved_tokens_a_day(report: ValueReport, curve: ValueCurve, hit_ratio: float) -> float:

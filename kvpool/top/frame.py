@@ -72,8 +72,10 @@ def frame(view: View) -> RenderableType:
 
 def _title(view: View, now: PoolStats) -> Text:
     server = now.server
-    told = f" {server.version}, up for {duration_text(server.uptime_seconds)}" if server is not None else ""
-    return Text(printable(f"kvpool-server at {view.endpoint}{told}"), style="bold")
+    version, since = "", ""
+    if server is not None:
+        version, since = f" {server.version}", f", up for {duration_text(server.uptime_seconds)}"
+    return Text(printable(f"kvpool-server{version} at {view.endpoint}{since}"), style="bold")
 
 
 def _lines(interval: Interval) -> Iterator[tuple[str, str]]:

@@ -129,9 +129,9 @@ class Explanations:
     def _elsewhere(
         self, namespace: PoolNamespace, runs: Sequence[BlockRun], first_missing: Sequence[int]
     ) -> Steps[tuple[NamespaceMatch, ...]]:
-        """Other namespaces of the same tenant and salt that have the first missing block of a run."""
+        """Other namespaces of the same model, tenant and salt that have the first missing block of a run."""
         found: dict[bytes, int] = {}
-        others = self._misses.others(namespace)
+        others = [each for each in self._misses.others(namespace) if self._is_of_model(each, namespace.spec.model)]
         for run, first in zip(runs, first_missing, strict=True):
             names = run.block_hashes[first : first + MAX_COUNTED]
             for other in others if names else ():
@@ -146,6 +146,10 @@ class Explanations:
                 fields = tuple(map(str, differences(namespace.spec, match.spec)))[:MAX_DIFFERENCES]
                 matches.append(NamespaceMatch(fingerprint, count, fields))
         return tuple(matches)
+
+    def _is_of_model(self, group: Group, model: str) -> bool:
+        namespace = self._namespaces.find(group.fingerprint)
+        return namespace is not None and namespace.spec.model == model
 
 
 def add_range(ranges: list[BlockRange], following: BlockRange) -> None:

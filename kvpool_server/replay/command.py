@@ -13,10 +13,12 @@ from rich.table import Table
 
 from kvpool_server.cache.eviction import POLICIES, check_policy
 from kvpool_server.replay.replay import num_steps, policy_ratios, reference_ratios
-from kvpool_server.replay.trace import load, num_blocks, num_distinct
+from kvpool_server.replay.trace import load, num_blocks, num_distinct, num_prompts, recorded_ratio
 
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
 LIMIT = "clairvoyant"
+RECORDED = "recorded"
+"""Column of what the recorded pool hit, at a size that a recording does not tell."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Replay traces, without a server.")
 
@@ -29,7 +31,12 @@ def _group() -> None:
 @app.command("replay")
 def command(
     trace: Annotated[
-        Path, typer.Argument(help="JSON lines with timestamp (ms) and hash_ids.", exists=True, dir_okay=False)
+        Path,
+        typer.Argument(
+            help="A recording of kvpool-server --record, or JSON lines with timestamp (ms) and hash_ids.",
+            exists=True,
+            dir_okay=False,
+        ),
     ],
     policy: Annotated[
         list[str] | None, typer.Option(help=f"{' or '.join(POLICIES)}; repeat it for several. Default: all.")
@@ -42,6 +49,7 @@ def command(
 ) -> None:
     """Print the share of a trace's blocks that a pool of each capacity would have hit.
 
+    Of a recording the first row has the share that the recorded pool hit.
     Beside the policies stand plain LRU, block by block, and the clairvoyant limit, which no policy can exceed.
     """
     policies, shares = policy or list(POLICIES), sorted(share or DEFAULT_SHARES)
@@ -75,28 +83,30 @@ def command(
 
         ratios = {name: policy_ratios(requests, capacities, name, advance) for name in policies}
         ratios |= reference_ratios(requests, capacities, advance)
-    _print(trace, len(requests), total, distinct, shares, capacities, ratios)
+    title = f"{trace.name}: {num_prompts(requests):,} prompts, {total:,} blocks, {distinct:,} of them distinct"
+    _print(title, recorded_ratio(requests), shares, capacities, ratios)
     if plot is not None:
         _draw(plot, shares, ratios)
         typer.echo(f"plot: {plot}")
 
 
 def _print(
-    trace: Path,
-    num_requests: int,
-    total: int,
-    distinct: int,
+    title: str,
+    recorded: float | None,
     shares: list[float],
     capacities: list[int],
     ratios: dict[str, list[float]],
 ) -> None:
-    table = Table(title=f"{trace.name}: {num_requests:,} prompts, {total:,} blocks, {distinct:,} of them distinct")
+    table = Table(title=title)
     table.add_column("capacity", justify="right")
     table.add_column("blocks", justify="right")
-    for name in ratios:
+    for name in (*([] if recorded is None else [RECORDED]), *ratios):
         table.add_column(name, justify="right")
+    if recorded is not None:
+        table.add_row("recorded size", "-", f"{recorded:.3f}", *["-"] * len(ratios))
     for nth, (each, capacity) in enumerate(zip(shares, capacities, strict=True)):
-        table.add_row(f"{each:g} %", f"{capacity:,}", *(f"{column[nth]:.3f}" for column in ratios.values()))
+        unknown = [] if recorded is None else ["-"]
+        table.add_row(f"{each:g} %", f"{capacity:,}", *unknown, *(f"{column[nth]:.3f}" for column in ratios.values()))
     Console().print(table)
 
 

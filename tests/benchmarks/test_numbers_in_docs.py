@@ -74,7 +74,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "Engines report every 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
         "The 95 % interval": ELSEWHERE,
     },
-    "value.md": {"within 2 % of one core": "kvpool_server.value.live: CPU_SHARE"},
+    "value.md": {
+        "within 2 % of one core": "kvpool_server.value.live: CPU_SHARE",
+        "than the uncertainty, or by 1 %": "kvpool.advice: TIE_SHARE",
+    },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "operations.md": {
         "less than 16 MiB for each gRPC call": ELSEWHERE,

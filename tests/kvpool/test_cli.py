@@ -219,7 +219,7 @@ def test_stats_begin_with_what_is_wrong(
 ) -> None:
     cli = Cli(pool_server("--quota", "tenant:acme=1MiB"), monkeypatch, capsys)
     first, second, *_ = cli("stats").splitlines()
-    assert first.startswith(f"kvpool-server at {cli.server.endpoint} {__version__}, up for ")
+    assert first.startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
     assert second == "ok      nothing is wrong with the pool"
     client = connect(cli.server)
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000_000), tenant="acme"))

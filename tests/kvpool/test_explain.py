@@ -70,6 +70,7 @@ def test_a_prompt_that_was_evicted_in_part_is_explained(
     assert re.search(evicted, printed)
     assert "(model big/model)." in printed
     assert "Tokens 192 to 240 were never stored.\n" in printed
+    assert "Another stored prompt parts from" not in printed and "No block of this prompt" not in printed
     assert "The last 3 tokens are always computed" in printed
     assert "The server remembers blocks that left up to " in printed
     table = printed.partition("┏")[2]
@@ -99,6 +100,49 @@ def test_the_field_is_named_by_which_another_namespace_differs(
     assert printed.startswith("0 of 203 tokens are stored (0%).")
     assert f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks from the first missing one on." in printed
     assert "It differs in: weights_epoch: '2' here, '1' there." in printed
+
+
+def test_a_namespace_of_another_model_is_no_hint(
+    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    client = connect(server)
+    client.admin.clear()
+    mine, other = client.open_namespace(spec()), client.open_namespace(spec(model="other"))
+    store(client, other, TOKENS)
+    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
+    asked = (
+        "explain",
+        "--prompt",
+        str(tmp_path / "prompt"),
+        "--namespace",
+        mine.fingerprint.hex(),
+        "--hash-seed",
+        SEED,
+    )
+    printed = cli(*asked)
+    assert "It differs in" not in printed and "No block of this prompt" not in printed, "the namespace has no blocks"
+
+
+def test_names_that_no_block_has_are_told(
+    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    client = connect(server)
+    client.admin.clear()
+    mine = client.open_namespace(spec())
+    store(client, mine, TOKENS)
+    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
+    asked = (
+        "explain",
+        "--prompt",
+        str(tmp_path / "prompt"),
+        "--namespace",
+        mine.fingerprint.hex(),
+        "--hash-seed",
+        SEED,
+    )
+    sentence = "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
+    assert sentence in cli(*asked, "--cache-salt", "wrong")
+    assert sentence not in cli(*asked)
 
 
 def test_errors_name_the_fix(
@@ -172,3 +216,10 @@ def test_usual_seeds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hash_seed(namespace_spec(hash_seed="77").listed()) == "77"
     with pytest.raises(InvalidRequestError, match="--hash-seed"):
         hash_seed(namespace_spec(hash_seed="77").listed(), "78")
+
+
+def test_a_namespace_without_a_seed_takes_any_and_begins_with_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "77")
+    without = namespace_spec(hash_seed="").listed()
+    assert hash_seed(without) == "vllm-none-hash"
+    assert [hash_seed(without, seed) for seed in ("vllm-none-hash", "78", "")] == ["vllm-none-hash", "78", ""]

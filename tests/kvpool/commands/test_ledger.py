@@ -10,14 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvpool.causes import Cause
 from kvpool.cli import main
 from kvpool.client import Client
 from kvpool.commands.ledger import measured_text, moment
+from kvpool.commands.ledger_table import LedgerTable
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError
-from kvpool.ledger import MeasuredSaving
+from kvpool.ledger import LedgerRow, MeasuredSaving
 from kvpool.namespace import NamespaceSpec
 from kvpool.reports import Agreement, EngineReport, FirstTokenTimes
 from tests.conftest import StartServer
@@ -68,7 +70,8 @@ def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
 
 def test_a_table_that_reads_at_80_columns(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
     printed = run("--endpoint", server.endpoint)
-    assert max(len(line) for line in printed.splitlines() if "│" in line) <= 80
+    assert all(len(line) <= 80 for line in printed.partition("saved: ")[0].splitlines())
+    assert "No engine reports" not in printed and "by others" not in printed, "columns without a number are left out"
     assert "acme" in printed and "180 s" in printed and "75.0%" in printed and "umbra" in printed and "7 s" in printed
     assert "40 loads saved 36.0 s to the first token, with 95 % confidence" in printed
     assert "loaded with computed 75.0% of 4, computed with computed 100.0% of 2" in printed
@@ -94,6 +97,40 @@ def test_a_wrong_time_is_refused_by_its_text(run, server: ServerProcess) -> None
     assert "'soon' is no time; give one such as 90m" in run("--since", "soon", "--endpoint", server.endpoint, status=1)
     both = run("--csv", "--json", "--endpoint", server.endpoint, status=1)
     assert "exclude each other" in both
+
+
+def drawn(rows: list[LedgerRow], by: str, width: int = 80) -> tuple[str, str]:
+    """The table and the sentences under it."""
+    console = Console(width=width, file=io.StringIO())
+    table = LedgerTable(rows, by.split(), "ledger", console)
+    with console.capture() as printed:
+        console.print(table.table)
+    return printed.get(), " ".join(table.sentences())
+
+
+def test_without_engines_reports_the_server_tells_what_it_counts() -> None:
+    counted = LedgerRow(0, "acme", "", gib_hours=0.0125, hit_tokens=40_000, stored_bytes=1 << 20)
+    table, said = drawn([counted], "tenant")
+    assert "40,000" in table and "12.8 MiB-h" in table and "evicted" not in table
+    assert "No engine reports to this server: saved, lost, hit ratio, evicted are unknown." in said
+    reported = LedgerRow(0, "umbra", "", loaded_tokens=3, num_requests=1, computed_tokens={EVICTED: 1})
+    table, said = drawn([counted, reported], "tenant")
+    acme, umbra = (line.split() for line in table.splitlines() if "acme" in line or "umbra" in line)
+    assert acme[-2:] == ["-", "-"] and umbra[-2:] == ["75.0%", "1"]
+    assert "-: no engine has reported." in said
+
+
+def test_rows_of_all_are_read_at_80_columns_and_wider_ones_have_more() -> None:
+    full = LedgerRow(
+        1_800_000_000, "a-tenant-with-a-name", "meta-llama/Llama-3.1-70B-Instruct", 7_200_000.0, 40.0, 1_234.5, 1 << 43,
+        1 << 44, 3_000_000, 4_000_000, 50, 1_000_000, 5, {EVICTED: 1_000_000},
+    )  # fmt: skip
+    table, said = drawn([full], "hour tenant model")
+    assert all(len(line) <= 80 for line in table.splitlines()) and "…" not in table
+    assert "01-15 08:00" in table and "a-tenant-with-a-" in table and "2,000.0 h" in table and "75.0%" in table
+    assert "Too wide for the terminal: lost" in said and "--csv has all columns" in said
+    table, said = drawn([full], "hour tenant model", 200)
+    assert "Too wide" not in said and "meta-llama/Llama-3.1-70B-Instruct" in table and "1.21 TiB-h" in table
 
 
 def test_moments() -> None:

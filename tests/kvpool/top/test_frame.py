@@ -39,7 +39,7 @@ def busy() -> Interval:
 
 def test_a_frame_says_what_the_pool_does_now() -> None:
     lines = drawn(View("h:1", busy()))
-    assert lines[0] == "kvpool-server at h:1 1, up for 100 s"
+    assert lines[0] == "kvpool-server 1 at h:1, up for 100 s"
     assert "40 GiB of 100 GiB" in line(lines, "memory") and line(lines, "memory").count("█") == 12
     assert "1.23 M entries, 3 leases, 0 tickets, 3 evicted/s" in line(lines, "blocks")
     assert "60.0% of 100 tokens/s; 60.0% since the start" in line(lines, "hit ratio")

@@ -33,7 +33,7 @@ def test_one_frame_has_the_rates_of_one_interval(pool_server: StartServer) -> No
     done = run_command(*COMMAND, "--once", "--interval", "0.2", "--endpoint", pool_server().endpoint, COLUMNS="30")
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("kvpool-server at ") and any(line.startswith("memory  ") for line in lines)
+    assert lines[0].startswith("kvpool-server ") and any(line.startswith("memory  ") for line in lines)
     assert max(map(len, lines)) <= 80 and "\x1b" not in done.stdout
 
 

@@ -9,13 +9,15 @@ import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
 from kvpool_server.cache.pool import Pool
+from kvpool_server.replay import command
 from kvpool_server.replay.recording import block_shape
 from kvpool_server.replay.replay import make_pool, put, replay
-from kvpool_server.replay.trace import load, num_blocks
+from kvpool_server.replay.trace import load, num_blocks, num_prompts, recorded_ratio
 from kvpool_server.value.recorder import Recorder
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, run_of
@@ -54,6 +56,11 @@ def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str
     assert 0 < hits < blocks == num_blocks(requests)
     assert replay(requests, 64, policy) == hits
     assert block_shape(path) == (512, 2 << 20)
+    assert recorded_ratio(requests) == hits / blocks
+    assert num_prompts(requests) == sum(not each.is_put for each in requests) < len(requests)
+    done = CliRunner().invoke(command.app, ["replay", str(path), "--policy", policy, "--share", "50"])
+    (first,) = (line for line in done.output.splitlines() if "recorded size" in line)
+    assert f"{hits / blocks:.3f}" in first and f"{num_prompts(requests):,} prompts" in done.output
 
 
 def test_a_recording_is_private_and_names_nothing(tmp_path: Path) -> None:
