@@ -25,6 +25,8 @@ from kvpool_server.usage import MAX_PAIRS
 MAX_ROWS = LEDGER_DAYS * 24 * (MAX_PAIRS + 1)
 """The oldest hours are deleted beyond that, and beyond `LEDGER_DAYS`."""
 MAX_REPORTERS = 4_096
+MAX_SEQUENCE = (1 << 63) - 1
+"""The largest number that the file can keep of a reporter."""
 APPLICATION_ID = 0x6B76706C
 FORMAT = 1
 LOCK_S = 10.0
@@ -134,7 +136,7 @@ class LedgerFile:
             db.executemany(
                 "INSERT OR REPLACE INTO reporters VALUES (?, ?, ?, ?)",
                 [
-                    (tenant, reporter, min(sequence, MAX_TOTAL), now)
+                    (tenant, reporter, min(sequence, MAX_SEQUENCE), now)
                     for (tenant, reporter), sequence in reporters.items()
                 ],
             )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from kvpool.reports import NO_AGREEMENT, Agreement, EngineReport, FirstTokenTimes
 
-MAX_TOTAL = 1 << 62
-"""Counts stop there, so that an engine that makes up its figures breaks no message with the others'."""
+MAX_TOTAL = 1 << 56
+"""Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all
+causes or size classes together are a number of 64 bits all the same."""
 
 
 @dataclass(slots=True)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow
+from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.reports import EngineReport
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter
@@ -178,14 +178,26 @@ class UsageLedger:
         await self.flush()
         until = until or int(self._unix_clock()) + 1
         rows, next_since = await self._in_thread(lambda: self._file.rows(since, until, tenant, MAX_LEDGER_ROWS))
-        savings = (measured(pair, totals) for pair, totals in self._reports.totals.items())
         return LedgerPage(
             tuple(row for row in rows if _may_see(tenant, row.tenant, row.model)),
-            tuple(each for each in savings if each is not None and _may_see(tenant, each.tenant, each.model)),
+            tuple(self._measured(tenant)),
             self._is_persistent,
             self._file.begins,
             next_since,
         )
+
+    def _measured(self, tenant: str | None) -> Iterator[MeasuredSaving]:
+        """What was measured of each model and tenant that the caller may see. A failure leaves one of them out."""
+        for pair, totals in self._reports.totals.items():
+            if not _may_see(tenant, pair.tenant, pair.model):
+                continue
+            try:
+                found = measured(pair, totals)
+            except ArithmeticError as error:
+                log.warning("the saving cannot be worked out", model=pair.model, tenant=pair.tenant, error=str(error))
+                continue
+            if found is not None:
+                yield found
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

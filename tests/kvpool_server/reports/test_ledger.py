@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from kvpool import replies
 from kvpool.causes import Cause
 from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, added_up
-from kvpool.reports import EngineReport
-from kvpool_server.reports import ledger_file
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, MeasuredSaving, added_up
+from kvpool.reports import EngineReport, FirstTokenTimes
+from kvpool.wire import encode_ledger
+from kvpool_server.reports import ledger_file, usage_ledger
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
-from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.totals import MAX_TOTAL
 from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
 from kvpool_server.usage import OTHER, PairUsage
@@ -119,6 +121,42 @@ def test_a_tenant_sees_its_own_rows(path: str) -> None:
         assert len((await bench.page()).rows) == 4
 
     run(path, scenario)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        (FirstTokenTimes(3, False, 20, 0.0, 1e-200), FirstTokenTimes(3, True, 20, 0.0, 1e-200)),
+        (FirstTokenTimes(3, False, 1 << 40), FirstTokenTimes(3, True, 20, 1e7, 1e14)),
+    ],
+)
+def test_no_report_spoils_the_page(hostile: tuple[FirstTokenTimes, ...]) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.report("umbra", first_token_times=hostile)
+        bench.report("acme", num_requests=1)
+        for tenant in ("acme", "umbra", None):
+            page = await bench.page(tenant)
+            assert replies.ledger(encode_ledger(page, 1)) == page
+            assert page.rows or tenant == "umbra"
+            assert [each.tenant for each in page.measured] == ([] if tenant == "acme" else ["umbra"])
+
+    run("", scenario)
+
+
+def test_a_saving_that_cannot_be_worked_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(pair: Pair, _: object) -> MeasuredSaving:
+        if pair.tenant == "umbra":
+            raise ZeroDivisionError
+        return MeasuredSaving(pair.tenant, pair.model)
+
+    monkeypatch.setattr(usage_ledger, "measured", fails)
+
+    async def scenario(bench: Bench) -> None:
+        for tenant in ("acme", "umbra"):
+            bench.report(tenant, num_requests=1)
+        assert [each.tenant for each in (await bench.page()).measured] == ["acme"]
+
+    run("", scenario)
 
 
 def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path) -> None:
