@@ -22,6 +22,8 @@ MAX_REQUESTS = 512
 """Of which one report tells."""
 MAX_REQUESTS_BYTES = 48 << 10
 """Of requests in one report; an engine takes no further ones then, so that the whole report is small enough."""
+MAX_AMOUNT = 1e15
+"""Largest sum of seconds, or of GiB hours, that a server tells of: sums stop there."""
 MAX_REPORT_BYTES = 64 << 10
 """Larger messages are refused before they are decoded."""
 

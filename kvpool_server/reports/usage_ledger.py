@@ -9,7 +9,6 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,9 @@ import structlog
 
 from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.reports import EngineReport
+from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.ledger_file import LedgerFile, Reporter
+from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
 from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.saving import measured
 from kvpool_server.usage import OTHER, PairUsage
@@ -100,7 +100,10 @@ class UsageLedger:
         row.sums["loaded_tokens"] += report.loaded_tokens
         row.sums["num_requests"] += report.num_requests
         row.computed_tokens.update(report.computed_tokens)
+        self._reporters.pop((tenant, report.reporter), None)  # The last to report is last.
         self._reporters[tenant, report.reporter] = report.sequence
+        if len(self._reporters) > 2 * ledger_file.MAX_REPORTERS:
+            self._bound_reporters()
 
     def evicted(self, of: tuple[str, str], by: tuple[str, str], num_tokens: int) -> None:
         """A lookup has missed tokens that had made room for another tenant's.
@@ -150,7 +153,7 @@ class UsageLedger:
             now = int(self._unix_clock())
             try:
                 await self._in_thread(lambda: self._file.add(rows, reporters, now))
-            except sqlite3.Error as error:
+            except Exception as error:
                 if not self._is_failing:
                     log.warning("the ledger cannot be written, its figures wait in memory", error=str(error))
                 self._is_failing = True
@@ -167,7 +170,19 @@ class UsageLedger:
                 known.sums[name] += value
             known.computed_tokens.update(each.computed_tokens)
         self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
-        self._reporters = {**reporters, **self._reporters}
+        self._reporters = {
+            **{key: reporters[key] for key in reporters if key not in self._reporters},
+            **self._reporters,
+        }
+        self._bound_reporters()
+
+    def _bound_reporters(self) -> None:
+        """Forgets the oldest numbers of the tenant with most, which the file would delete, too."""
+        surplus = surplus_of_each(Counter(tenant for tenant, _ in self._reporters), ledger_file.MAX_REPORTERS)
+        for key in [*self._reporters] if surplus else ():
+            if surplus[key[0]]:
+                surplus[key[0]] -= 1
+                del self._reporters[key]
 
     async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
         """The rows of hours that end after `since` and begin before `until`, and what was measured.
