@@ -132,7 +132,7 @@ class LedgerFile:
         if tables != {"usage": list(_COLUMNS), "reporters": ["tenant", "reporter", "sequence", "seen"]}:
             raise sqlite3.DatabaseError("its tables are others")
         (begins,) = db.execute("SELECT at FROM begun").fetchone() or (None,)
-        if not _is_count(begins, MAX_UNIX_S):
+        if not isinstance(begins, int) or not _is_count(begins, MAX_UNIX_S):
             raise sqlite3.DatabaseError("it does not say when it was begun")
         for table, expected in _TYPES.items():
             wrong = " OR ".join(f"typeof({name}) NOT IN ({types})" for name, types in expected.items())
