@@ -11,7 +11,6 @@ Text of a server is cut and escaped, since it ends up in logs and on terminals.
 from __future__ import annotations
 
 import functools
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from kvpool.holdings import NamespaceInfo, escaped
 from kvpool.ledger import MAX_LEDGER_ROWS, LedgerPage
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
-from kvpool.reports import MAX_CAUSES, MAX_STAGES, EngineState
+from kvpool.reports import MAX_AMOUNT, MAX_CAUSES, MAX_STAGES, EngineState
 from kvpool.segment import MAX_EXTENTS
 from kvpool.server_stats import ServerStats
 from kvpool.types import (
@@ -386,7 +385,7 @@ def _server(server: pb.ServerStats) -> None:
     for rpc in server.rpcs:
         _text("method", rpc.method)
         _text("status", rpc.status)
-        _in("sum_seconds", rpc.sum_seconds, 0, math.inf)
+        _in("sum_seconds", rpc.sum_seconds, 0, MAX_AMOUNT)
         _is("number of buckets", len(rpc.buckets), len(bounds) + 1)
     for moved in server.transfers:
         _text("transport", moved.transport)
@@ -440,8 +439,8 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
     _in("idle_seconds", info.idle_seconds, 0, MAX_AGE_S)
     _text("opened_by", info.opened_by)
     _causes(info.computed_tokens)
-    _in("saved_seconds", info.saved_seconds, 0, math.inf)
-    _in("lost_seconds", info.lost_seconds, 0, math.inf)
+    _in("saved_seconds", info.saved_seconds, 0, MAX_AMOUNT)
+    _in("lost_seconds", info.lost_seconds, 0, MAX_AMOUNT)
     for tier in info.tiers:
         _text("tier", tier.tier)
     decoded = wire.decode_namespace_info(info)
@@ -461,7 +460,7 @@ def ledger(reply: pb.LedgerResponse) -> LedgerPage:
         for name in ("tenant", "model"):
             _text(name, getattr(row, name))
         for name in ("saved_gpu_seconds", "lost_gpu_seconds", "gib_hours"):
-            _in(name, getattr(row, name), 0, math.inf)
+            _in(name, getattr(row, name), 0, MAX_AMOUNT)
         _in("hour", row.hour, 0, MAX_AGE_S)
         _causes(row.computed_tokens)
     for each in reply.measured:
@@ -495,7 +494,7 @@ def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
     decoded = []
     for quota in wire.decode_quotas(messages):
         _text("subject", quota.subject)
-        _in("limit_bytes", quota.limit_bytes, 1, math.inf)
+        _in("limit_bytes", quota.limit_bytes, 1, (1 << 64) - 1)
         decoded.append(replace(quota, subject=_shown(quota.subject)))
         _in("number of quotas", len(decoded), 0, MAX_ENTRIES)
     return decoded

@@ -16,6 +16,16 @@ MAX_CAUSES = 64
 """Causes that one report names, those of later releases included."""
 MAX_SIZE_CLASS = 40
 """Hits of 2^40 tokens and more are of one size class with smaller ones."""
+MAX_SIZE_CLASSES = 2 * (MAX_SIZE_CLASS + 1)
+"""Loaded and held out."""
+MAX_REQUESTS = 512
+"""Of which one report tells."""
+MAX_REQUESTS_BYTES = 48 << 10
+"""Of requests in one report; an engine takes no further ones then, so that the whole report is small enough."""
+MAX_AMOUNT = 1e15
+"""Largest sum of seconds, or of GiB hours, that a server tells of: sums stop there."""
+MAX_REPORT_BYTES = 64 << 10
+"""Larger messages are refused before they are decoded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,17 @@ from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, EngineState, FirstTokenTimes
+from kvpool.reports import (
+    MAX_CAUSES,
+    MAX_ENGINE_CHARS,
+    MAX_REQUESTS,
+    MAX_SIZE_CLASSES,
+    MAX_STAGES,
+    Agreement,
+    EngineReport,
+    EngineState,
+    FirstTokenTimes,
+)
 from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
 from kvpool.types import (
     HASH_BYTES,
@@ -397,7 +407,13 @@ def encode_report(report: EngineReport) -> pb.ReportRequest:
 
 
 def decode_report(message: pb.ReportRequest) -> EngineReport:
-    """A report whose texts may stand in logs; without its requests, which stay messages."""
+    """A report whose texts may stand in logs; without its requests, which stay messages.
+
+    Raises InvalidRequestError, before anything is decoded, if a field has more elements than a report may have.
+    """
+    for name, most in _MOST_OF_REPORT.items():
+        if (count := len(getattr(message, name))) > most:
+            raise errors.InvalidRequestError(f"{name} of the report has {count} elements; give at most {most}")
     texts = {name: printable(getattr(message, name)[:MAX_ENGINE_CHARS]) for name in _TEXTS_OF_REPORT}
     return _decode(
         EngineReport,
@@ -428,6 +444,12 @@ def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
+_MOST_OF_REPORT = {
+    "namespaces": MAX_STAGES,
+    "computed_tokens": MAX_CAUSES,
+    "first_token_times": MAX_SIZE_CLASSES,
+    "requests": MAX_REQUESTS,
+}
 
 
 def encode_value(report: ValueReport, boot_token: int) -> pb.ValueResponse:

@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import wire
 from kvpool.errors import InvalidRequestError
+from kvpool.reports import MAX_REPORT_BYTES
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
@@ -85,6 +86,7 @@ def _handler(
         "SetQuotas": max_spec_bytes,
         "Lookup": MAX_LOOKUP_BYTES,
         "Explain": MAX_LOOKUP_BYTES,
+        "Report": MAX_REPORT_BYTES,
     }.get(method.name, MAX_CONTROL_BYTES)
 
     async def of_one(_: object, context: Context) -> Any:

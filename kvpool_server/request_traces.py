@@ -1,19 +1,20 @@
 """What engines have told of their requests, for `kvpool explain --request`: the last ones of each engine.
 
-Kept as messages, which are decoded when somebody asks. Belongs to the pool's event loop.
+A request is kept as bytes, which are decoded when somebody asks: a message would keep the whole report in memory with
+which it came. Malformed requests are dropped when they arrive. Belongs to the pool's event loop.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvpool.errors import InvalidRequestError
 from kvpool.explanation import MAX_TRACES
-from kvpool.explanation_messages import decode_trace
+from kvpool.explanation_messages import MAX_SECONDS, decode_trace
 from kvpool.holdings import printable
 from kvpool.request_trace import MAX_REQUEST_ID_CHARS, RequestTrace
 from kvpool.v1 import pool_pb2 as pb
@@ -30,7 +31,8 @@ TRACES_PER_STEP = 1_024
 
 class _Told(NamedTuple):
     at: float
-    message: pb.RequestTrace
+    request_id: str  # Printable.
+    encoded: bytes
 
 
 @dataclass(slots=True)
@@ -56,18 +58,20 @@ class RequestTraces:
         return self._num_of_tenant.total()
 
     def add(self, tenant: str, reporter: bytes, engine: str, model: str, traces: Sequence[pb.RequestTrace]) -> None:
-        """Keeps what an engine tells of its requests."""
+        """Keeps what an engine tells of its requests, as far as it is well-formed."""
         if not traces:
             return
         known = self._engines.pop((tenant, reporter), None) or _Engine(printable(engine[:128]), printable(model[:200]))
         self._engines[tenant, reporter] = known
         now, before = self._clock(), len(known.traces)
-        known.traces.extend(_Told(now, each) for each in traces[-MAX_OF_ENGINE:] if each.ByteSize() <= MAX_TRACE_BYTES)
+        known.traces.extend(_well_formed(traces[-MAX_OF_ENGINE:], now))
         self._num_of_tenant[tenant] += len(known.traces) - before
         while len(self) > MAX_TRACES_KEPT:
             self._forget(len(self) - MAX_TRACES_KEPT)
         if not known.traces:
             self._engines.pop((tenant, reporter), None)
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant]
 
     def _forget(self, count: int) -> None:
         """Forgets up to `count` of the engine that has told least recently of the tenant with most."""
@@ -82,24 +86,50 @@ class RequestTraces:
             del self._engines[key]
 
     def find_in_steps(self, request_id: str) -> Steps[tuple[RequestTrace, ...]]:
-        """The newest requests, of those that the caller may know of, whose id begins with `request_id`.
+        """The requests whose id begins with `request_id` and of which the caller may know, the last to arrive first.
 
-        Raises InvalidRequestError if that is no id.
+        Of too many, the last ones of each tenant in turn. Engines say how old a request is, so the age orders nothing.
+
+        Raises InvalidRequestError if `request_id` is no id.
         """
         if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 f"a request id of {len(request_id)} characters; give 1 to {MAX_REQUEST_ID_CHARS}, as vLLM logs it"
             )
-        found: list[tuple[_Told, _Engine]] = []
-        visible = [engine for (tenant, _), engine in self._engines.items() if is_visible(tenant)]
+        of_tenant: defaultdict[str, list[tuple[_Told, _Engine]]] = defaultdict(list)
+        visible = [(tenant, engine) for (tenant, _), engine in self._engines.items() if is_visible(tenant)]
         yield
-        for engine in visible:
+        for tenant, engine in visible:
+            found = of_tenant[tenant]
             for part in _parts(list(engine.traces)):
-                found += [(told, engine) for told in part if told.message.request_id.startswith(request_id)]
+                found += [(told, engine) for told in part if told.request_id.startswith(request_id)]
                 yield
-            found = sorted(found, key=lambda pair: pair[0].at - pair[0].message.age_seconds)[-MAX_TRACES:]
+            of_tenant[tenant] = sorted(found, key=_arrival)[-MAX_TRACES:]
+        in_turn = [
+            pair
+            for nth_of_each in itertools.zip_longest(*(reversed(found) for found in of_tenant.values()))
+            for pair in nth_of_each
+            if pair is not None
+        ]
+        shown = sorted(in_turn[MAX_TRACES - 1 :: -1], key=_arrival)
         now = self._clock()
-        return tuple(_decoded(told, engine, now) for told, engine in reversed(found))
+        return tuple(_decoded(told, engine, now) for told, engine in reversed(shown))
+
+
+def _well_formed(traces: Iterable[pb.RequestTrace], now: float) -> Iterator[_Told]:
+    for each in traces:
+        if each.ByteSize() > MAX_TRACE_BYTES:
+            continue
+        try:
+            request_id = printable(decode_trace(each).request_id)
+        except InvalidRequestError:
+            continue
+        if request_id:
+            yield _Told(now, request_id, each.SerializeToString())
+
+
+def _arrival(pair: tuple[_Told, _Engine]) -> float:
+    return pair[0].at
 
 
 def _parts(traces: list[_Told]) -> Iterator[list[_Told]]:
@@ -108,14 +138,11 @@ def _parts(traces: list[_Told]) -> Iterator[list[_Told]]:
 
 
 def _decoded(told: _Told, engine: _Engine, now: float) -> RequestTrace:
-    try:
-        trace = decode_trace(told.message)
-    except InvalidRequestError:  # The engine's own figures: they spoil the engine's own answer alone.
-        trace = RequestTrace(told.message.request_id)
+    trace = decode_trace(pb.RequestTrace.FromString(told.encoded))
     return replace(
         trace,
-        request_id=printable(trace.request_id),
+        request_id=told.request_id,
         engine=engine.name,
         model=engine.model,
-        age_seconds=trace.age_seconds + max(0.0, now - told.at),
+        age_seconds=min(MAX_SECONDS, trace.age_seconds + max(0.0, now - told.at)),
     )

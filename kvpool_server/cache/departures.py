@@ -4,10 +4,11 @@ Later departures replace earlier ones. A block is known by 64 bits of its name, 
 can choose which departures are forgotten, and one group's blocks are not another's. Of the departures between a block's
 and now, each replaces it with a chance of one in `NUM_SLOTS`: half of what left 700,000 departures ago is still known.
 
-A slot has 12 bytes. Of a block's 64 bits, 20 are its slot's number, which need not be in the slot:
+A slot has 13 bytes. Of a block's 64 bits, 20 are its slot's number, which need not be in the slot:
 
-    word  44 bits of the block | 8 bits: seconds since its last use, by their logarithm | 12 bits: for whose blocks
-    note  28 bits: seconds from the pool's start until it left | 4 bits: the cause; 0 in an empty slot
+    word     44 bits of the block | 8 bits: seconds since its last use, by their logarithm | 12 bits: for whose blocks
+    note     28 bits: seconds from the pool's start until it left | 4 bits: the cause; 0 in an empty slot
+    charged  1 byte: the departure was charged to the one for whose blocks it made room
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvpool_server.cache.use_times import UNKNOWN, UseTimes
 
 _FOR_BITS, _AGE_BITS, _CAUSE_BITS = 12, 8, 4
 NUM_SLOTS = 1 << _FOR_BITS + _AGE_BITS
-"""12 bytes each, which take memory once blocks have left."""
+"""13 bytes each, which take memory once blocks have left."""
 BATCH = 1024
 """Departures are entered once so many wait, or when somebody asks."""
 MAX_WAITING_GROUPS = 64
@@ -107,6 +108,7 @@ class Departures:
         self._secret = secrets.randbits(64)
         self._words = np.zeros(0, np.uint64)  # Of `NUM_SLOTS` from the first departure on.
         self._notes = np.zeros(0, np.uint32)
+        self._charged = np.zeros(0, np.bool_)
         self._waiting: defaultdict[tuple[Group, int, int], list[Entry]] = defaultdict(list)
         self._num_waiting = 0
         self._evicted_for: list[EvictedFor | None] = [None]
@@ -146,6 +148,7 @@ class Departures:
     def _enter(self) -> None:
         if not len(self._words):
             self._words, self._notes = np.zeros(NUM_SLOTS, np.uint64), np.zeros(NUM_SLOTS, np.uint32)
+            self._charged = np.zeros(NUM_SLOTS, np.bool_)
         waiting, self._waiting = self._waiting, defaultdict(list)
         self._num_waiting = 0
         for (group, note, code), entries in waiting.items():
@@ -155,6 +158,7 @@ class Departures:
             slots = tags & _MASK
             self._words[slots] = tags & ~_MASK | ages << np.uint64(_FOR_BITS) | np.uint64(code)
             self._notes[slots] = note
+            self._charged[slots] = False
 
     def cause(self, group: Group, name: bytes) -> MissCause | None:
         """Why a block has left; None if it is not known to have left."""
@@ -221,14 +225,29 @@ class Departures:
         ]
         return [*found, (None, len(names) - last)] if last < len(names) else found
 
-    def evicted_for(self, group: Group, names: Sequence[bytes]) -> Counter[EvictedFor]:
-        """For whose puts these blocks made room, as `causes` counts them: how many blocks for each that is known."""
+    def charge(self, group: Group, names: Sequence[bytes], payer: str) -> tuple[Counter[EvictedFor], bool]:
+        """Charges the departures of some blocks to those for whose puts they made room: each departure once.
+
+        Args:
+            payer: the tenant of the blocks, which is charged nothing.
+
+        Returns the number of departures that were charged now, for each that is known; and whether there were any that
+        were charged now or before.
+        """
         slots, last = self._slots(group, names)
-        codes = self._words[slots[:last]] & np.uint64(_FOR)
-        counts = np.bincount(codes.astype(np.intp)) if last else ()
-        return Counter(
-            {whose: int(count) for whose, count in zip(self._evicted_for, counts, strict=False) if whose and count}
+        slots = np.unique(slots[:last])
+        codes = (self._words[slots] & np.uint64(_FOR)).astype(np.intp)
+        others = np.array(
+            [whose is not None and whose.tenant != payer[:MAX_NAME_CHARS] for whose in self._evicted_for], np.bool_
         )
+        slots, codes = slots[others[codes]], codes[others[codes]]
+        is_new = ~self._charged[slots]
+        self._charged[slots] = True
+        counts = np.bincount(codes[is_new])
+        charged = {
+            whose: int(count) for whose, count in zip(self._evicted_for, counts, strict=False) if whose and count
+        }
+        return Counter(charged), len(slots) > 0
 
     def _slots(self, group: Group, names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], int]:
         """The slot that tells of each block, and of how many of the first blocks one does."""

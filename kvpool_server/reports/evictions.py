@@ -1,4 +1,8 @@
-"""Counts what lookups miss because blocks had made room for another tenant's."""
+"""Counts what lookups miss because blocks had made room for another tenant's.
+
+Each departure counts once, however often the block is looked up in vain: else a tenant could repeat a lookup to blame
+another tenant.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ def count_evictions(
         hits: with the causes of what is missing.
     """
     evicted: Counter[EvictedFor] = Counter()
+    has_evicted = False
     seen: set[int] = set()
     namespace = pool.namespace(fingerprint)
     if namespace is None:
@@ -42,10 +47,11 @@ def count_evictions(
             names = run.block_hashes[start : start + min(miss.count, MAX_COUNTED)]
             start += miss.count
             if miss.cause is MissCause.EVICTED:
-                for whose, count in pool.entry_table.departures.evicted_for(group, names).items():
-                    if whose.tenant != namespace.spec.tenant:
-                        evicted[whose] += count * group.spec.block_tokens
-        if evicted:
+                charged, has_any = pool.entry_table.departures.charge(group, names, namespace.spec.tenant)
+                has_evicted |= has_any
+                for whose, count in charged.items():
+                    evicted[whose] += count * group.spec.block_tokens
+        if has_evicted:
             break
     for whose, num_tokens in evicted.items():
         ledger.evicted((namespace.spec.model, namespace.spec.tenant), (whose.model, whose.tenant), num_tokens)

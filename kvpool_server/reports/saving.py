@@ -14,6 +14,7 @@ Bulletin 2 (1946). The quantile: Abramowitz and Stegun, Handbook of Mathematical
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 from kvpool.ledger import MeasuredSaving
@@ -23,6 +24,8 @@ from kvpool_server.reports.totals import Totals
 
 MIN_REQUESTS = 20
 """Of each kind in a size class that is compared: with fewer, the variance of such skewed times is not known."""
+MAX_SAVED_S = 1e9
+"""Largest saving and end of an interval, either way: more than engines can save, and small enough for a reply."""
 _QUANTILE = NormalDist().inv_cdf(0.975)
 
 
@@ -42,22 +45,33 @@ def measured(pair: Pair, totals: Totals) -> MeasuredSaving | None:
         num_compared += one.count
         saved_s += one.count * (_mean(other) - _mean(one))
         variances += [(one.count**2 * _variance(each) / each.count, each.count) for each in (one, other)]
-    variance = math.fsum(value for value, _ in variances)
-    half_s = 0.0
-    if variance > 0:
-        freedom = variance**2 / math.fsum(value**2 / (count - 1) for value, count in variances)
-        half_s = t_quantile(freedom) * math.sqrt(variance)
+    half_s = _half_interval(variances)
     return MeasuredSaving(
         pair.tenant,
         pair.model,
         num_loaded=sum(each.count for each in loaded.values()),
         num_held_out=sum(each.count for each in held_out.values()),
         num_compared=num_compared,
-        saved_seconds=saved_s,
-        low_seconds=saved_s - half_s,
-        high_seconds=saved_s + half_s,
+        saved_seconds=_bounded(saved_s),
+        low_seconds=_bounded(saved_s - half_s),
+        high_seconds=_bounded(saved_s + half_s),
         agreement=totals.agreement,
     )
+
+
+def _half_interval(variances: Sequence[tuple[float, int]]) -> float:
+    """Half of the interval's width: by shares of the largest variance, whose squares neither vanish nor overflow."""
+    largest = max((value for value, _ in variances), default=0.0)
+    if not largest > 0:
+        return 0.0
+    shares = [(value / largest, count) for value, count in variances]
+    total = math.fsum(share for share, _ in shares)
+    freedom = total**2 / math.fsum(share**2 / (count - 1) for share, count in shares)
+    return t_quantile(freedom) * math.sqrt(total) * math.sqrt(largest)
+
+
+def _bounded(seconds: float) -> float:
+    return max(-MAX_SAVED_S, min(MAX_SAVED_S, seconds))
 
 
 def _mean(times: FirstTokenTimes) -> float:

@@ -6,10 +6,11 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvpool.reports import NO_AGREEMENT, Agreement, EngineReport, FirstTokenTimes
+from kvpool.reports import MAX_AMOUNT, NO_AGREEMENT, Agreement, EngineReport, FirstTokenTimes
 
-MAX_TOTAL = 1 << 62
-"""Counts stop there, so that an engine that makes up its figures breaks no message with the others'."""
+MAX_TOTAL = 1 << 56
+"""Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all
+causes or size classes together are a number of 64 bits all the same."""
 
 
 @dataclass(slots=True)
@@ -29,9 +30,9 @@ class Totals:
         for cause, tokens in report.computed_tokens.items():
             self.computed_tokens[cause] = min(MAX_TOTAL, self.computed_tokens[cause] + tokens)
         self.loaded_tokens = min(MAX_TOTAL, self.loaded_tokens + report.loaded_tokens)
-        self.load_seconds += report.load_seconds
-        self.saved_seconds += report.saved_seconds
-        self.lost_seconds += report.lost_seconds
+        self.load_seconds = min(MAX_AMOUNT, self.load_seconds + report.load_seconds)
+        self.saved_seconds = min(MAX_AMOUNT, self.saved_seconds + report.saved_seconds)
+        self.lost_seconds = min(MAX_AMOUNT, self.lost_seconds + report.lost_seconds)
         self.num_requests = min(MAX_TOTAL, self.num_requests + report.num_requests)
         for times in report.first_token_times:
             key = times.size_class, times.held_out

@@ -9,19 +9,19 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow
+from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.reports import EngineReport
+from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.ledger_file import LedgerFile, Reporter
+from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
 from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.saving import measured
 from kvpool_server.usage import OTHER, PairUsage
@@ -100,7 +100,10 @@ class UsageLedger:
         row.sums["loaded_tokens"] += report.loaded_tokens
         row.sums["num_requests"] += report.num_requests
         row.computed_tokens.update(report.computed_tokens)
+        self._reporters.pop((tenant, report.reporter), None)  # The last to report is last.
         self._reporters[tenant, report.reporter] = report.sequence
+        if len(self._reporters) > 2 * ledger_file.MAX_REPORTERS:
+            self._bound_reporters()
 
     def evicted(self, of: tuple[str, str], by: tuple[str, str], num_tokens: int) -> None:
         """A lookup has missed tokens that had made room for another tenant's.
@@ -150,7 +153,7 @@ class UsageLedger:
             now = int(self._unix_clock())
             try:
                 await self._in_thread(lambda: self._file.add(rows, reporters, now))
-            except sqlite3.Error as error:
+            except Exception as error:
                 if not self._is_failing:
                     log.warning("the ledger cannot be written, its figures wait in memory", error=str(error))
                 self._is_failing = True
@@ -167,7 +170,19 @@ class UsageLedger:
                 known.sums[name] += value
             known.computed_tokens.update(each.computed_tokens)
         self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
-        self._reporters = {**reporters, **self._reporters}
+        self._reporters = {
+            **{key: reporters[key] for key in reporters if key not in self._reporters},
+            **self._reporters,
+        }
+        self._bound_reporters()
+
+    def _bound_reporters(self) -> None:
+        """Forgets the oldest numbers of the tenant with most, which the file would delete, too."""
+        surplus = surplus_of_each(Counter(tenant for tenant, _ in self._reporters), ledger_file.MAX_REPORTERS)
+        for key in [*self._reporters] if surplus else ():
+            if surplus[key[0]]:
+                surplus[key[0]] -= 1
+                del self._reporters[key]
 
     async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
         """The rows of hours that end after `since` and begin before `until`, and what was measured.
@@ -178,14 +193,26 @@ class UsageLedger:
         await self.flush()
         until = until or int(self._unix_clock()) + 1
         rows, next_since = await self._in_thread(lambda: self._file.rows(since, until, tenant, MAX_LEDGER_ROWS))
-        savings = (measured(pair, totals) for pair, totals in self._reports.totals.items())
         return LedgerPage(
             tuple(row for row in rows if _may_see(tenant, row.tenant, row.model)),
-            tuple(each for each in savings if each is not None and _may_see(tenant, each.tenant, each.model)),
+            tuple(self._measured(tenant)),
             self._is_persistent,
             self._file.begins,
             next_since,
         )
+
+    def _measured(self, tenant: str | None) -> Iterator[MeasuredSaving]:
+        """What was measured of each model and tenant that the caller may see. A failure leaves one of them out."""
+        for pair, totals in self._reports.totals.items():
+            if not _may_see(tenant, pair.tenant, pair.model):
+                continue
+            try:
+                found = measured(pair, totals)
+            except ArithmeticError as error:
+                log.warning("the saving cannot be worked out", model=pair.model, tenant=pair.tenant, error=str(error))
+                continue
+            if found is not None:
+                yield found
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -46,7 +46,11 @@ SETTINGS: dict[str, dict[str, str]] = {
         "loads 128 MiB from a file tier": "benchmarks.cases.mooncake_tier: PROMPT_BYTES",
         "with steps of 50 ms": ELSEWHERE,
     },
-    "explain.md": {"and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S"},
+    "explain.md": {
+        "and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S",
+        "at most 512 requests, or 48 KiB of them": "kvpool.reports: MAX_REQUESTS_BYTES",
+        "that ends more of them in 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
+    },
     "tracing.md": {"process waits 2 s at most": "kvpool.tracing: CLOSE_S"},
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",
@@ -132,6 +136,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "at most 4 MiB of payload": "kvpool_server.inbox: MAX_DATA_BYTES - (64 << 10) # bytes",
         "without payload has at most 1 MiB": "kvpool_server.inbox: MAX_CONTROL_BYTES",
         "or as a lookup 4 MiB": "kvpool_server.inbox: MAX_LOOKUP_BYTES",
+        "A report has at most 64 KiB": "kvpool.reports: MAX_REPORT_BYTES",
         "chunks of up to 4 MiB": "kvpool_server.inline_chunks: MAX_CHUNK_BYTES",
         "Both sides derive 80 bytes": "kvpool.sealed_socket: 2 * _KEY_BYTES + CHANNEL_ID_BYTES # bytes",
         "16 bytes that name the channel": "kvpool.sealed_socket: CHANNEL_ID_BYTES",

@@ -188,6 +188,17 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "ledger's tenant": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(tenant="t" * 513)]), "tenant has 513"),
     "ledger's cause": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(computed_tokens={"": 1})]), "is no label"),
     "ledger's time": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(gib_hours=-1)]), "gib_hours is -1"),
+    "infinite time": (
+        replies.ledger,
+        pb.LedgerResponse(rows=[pb.LedgerRow(saved_gpu_seconds=float("inf"))]),
+        "saved_gpu_seconds is inf",
+    ),
+    "infinite saving": (replies.namespaces, info(saved_seconds=float("inf")), "saved_seconds is inf"),
+    "infinite latency": (
+        replies.stats,
+        server(rpcs=[pb.RpcStats(sum_seconds=float("inf"), buckets=[0])]),
+        "sum_seconds is inf",
+    ),
     "saving": (replies.ledger, pb.LedgerResponse(measured=[pb.MeasuredSaving(low_seconds=float("inf"))]), "is inf"),
     "compared": (replies.ledger, pb.LedgerResponse(measured=[pb.MeasuredSaving(num_compared=1)]), "num_compared is 1"),
     "agreement": (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvpool.errors import PermissionDeniedError, UnknownNamespaceError
+from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnknownNamespaceError
 from kvpool.principal import Role
-from kvpool.reports import EngineReport
+from kvpool.reports import MAX_REPORT_BYTES, EngineReport
 from tests.security.test_access import Deployment
 from tests.support.values import namespace_spec
 
@@ -52,3 +54,12 @@ def test_a_reporters_number_is_its_tenants(deployment: Deployment, fingerprints:
         assert {state.tenant for state in client.admin.stats().engines} >= {"acme", "umbra"}
     with deployment.client(Role.ENGINE_WRITE, "acme") as client, pytest.raises(PermissionDeniedError):
         client.admin.ledger(0)
+
+
+def test_a_large_report_is_refused(deployment: Deployment, fingerprints: dict[str, bytes]) -> None:
+    large = replace(report_of(fingerprints["acme"], 1 << 30), engine="x" * MAX_REPORT_BYTES)
+    with (
+        deployment.client(Role.ENGINE_READ, "acme") as client,
+        pytest.raises(InvalidRequestError, match="the limit is 64 KiB"),
+    ):
+        client.rpc.report(large, 5_000)

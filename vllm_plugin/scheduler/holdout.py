@@ -112,9 +112,7 @@ class Holdout:
         del self._assigned[each.request.request_id]
         seconds = self._clock() - each.began_at
         name = f"{TIMES}:{each.size_class}:{each.is_held_out:d}"
-        self._recorder.tally(f"{name}:count", 1)
-        self._recorder.tally(f"{name}:sum", seconds)
-        self._recorder.tally(f"{name}:squares", seconds * seconds)
+        self._recorder.tally_together({f"{name}:count": 1, f"{name}:sum": seconds, f"{name}:squares": seconds**2})
         if each.digest is not None:
             self._compare(each.digest, each.request.output_token_ids[0], each.is_held_out)
 
@@ -132,8 +130,7 @@ class Holdout:
 
     def _agreed(self, name: str, token: int, other: int | None) -> None:
         if other is not None:
-            self._recorder.tally(f"{AGREEMENT}:{name}", 1)
-            self._recorder.tally(f"{AGREEMENT}:{name}_equal", token == other)
+            self._recorder.tally_together({f"{AGREEMENT}:{name}": 1, f"{AGREEMENT}:{name}_equal": token == other})
 
 
 def _draw(request_id: str) -> float:

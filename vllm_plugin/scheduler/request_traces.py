@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool.causes import Cause
+from kvpool.explanation_messages import encode_trace
+from kvpool.reports import MAX_REQUESTS, MAX_REQUESTS_BYTES
 from kvpool.request_trace import MAX_REQUEST_ID_CHARS, RequestTrace
 from vllm_plugin.scheduler.request_lookup import RequestLookup
 from vllm_plugin.scheduler.request_watcher import RequestWatcher
@@ -23,6 +25,9 @@ MAX_TRACES = 1_000
 """Of the last requests that wait to be reported."""
 MAX_OPEN = 4_096
 """Requests that have not ended; the oldest is forgotten for another."""
+
+_FRAME_BYTES = 16
+"""Of a request in a report: its tag, its length, and its age."""
 
 
 @dataclass(slots=True)
@@ -94,11 +99,16 @@ class RequestTraces(RequestWatcher):
         self._open.pop(request_id, None)
 
     def take(self) -> tuple[tuple[float, RequestTrace], ...]:
-        """The requests that have ended since the last call, with when they were given blocks."""
+        """Requests that have ended, as many as one report may tell of, with when they were given blocks.
+
+        The others wait for the next report.
+        """
         taken: list[tuple[float, RequestTrace]] = []
-        while len(taken) < MAX_TRACES:
+        nbytes = 0
+        while len(taken) < MAX_REQUESTS and nbytes < MAX_REQUESTS_BYTES:
             try:
                 taken.append(self._ended.popleft())
             except IndexError:
                 break
+            nbytes += encode_trace(taken[-1][1]).ByteSize() + _FRAME_BYTES
         return tuple(taken)

@@ -53,7 +53,11 @@ def test_for_whom_when_and_how_long_after_its_last_use_a_block_was_evicted() -> 
     assert departures.departure(bench.group, block_hash("x")) is None
     names = [block_hash(nth) for nth in range(7, 12)]
     assert departures.departures(bench.group, names) == [(found, 3), (None, 2)]
-    assert departures.evicted_for(bench.group, names) == {EvictedFor("b", "other/model@x"): 3}
+    assert departures.charge(bench.group, names, "b") == ({}, False), "a tenant pays nothing to itself"
+    assert departures.charge(bench.group, names[1:], "a") == ({EvictedFor("b", "other/model@x"): 2}, True)
+    assert departures.charge(bench.group, names, "a") == ({EvictedFor("b", "other/model@x"): 1}, True)
+    assert departures.charge(bench.group, names, "a") == ({}, True), "each departure is charged once"
+    assert departures.departure(bench.group, block_hash(9)) == found
 
 
 def test_what_left_by_itself_made_room_for_nobody(clock: FakeClock) -> None:
@@ -61,7 +65,17 @@ def test_what_left_by_itself_made_room_for_nobody(clock: FakeClock) -> None:
     group = group_of("a")
     departures.left(entries_of(group, 1), MissCause.REMOVED)
     assert departures.departure(group, block_hash(1)) == Departure(MissCause.REMOVED, 0)
-    assert not departures.evicted_for(group, [block_hash(1)])
+    assert departures.charge(group, [block_hash(1)], "b") == ({}, False)
+
+
+def test_a_block_that_leaves_again_is_charged_again_and_unknown_blocks_are_charged_to_nobody(clock: FakeClock) -> None:
+    departures, group, other = Departures(clock), group_of("a"), group_of("b", "model")
+    unknown = [block_hash(nth) for nth in range(2, 500)]
+    assert departures.charge(group, unknown, "a") == ({}, False)
+    for _ in range(2):
+        departures.left(entries_of(group, 1, 500), MissCause.EVICTED, other)
+        charged, _ = departures.charge(group, [block_hash(1), *unknown, block_hash(500)], "a")
+        assert charged == {EvictedFor("b", "model"): 2}
 
 
 def test_a_departure_that_is_entered_late_keeps_its_time(clock: FakeClock) -> None:
@@ -92,12 +106,12 @@ def test_a_tenant_of_many_models_takes_few_names_and_a_full_table_of_names_forge
     assert early is not None and early.evicted_for == EvictedFor("greedy", "first")
 
 
-def test_a_slot_takes_twelve_bytes_and_no_more(clock: FakeClock) -> None:
+def test_a_slot_takes_thirteen_bytes_and_no_more(clock: FakeClock) -> None:
     departures, group = Departures(clock), group_of("a")
     departures.left(entries_of(group, 1), MissCause.EVICTED, group)
     departures.cause(group, block_hash(1))
     arrays = [each for each in vars(departures).values() if isinstance(each, np.ndarray)]
-    assert sum(each.nbytes for each in arrays) == 12 * module.NUM_SLOTS == 12 << 20
+    assert sum(each.nbytes for each in arrays) == 13 * module.NUM_SLOTS == 13 << 20
 
 
 def test_how_far_back_the_memory_reaches(clock: FakeClock) -> None:

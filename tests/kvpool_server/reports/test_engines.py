@@ -10,6 +10,7 @@ import pytest
 from kvpool.causes import Cause
 from kvpool.errors import InvalidRequestError
 from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, FirstTokenTimes
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import decode_report, encode_report
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports
@@ -104,6 +105,9 @@ def test_unknown_causes_are_one(reports: EngineReports) -> None:
         ({"first_token_times": (FirstTokenTimes(41, True),)}, "size_class"),
         ({"first_token_times": (FirstTokenTimes(1, True, 1, math.nan),)}, "sum_seconds"),
         ({"first_token_times": (FirstTokenTimes(1, True, 1, 1.0, math.inf),)}, "sum_square_seconds"),
+        ({"first_token_times": (FirstTokenTimes(1, True, 2, 4.0, 7.99),)}, "sum_square_seconds"),
+        ({"first_token_times": (FirstTokenTimes(1, True, 0, 1.0),)}, "sum_seconds"),
+        ({"first_token_times": (FirstTokenTimes(1, True, 0, 0.0, 1.0),)}, "sum_square_seconds"),
         ({"first_token_times": (FirstTokenTimes(1, True, 1 << 41),)}, "count of a size class"),
         ({"first_token_times": (FirstTokenTimes(1, True),) * 83}, "number of size classes"),
         ({"agreement": Agreement(num_mixed=1, num_mixed_equal=2)}, "num_mixed_equal"),
@@ -114,6 +118,13 @@ def test_a_report_beyond_a_bound_changes_nothing(reports: EngineReports, fields:
     with pytest.raises(InvalidRequestError, match=says):
         reports.report(report(**{"num_requests": 1, **fields}), "acme", "model")  # type: ignore[arg-type]
     assert reports.engines() == () and not reports.totals
+
+
+def test_last_digits_of_squares_may_be_lost(reports: EngineReports) -> None:
+    times = FirstTokenTimes(1, True, 2, 4.0, 8 - 1e-9), FirstTokenTimes(2, True, 2, 1e-8, 0.0)
+    assert reports.report(report(first_token_times=times), "acme", "model")
+    kept = reports.totals[Pair("model", "acme")].first_token_times
+    assert (kept[1, True].sum_square_seconds, kept[2, True].sum_square_seconds) == (8.0, (1e-8) ** 2 / 2)
 
 
 def test_texts_are_cut_and_printable() -> None:
@@ -140,3 +151,17 @@ def test_a_report_survives_the_wire() -> None:
         agreement=Agreement(4, 3, 2, 1),
     )
     assert decode_report(encode_report(full)) == full
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pb.ReportRequest(namespaces=[SPACE] * 17),
+        pb.ReportRequest(computed_tokens={f"cause {nth}": 1 for nth in range(65)}),
+        pb.ReportRequest(first_token_times=[pb.FirstTokenTimes()] * 83),
+        pb.ReportRequest(requests=[pb.RequestTrace()] * 513),
+    ],
+)
+def test_fields_of_too_many_elements_are_refused_before_they_are_decoded(wrong: pb.ReportRequest) -> None:
+    with pytest.raises(InvalidRequestError, match="elements; give at most"):
+        decode_report(wrong)

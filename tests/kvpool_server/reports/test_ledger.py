@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from kvpool import replies
 from kvpool.causes import Cause
 from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, added_up
-from kvpool.reports import EngineReport
-from kvpool_server.reports import ledger_file
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, MeasuredSaving, added_up
+from kvpool.reports import MAX_AMOUNT, EngineReport, FirstTokenTimes
+from kvpool.wire import encode_ledger
+from kvpool_server.reports import ledger_file, usage_ledger
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
-from kvpool_server.reports.pairs import Pairs
+from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.totals import MAX_TOTAL
 from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
 from kvpool_server.usage import OTHER, PairUsage
@@ -121,6 +123,42 @@ def test_a_tenant_sees_its_own_rows(path: str) -> None:
     run(path, scenario)
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        (FirstTokenTimes(3, False, 20, 0.0, 1e-200), FirstTokenTimes(3, True, 20, 0.0, 1e-200)),
+        (FirstTokenTimes(3, False, 1 << 40), FirstTokenTimes(3, True, 20, 1e7, 1e14)),
+    ],
+)
+def test_no_report_spoils_the_page(hostile: tuple[FirstTokenTimes, ...]) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.report("umbra", first_token_times=hostile)
+        bench.report("acme", num_requests=1)
+        for tenant in ("acme", "umbra", None):
+            page = await bench.page(tenant)
+            assert replies.ledger(encode_ledger(page, 1)) == page
+            assert page.rows or tenant == "umbra"
+            assert [each.tenant for each in page.measured] == ([] if tenant == "acme" else ["umbra"])
+
+    run("", scenario)
+
+
+def test_a_saving_that_cannot_be_worked_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(pair: Pair, _: object) -> MeasuredSaving:
+        if pair.tenant == "umbra":
+            raise ZeroDivisionError
+        return MeasuredSaving(pair.tenant, pair.model)
+
+    monkeypatch.setattr(usage_ledger, "measured", fails)
+
+    async def scenario(bench: Bench) -> None:
+        for tenant in ("acme", "umbra"):
+            bench.report(tenant, num_requests=1)
+        assert [each.tenant for each in (await bench.page()).measured] == ["acme"]
+
+    run("", scenario)
+
+
 def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path) -> None:
     path = str(tmp_path / "ledger.sqlite")
 
@@ -192,9 +230,92 @@ def test_old_rows_and_reporters_are_deleted(path: str, monkeypatch: pytest.Monke
         assert [row.hour for row in file.rows(0, 1 << 40, None, 100)[0]] == [HOUR + 9 * HOUR_S, later]
 
 
+DAMAGES = {
+    "computed_tokens": ['{"a":', "[1]", '{"a": -1}', '{"a": "x"}', '{"no label": 1}', "[" * 100_000],
+    "loaded_tokens": [-1, 0.5],
+    "gib_hours": [1e300, float("inf")],
+}
+
+
+@pytest.mark.parametrize(("column", "value"), [(column, value) for column, found in DAMAGES.items() for value in found])
+def test_a_damaged_row_is_left_out_and_spoils_no_other(tmp_path: Path, column: str, value: object) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(LedgerFile(str(path), HOUR)) as file:
+        file.add([LedgerRow(HOUR, tenant, "model", num_requests=1) for tenant in ("acme", "umbra")], {}, HOUR)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(f"UPDATE usage SET {column} = ? WHERE tenant = 'acme'", (value,))
+
+    async def scenario(bench: Bench) -> None:
+        assert [row.tenant for row in (await bench.page()).rows] == ["umbra"]
+        for tenant in ("acme", "umbra"):
+            bench.report(tenant, num_requests=2)
+        page = await bench.page()
+        assert [(row.tenant, row.num_requests) for row in page.rows] == [("acme", 2), ("umbra", 3)]
+        assert replies.ledger(encode_ledger(page, 1)) == page
+
+    run(str(path), scenario)
+
+
+def test_what_any_error_keeps_from_the_file_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OverflowError("Python int too large to convert to SQLite INTEGER")
+
+    async def scenario(bench: Bench) -> None:
+        bench.report(num_requests=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(LedgerFile, "add", fails)
+            await bench.ledger.flush()
+        assert [row.num_requests for row in (await bench.page()).rows] == [1]
+
+    run("", scenario)
+
+
+def test_few_reporters_wait_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "MAX_REPORTERS", 8)
+    fingerprint = (b"n" * 32,)
+
+    async def scenario(bench: Bench) -> None:
+        bench.report("umbra", num_requests=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(LedgerFile, "add", _full)
+            for nth in range(100):
+                bench.reports.report(EngineReport(nth.to_bytes(16, "big"), 1, namespaces=fingerprint), "acme", "model")
+                assert len(bench.ledger._reporters) <= 16
+            await bench.ledger.flush()
+            waiting = list(bench.ledger._reporters)
+        assert waiting == [
+            ("umbra", b"umbra".ljust(16)),
+            *(("acme", nth.to_bytes(16, "big")) for nth in range(93, 100)),
+        ]
+
+    run("", scenario)
+
+
+def test_a_tenant_of_many_reporters_has_its_own_deleted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_file, "MAX_REPORTERS", 4)
+    with closing(LedgerFile(path, HOUR)) as file:
+        file.add([], {("umbra", b"r"): 7}, HOUR)
+        for nth in range(10):
+            file.add([], {("acme", bytes([nth])): nth}, HOUR + 1 + nth)
+        assert list(file.reporters()) == [("umbra", b"r"), *(("acme", bytes([nth])) for nth in range(7, 10))]
+
+
+@pytest.mark.parametrize(
+    ("since", "until", "count"), [(-(1 << 63), 0, 1), (0, (1 << 63) - 1, 1), ((1 << 63) - 1, 0, 0)]
+)
+def test_any_bounds_of_time_may_be_asked_for(since: int, until: int, count: int) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.report(num_requests=1)
+        assert len((await bench.page(since=since, until=until)).rows) == count
+
+    run("", scenario)
+
+
 def test_sums_have_an_end(path: str) -> None:
     with closing(LedgerFile(path, HOUR)) as file:
-        row = LedgerRow(HOUR, "acme", "m", loaded_tokens=MAX_TOTAL, computed_tokens={EVICTED: MAX_TOTAL})
+        row = LedgerRow(
+            HOUR, "acme", "m", gib_hours=MAX_AMOUNT, loaded_tokens=MAX_TOTAL, computed_tokens={EVICTED: MAX_TOTAL}
+        )
         for _ in range(3):
             file.add([row], {("acme", b"r"): 1 << 64}, HOUR)
         assert file.rows(0, 1 << 40, None, 10)[0] == [row]
@@ -229,6 +350,20 @@ def damaged(path: Path) -> None:
     path.write_bytes(whole)
 
 
+def with_text_for_a_number(path: Path) -> None:
+    with closing(LedgerFile(str(path), HOUR)) as file:
+        file.add([LedgerRow(HOUR, "acme", "m")], {}, HOUR)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE usage SET loaded_tokens = 'x'")
+
+
+def with_text_for_a_sequence(path: Path) -> None:
+    with closing(LedgerFile(str(path), HOUR)) as file:
+        file.add([], {("acme", b"r"): 1}, HOUR)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE reporters SET sequence = 'x'")
+
+
 def open_to_others(path: Path) -> None:
     path.touch(mode=0o644)
 
@@ -250,6 +385,8 @@ def a_link(path: Path) -> None:
         (of_a_later_release, "has format 99, and this release writes 1"),
         (with_other_tables, "is damaged, or is no ledger"),
         (damaged, "is damaged, or is no ledger"),
+        (with_text_for_a_number, "table usage has a value of another type"),
+        (with_text_for_a_sequence, "table reporters has a value of another type"),
         (open_to_others, "others may use the ledger"),
         (a_directory, "cannot open the ledger"),
         (a_link, "cannot open the ledger"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
 
-from kvpool.reports import EngineReport, FirstTokenTimes
+from kvpool.reports import MAX_SIZE_CLASS, EngineReport, FirstTokenTimes
 from kvpool_server.reports.pairs import Pair
-from kvpool_server.reports.saving import MIN_REQUESTS, measured, t_quantile
-from kvpool_server.reports.totals import Totals
+from kvpool_server.reports.saving import MAX_SAVED_S, MIN_REQUESTS, measured, t_quantile
+from kvpool_server.reports.totals import MAX_TOTAL, Totals
 
 PAIR = Pair("model", "acme")
 
@@ -76,3 +77,36 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 def test_made_up_figures_give_a_number_all_the_same() -> None:
     found = measured(PAIR, totals(FirstTokenTimes(3, False, 50, 1e7, 0.0), FirstTokenTimes(3, True, 50, 0.0, 1e14)))
     assert found is not None and found.low_seconds <= found.saved_seconds <= found.high_seconds
+
+
+@pytest.mark.parametrize("square", [5e-324, 1e-300, 1e-200, 1e-100, 1e14])
+def test_the_interval_scales_with_its_times(square: float) -> None:
+    found = measured(PAIR, totals(*(FirstTokenTimes(3, is_held_out, 20, 0.0, square) for is_held_out in (False, True))))
+    assert found is not None
+    expected = t_quantile(38) * (2 * 20 * square / 19) ** 0.5
+    assert found.high_seconds == pytest.approx(expected, rel=1e-3, abs=1e-150) == -found.low_seconds
+
+
+def test_a_saving_beyond_belief_is_bounded() -> None:
+    """A mean of 5e5 seconds, of more requests than a reply could otherwise tell of."""
+    loaded, held_out = FirstTokenTimes(3, False, 1 << 40), FirstTokenTimes(3, True, 20, 1e7, 1e14)
+    for one, other, sign in (
+        (loaded, held_out, 1),
+        (replace(held_out, held_out=False), replace(loaded, held_out=True), -1),
+    ):
+        found = measured(PAIR, totals(*[one] * 3, other))
+        assert found is not None and sign * found.saved_seconds > 0
+        assert -MAX_SAVED_S <= found.low_seconds <= found.saved_seconds <= found.high_seconds <= MAX_SAVED_S
+
+
+def test_counts_of_all_size_classes_together_have_64_bits() -> None:
+    added = totals()
+    for size_class in range(MAX_SIZE_CLASS + 1):
+        for is_held_out in (False, True):
+            added.first_token_times[size_class, is_held_out] = FirstTokenTimes(size_class, is_held_out, MAX_TOTAL)
+            added.add(
+                EngineReport(bytes(16), 1, first_token_times=(FirstTokenTimes(size_class, is_held_out, 1 << 40),))
+            )
+    found = measured(PAIR, added)
+    assert found is not None
+    assert found.num_compared == found.num_loaded == found.num_held_out < 1 << 64

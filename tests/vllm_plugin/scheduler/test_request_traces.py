@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kvpool.causes import Cause
+from kvpool.reports import (
+    MAX_CAUSES,
+    MAX_ENGINE_CHARS,
+    MAX_REPORT_BYTES,
+    MAX_REQUESTS,
+    MAX_SIZE_CLASSES,
+    MAX_STAGES,
+    EngineReport,
+    FirstTokenTimes,
+)
 from kvpool.request_trace import RequestTrace
+from kvpool.wire import encode_report
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
@@ -75,4 +89,27 @@ def test_what_waits_and_what_has_not_ended_is_bounded(monkeypatch: pytest.Monkey
     for _ in range(module.MAX_TRACES + 5):
         traces.asked(requests[0])
         traces.prompt_ended(requests[0], {})
-    assert len(traces.take()) == module.MAX_TRACES
+    assert [len(traces.take()) for _ in range(3)] == [MAX_REQUESTS, module.MAX_TRACES - MAX_REQUESTS, 0]
+
+
+def test_a_report_of_the_longest_ids_is_one_that_the_server_takes() -> None:
+    traces = RequestTraces(FakeClock())
+    requests = [make_request(f"{nth:03}" + "\U0001f600" * 300, tokens(LENGTH, "r")) for nth in range(200)]
+    for request in requests:
+        traces.asked(request)
+        traces.admitted(request, None, 64)
+        traces.prompt_ended(request, dict.fromkeys(Cause, 1))
+    taken = []
+    while part := traces.take():
+        report = EngineReport(
+            b"r" * 16,
+            1 << 60,
+            *("x" * MAX_ENGINE_CHARS for _ in range(4)),
+            namespaces=(b"n" * 32,) * MAX_STAGES,
+            computed_tokens={f"{nth:064}": 1 << 40 for nth in range(MAX_CAUSES)},
+            first_token_times=(FirstTokenTimes(40, True, 1 << 40, 1e7, 1e14),) * MAX_SIZE_CLASSES,
+            requests=tuple(replace(trace, age_seconds=1e9) for _, trace in part),
+        )
+        assert encode_report(report).ByteSize() <= MAX_REPORT_BYTES
+        taken += [trace.request_id[:3] for _, trace in part]
+    assert taken == [f"{nth:03}" for nth in range(200)], "the others wait for the next report"
