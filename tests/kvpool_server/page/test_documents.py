@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,13 @@ from kvpool.reports import EngineReport
 from kvpool.types import Quota
 from kvpool_server.cache.limits import Limits
 from kvpool_server.history import MAX_POINTS, MAX_SERIES, Part
-from kvpool_server.page import documents
+from kvpool_server.http import Request
+from kvpool_server.page import documents, site
 from kvpool_server.page.documents import encoded, history_document, moment, now_document
 from kvpool_server.process_memory import no_collections
 from kvpool_server.reports.engines import MAX_REPORTERS, EngineReports
 from kvpool_server.reports.pairs import Pairs
+from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
 from tests.kvpool_server.cache.test_pool import Bench
 from tests.kvpool_server.page.test_verdict import Watched
@@ -87,3 +92,32 @@ def test_a_history_is_encoded_in_small_parts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(documents.json, "dumps", measured)
     assert encoded(document) == whole
     assert len(whole) > 1_000_000 and max(sizes) < 16_384
+
+
+def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that encode take turns with the loop at the interpreter."""
+    loop, watched, most = asyncio.new_event_loop(), Watched(), list[int]()
+    running = 0
+
+    def slowly(document: dict[str, Any]) -> bytes:
+        nonlocal running
+        running += 1
+        most.append(running)
+        time.sleep(0.02)
+        running -= 1
+        return encoded(document)
+
+    monkeypatch.setattr(site, "encoded", slowly)
+    dashboard = site.Site(watched.instruments, watched.history, Turns(), loop)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    paths = ["/api/v1/history", "/api/v1/now"] * 4
+
+    def ask(path: str) -> int:
+        answer = dashboard.answer(Request(path), lambda: None)
+        assert answer is not None
+        return answer.status
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, paths)) == [200] * 8
+    loop.call_soon_threadsafe(loop.stop)
+    assert most == [1] * 8
