@@ -28,15 +28,12 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, PermissionDeniedError
 from kvpool.holdings import NamespaceInfo
-from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.principal import Role
 from kvpool.types import HASH_BYTES, BlockRun, PoolStats, ShardRange
 
 HIT_TOKENS = 1_000
 """Of the hit whose cost is computed."""
-
-MODEL = "kvpool ping --bandwidth"
-"""The model that the measurement's namespaces name."""
 
 BLOCK = GroupSpec("full_attention", 16, 8, 128, 128, num_shards=8, chunk_bytes=256 << 10)
 """What is measured if nothing else is asked for: 2 MiB, a block of Llama 3.1 8B in bfloat16."""
@@ -198,7 +195,7 @@ def usual_block(client: Client) -> GroupSpec:
     """
     if free_bytes(client.admin.stats()) >= 2 * LEAST_BYTES:
         return BLOCK
-    used = [info for info in client.admin.namespaces(holdings=False) if info.spec.model != MODEL]
+    used = [info for info in client.admin.namespaces(holdings=False) if not info.spec.is_measurement]
     latest = min(used, key=lambda info: info.idle_seconds, default=None)
     groups = (BLOCK,) if latest is None else latest.spec.groups
     return max(groups, key=lambda group: group.slot_bytes / group.block_tokens)
@@ -285,7 +282,7 @@ class _Rounds:
         self._shards = shards
         self.region_bytes = shards.count * block.chunk_bytes
         block = replace(block, layer_names=(), layer_formats=())  # One namespace for blocks of equal sizes.
-        self.namespace = client.open_namespace(NamespaceSpec(model=MODEL, groups=(block,)))
+        self.namespace = client.open_namespace(NamespaceSpec(model=MEASUREMENT_MODEL, groups=(block,)))
         self._unremoved: list[BlockRun] = []
         size = max(block.slot_bytes, MAX_BUFFER_BYTES // block.slot_bytes * block.slot_bytes)
         self._source = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)

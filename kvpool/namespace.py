@@ -17,6 +17,9 @@ from typing import Any
 
 from kvpool.errors import InvalidRequestError
 
+MEASUREMENT_MODEL = "kvpool ping --bandwidth"
+"""The model that namespaces of measurements name. No engine has it."""
+
 FORMAT_VERSION = 1
 """Order of the bytes in a chunk: layer, then KV head, then token, then K before V; no padding."""
 
@@ -98,6 +101,11 @@ class NamespaceSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra", tuple(sorted(self.extra)))
+
+    @property
+    def is_measurement(self) -> bool:
+        """True for blocks of `kvpool ping --bandwidth`: they are no engine's, and are removed after seconds."""
+        return self.model == MEASUREMENT_MODEL
 
     @property
     def nbytes(self) -> int:

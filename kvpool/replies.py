@@ -376,6 +376,7 @@ def _server(server: pb.ServerStats) -> None:
     _text("version", server.version)
     for name in ("uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds"):
         _in(name, getattr(server, name), 0, MAX_AGE_S)
+    _in("http_port", server.http_port, 0, 65_535)
     bounds = server.rpc_seconds_bounds
     _in("number of bounds", len(bounds), 0, MAX_BUCKETS)
     for low, high in zip([0.0, *bounds], bounds, strict=False):
@@ -517,6 +518,7 @@ def value(reply: pb.ValueResponse) -> ValueReport:
             _in("size", estimate.size, 0, MAX_SIZE)
             _in("hit_ratio", estimate.hit_ratio, 0, 1)
             _in("hit_ratio_with_tiers", estimate.hit_ratio_with_tiers, estimate.hit_ratio, 1)
+            _in("uncertainty", estimate.uncertainty, 0, 1)
     decoded = wire.decode_value(reply)
     curves = [replace(curve, tenant=_shown(curve.tenant)) for curve in decoded.curves]
     return replace(decoded, policy=escaped(decoded.policy, 64), curves=tuple(curves))

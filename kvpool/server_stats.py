@@ -69,6 +69,7 @@ class ServerStats:
     rpcs: tuple[RpcStats, ...] = ()
     transfers: tuple[TransferStats, ...] = ()
     usage: tuple[UsageStats, ...] = ()
+    http_port: int = 0
 
     def since(self, before: ServerStats) -> ServerStats:
         """The answers and bytes after `before`, a snapshot of the same run of the server; all else is as now."""

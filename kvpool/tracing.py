@@ -60,7 +60,7 @@ class Tracing:
         except ImportError as error:
             raise ConfigError(
                 f"otel needs OpenTelemetry, and {error.name} is not installed; install it with "
-                "`pip install 'kvpool[otel]'`, or turn otel off"
+                "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc`, or turn otel off"
             ) from None
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
         try:

@@ -23,11 +23,13 @@ class ValueEstimate:
         size: as a multiple of the present arena.
         hit_ratio: tokens hit in memory over tokens looked up.
         hit_ratio_with_tiers: tokens hit in memory or in a tier; as `hit_ratio` without tiers.
+        uncertainty: how far both may be off, as a hit ratio; 0 of a server that does not say.
     """
 
     size: float
     hit_ratio: float
     hit_ratio_with_tiers: float
+    uncertainty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,12 @@ class ValueCurve:
 
     @property
     def uncertainty(self) -> float:
-        """How far the estimates may be off, as a hit ratio.
+        """How far the worst of the estimates may be off, as a hit ratio.
 
-        At the present size the truth is known: the simulation is taken to be as wrong at the others.
+        At the present size the truth is known: the simulation is taken to be as wrong at the others, at least.
         """
-        return max(USUAL_ERROR, abs(self.simulated_hit_ratio - self.hit_ratio))
+        off = abs(self.simulated_hit_ratio - self.hit_ratio)
+        return max(USUAL_ERROR, off, *(each.uncertainty for each in self.estimates))
 
 
 @dataclass(frozen=True, slots=True)

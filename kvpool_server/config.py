@@ -233,11 +233,11 @@ class ServerConfig(BaseModel):
         10_000, ge=1_000, le=1_000_000, description="KV event messages kept for subscribers that missed some."
     )
     value_sample: int = Field(
-        640,
+        0,
         ge=0,
         le=65_536,
         description="Blocks sampled to simulate each other arena size, for `kvpool value`: more blocks are more exact, "
-        "and take more CPU time and memory. 0: no simulation.",
+        "and take more CPU time and memory; 640 is a good number. 0: no simulation.",
     )
     record: str = Field(
         "",

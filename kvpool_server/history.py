@@ -6,7 +6,6 @@ with its server, so a restart is a gap and never a negative rate. Belongs to the
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -100,10 +99,13 @@ class History:
     Args:
         clock: monotonic seconds.
         now: seconds since 1970, asked once: times of samples ascend, whatever happens to the host's clock.
+        boot: names this start of the server.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time):
-        self.boot = secrets.token_hex(8)
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time, boot: str = ""
+    ):
+        self.boot = boot
         self._clock = clock
         self._offset = now() - clock()
         self._columns: dict[Key, int] = {}

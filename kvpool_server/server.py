@@ -250,7 +250,7 @@ class Server:
             tls = None if access is None else access.credentials.for_http
             gate = None if access is None else access.check_scrape
             try:
-                site = Site(self._instruments(metrics), History(), self._turns, loop)
+                site = Site(self._instruments(metrics), History(boot=f"{self.boot_token:016x}"), self._turns, loop)
                 http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate, site)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
@@ -347,7 +347,9 @@ class Server:
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            lambda: replace(self._stats(), server=server_stats(started, metrics, self._lag, self.usage)),
+            lambda: replace(
+                self._stats(), server=server_stats(started, metrics, self._lag, self.usage, self.http_port)
+            ),
             self._permits,
             who,
             self._turns,

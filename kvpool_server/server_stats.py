@@ -12,11 +12,12 @@ from kvpool_server.metrics import RpcMetrics
 from kvpool_server.usage import Usage
 
 
-def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag, usage: Usage) -> ServerStats:
+def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag, usage: Usage, http_port: int = 0) -> ServerStats:
     """A snapshot.
 
     Args:
         started: `time.monotonic` at the server's start.
+        http_port: 0 if HTTP is off.
     """
     median_s, longest_s = lag.last_minute()
     bounds, rpcs = metrics.rpcs()
@@ -30,4 +31,5 @@ def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag, usage: Usage
         rpcs=rpcs,
         transfers=metrics.transfers(),
         usage=tuple(UsageStats(**asdict(pair)) for pair in usage.by_model_and_tenant()),
+        http_port=http_port,
     )

@@ -36,6 +36,7 @@ from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import (
     CALLER,
     check_all_tenants,
+    check_measurement,
     check_tenant,
     is_visible,
     mapping_tenant,
@@ -141,6 +142,7 @@ class PoolService(PoolServicer):
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         spec = wire.decode_spec(request.spec)
         check_tenant(spec.tenant)
+        check_measurement(spec)
         if request.expected_fingerprint not in (b"", spec.fingerprint()):
             self._reader.visible(request.expected_fingerprint)  # The error that follows says how the two differ.
         if not may_create_namespaces() and self._pool.namespace(spec.fingerprint()) is None:

@@ -3,7 +3,7 @@
 The pool counts by namespace, with plain integers. This module adds the namespaces up, by the labels of their model and
 tenant. Labels come from engines, and an engine may open any number of namespaces. So at most `MAX_PAIRS` pairs of
 labels are told apart, and the others are one: `OTHER`. A pair that has been told apart stays so until the server ends:
-no count ever goes back, as Prometheus demands of a counter.
+no count ever goes back, as Prometheus demands of a counter. Measurements (`kvpool ping --bandwidth`) are no use.
 
 Not thread-safe: the pool's event loop owns it.
 """
@@ -76,7 +76,7 @@ class Usage:
         Costs microseconds a namespace, however many blocks the pool holds. The counts of a pair never go back.
         Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHER`.
         """
-        namespaces = self._pool.all_namespaces()
+        namespaces = [each for each in self._pool.all_namespaces() if not each.spec.is_measurement]
         pairs = [_pair(namespace) for namespace in namespaces]
         self._tell_apart(list(zip(pairs, namespaces, strict=True)))
         sums = Counter(self._ended)
@@ -108,6 +108,8 @@ class Usage:
                 num_of_tenant[pair[1]] += 1
 
     def _closed(self, namespace: PoolNamespace) -> None:
+        if namespace.spec.is_measurement:
+            return
         pair = _pair(namespace)
         self._tell_apart([(pair, namespace)])
         _add(self._ended, pair if pair in self._told else _OTHERS, namespace)

@@ -16,12 +16,14 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.commands.output import print_findings
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
-from kvpool.doctor import engine, host, namespaces, reachability
+from kvpool.doctor import engine, host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
 from kvpool.doctor.engines import engines
 from kvpool.doctor.examination import Check, examine, has_errors
-from kvpool.doctor.finding import Finding, Level, error
+from kvpool.doctor.finding import Finding, Level, error, info, notes
+from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.pool_state import pool_state
+from kvpool.doctor.window import look_twice
 from kvpool.errors import InvalidRequestError, KVPoolError
 from kvpool.unix_socket import socket_path
 
@@ -40,7 +42,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help=f"The server's --http-listen. Default: port {reachability.HTTP_PORT} of the endpoint's host.",
+            help="The server's --http-listen. Default: the port that the server tells, at the endpoint's host.",
         ),
     ] = None,
     bandwidth: Annotated[
@@ -67,7 +69,8 @@ def doctor(
         )
     else:
         print_findings(findings)
-        typer.echo(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, {counts[Level.OK]} ok")
+        told = f", {counts[Level.INFO]} notes" if counts[Level.INFO] else ""
+        typer.echo(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings{told}, {counts[Level.OK]} ok")
     if has_errors(findings):
         raise typer.Exit(ExitStatus.PROBLEM)
 
@@ -83,12 +86,11 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
             checks += [Check("memlock", host.memlock), Check("NUMA", lambda: host.numa(None))]
             return [error("gRPC", str(away), fix), *examine(checks)]
         host_name = "127.0.0.1" if socket_path(endpoint) else endpoint.rpartition(":")[0]
-        address = http or f"{host_name}:{reachability.HTTP_PORT}"
         checks += [
             Check("data port", lambda: reachability.data_port(client)),
             Check("memory socket", lambda: reachability.memory_socket(client)),
             Check("transport", lambda: reachability.transport(client)),
-            Check("HTTP", lambda: reachability.http_port(address, config, was_given=http is not None)),
+            Check("HTTP", lambda: _of_http(client, host_name, http, config)),
             Check("pool", lambda: _of_stats(client)),
             Check("namespaces", lambda: _of_namespaces(client)),
             Check("NUMA", lambda: host.numa(client)),
@@ -101,16 +103,25 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
     return found
 
 
+def _of_http(client: Client, host_name: str, http: str | None, config: ClientConfig) -> list[Finding]:
+    if http is not None:
+        return reachability.http_port(http, config, was_given=True)
+    server = client.admin.stats().server
+    if server is None or not server.http_port:
+        text = "the server tells no HTTP port: HTTP is off, or the server is of an older release"
+        return [info("HTTP", text, "give its HOST:PORT as --http if it has one")]
+    return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
+
+
 def _of_stats(client: Client) -> list[Finding]:
-    stats = client.admin.stats()
+    stats, window = look_twice(client.admin.stats, lambda stats: bool(notes(pool_state(stats))))
     clocks = [] if stats.server is None else reachability.clock(stats.server.unix_seconds)
-    return [*pool_state(stats), *engines(stats), *clocks]
+    return [*pool_state(stats, window), *engines(stats), *clocks]
 
 
 def _of_namespaces(client: Client) -> list[Finding]:
     infos = client.admin.namespaces(holdings=False)
-    found = [*namespaces.separate(infos), *namespaces.hashes(infos)]
-    return [*found, *namespaces.block_sizes(infos, client.admin.stats().arena_bytes)]
+    return namespaces(infos, client.admin.stats().arena_bytes)
 
 
 def _local_checks(engine_log: Path | None, settings: engine.Settings | None) -> Iterator[Check]:

@@ -19,7 +19,7 @@ from kvpool.holdings import printable
 
 WIDTH = 80
 """Columns where standard output is no terminal."""
-MARKS = {Level.OK: "ok      ", Level.WARNING: "warning ", Level.ERROR: "ERROR   "}
+MARKS = {Level.OK: "ok      ", Level.INFO: "info    ", Level.WARNING: "warning ", Level.ERROR: "ERROR   "}
 
 
 def console() -> Console:

@@ -14,8 +14,9 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, size_text
 from kvpool.commands.output import bar, console, count_text, print_findings, seconds_text, share_text
 from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.doctor.finding import problems
+from kvpool.doctor.finding import notes, problems
 from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.doctor.window import Window, look_twice
 from kvpool.reports import EngineState
 from kvpool.server_stats import ServerStats
 from kvpool.types import PoolStats, TierStats
@@ -26,11 +27,11 @@ BAR_CHARS = 30
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
     """Show what is wrong with the pool, what it holds and what it has done, under the names of its metrics."""
     with common.client_of(endpoint) as client:
-        snapshot = client.admin.stats()
+        snapshot, window = look_twice(client.admin.stats, lambda stats: bool(notes(pool_state(stats))))
     if as_json:
-        common.print_json(row_of(snapshot))
+        common.print_json(row_of(snapshot, window))
         return
-    _print_summary(endpoint, snapshot)
+    _print_summary(endpoint, snapshot, window)
     # What the snapshot has beside numbers has been printed.
     pool = _metrics(snapshot)
     console().print(_metrics_table("pool", pool, pool["counters"]))
@@ -42,9 +43,10 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
         console().print(_metrics_table(f"tier {metrics.pop('name')}", metrics, metrics["counters"]))
 
 
-def row_of(stats: PoolStats) -> dict[str, Any]:
+def row_of(stats: PoolStats, window: Window | None = None) -> dict[str, Any]:
     """A snapshot as JSON; see docs/commands.md."""
     asked, found = tokens(stats)
+    state = pool_state(stats, window)
     return {
         **_metrics(stats),
         "tiers": [_metrics(tier) for tier in stats.tiers],
@@ -54,7 +56,8 @@ def row_of(stats: PoolStats) -> dict[str, Any]:
         "hit_ratio": found / asked if asked else None,
         "engines": [_engine_row(each) for each in stats.engines],
         "server": None if stats.server is None else _server_row(stats.server),
-        "problems": [dataclasses.asdict(finding) for finding in problems(pool_state(stats))],
+        "problems": [dataclasses.asdict(finding) for finding in problems(state)],
+        "notes": [dataclasses.asdict(finding) for finding in notes(state)],
     }
 
 
@@ -78,14 +81,15 @@ def _engine_row(engine: EngineState) -> dict[str, Any]:
     return {**dataclasses.asdict(engine), "namespaces": [each.hex() for each in engine.namespaces]}
 
 
-def _print_summary(endpoint: str, stats: PoolStats) -> None:
+def _print_summary(endpoint: str, stats: PoolStats, window: Window | None) -> None:
     server = stats.server
     since = f" {printable(server.version)}, up for {duration_text(server.uptime_seconds)}" if server else ""
     typer.echo(f"kvpool-server at {endpoint}{since}")
-    found = problems(pool_state(stats))
-    print_findings(found)
-    if not found:
+    state = pool_state(stats, window)
+    print_findings(problems(state))
+    if not problems(state):
         typer.echo("ok      nothing is wrong with the pool")
+    print_findings(notes(state))
     for line in _summary(stats):
         typer.echo(line)
 

@@ -15,7 +15,7 @@ from kvpool.commands.output import console, count_text
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.option_bounds import within
-from kvpool.value import ValueCurve, ValueReport
+from kvpool.value import USUAL_ERROR, ValueCurve, ValueReport
 
 DAY_S = 86_400
 
@@ -65,14 +65,14 @@ def _name(curve: ValueCurve) -> str:
 
 
 def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Table:
-    names = ["memory", "size", "hits", *(["with tiers"] if report.has_tiers else []), "tokens a day"]
+    names = ["memory", "size", "hits", *(["with tiers"] if report.has_tiers else []), "off by", "tokens a day"]
     names += ["GPU-s a day"] if prefill is not None else []
     table = Table(*(Column(name, justify="right") for name in names), title=escape(_name(curve)))
     for each in curve.estimates:
         saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
         cells = [size_text(int(each.size * report.arena_bytes)), f"{each.size:g}x", f"{each.hit_ratio:.1%}"]
         cells += [f"{each.hit_ratio_with_tiers:.1%}"] if report.has_tiers else []
-        cells += [count_text(saved)]
+        cells += [f"<= {100 * max(each.uncertainty, USUAL_ERROR):.1f}", count_text(saved)]
         cells += [count_text(saved / prefill)] if prefill is not None else []
         table.add_row(*cells, style="bold" if each.size == 1 else None)
     return table
@@ -81,8 +81,8 @@ def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Tab
 def _about(report: ValueReport, curve: ValueCurve) -> str:
     traffic = f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}"
     return (
-        f"{traffic}; the pool hit {curve.hit_ratio:.1%} of them, the simulation "
-        f"{curve.simulated_hit_ratio:.1%}.\nEstimates may be off by {100 * curve.uncertainty:.1f} points."
+        f"{traffic}.\nThe pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.\n"
+        "Off by: how many points hits may be wrong, nearly always."
     )
 
 

@@ -11,13 +11,15 @@ class Level(StrEnum):
     """How bad a finding is."""
 
     OK = "ok"
+    INFO = "info"
+    """Worth knowing, and no problem now."""
     WARNING = "warning"
     """The pool works, and is slower or less useful than it could be."""
     ERROR = "error"
     """The pool, or a part of it, does not work."""
 
 
-_ORDER = {Level.ERROR: 0, Level.WARNING: 1, Level.OK: 2}
+_ORDER = {Level.ERROR: 0, Level.WARNING: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ def ok(check: str, text: str) -> Finding:
     return Finding(check, Level.OK, text)
 
 
+def info(check: str, text: str, fix: str = "") -> Finding:
+    """Something was wrong, or could not be checked."""
+    return Finding(check, Level.INFO, text, fix)
+
+
 def warning(check: str, text: str, fix: str) -> Finding:
     """Something is slower, or less useful, than it could be."""
     return Finding(check, Level.WARNING, text, fix)
@@ -52,6 +59,11 @@ def error(check: str, text: str, fix: str) -> Finding:
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings that are not ok, errors first."""
-    found = [finding for finding in findings if finding.level is not Level.OK]
+    """What is wrong now, errors first."""
+    found = [finding for finding in findings if finding.level in _ORDER]
     return sorted(found, key=lambda finding: _ORDER[finding.level])
+
+
+def notes(findings: Iterable[Finding]) -> list[Finding]:
+    """What is worth knowing, and no problem now."""
+    return [finding for finding in findings if finding.level is Level.INFO]

@@ -18,20 +18,31 @@ MAX_VALUE_CHARS = 60
 MIN_TOKENS = 8_192
 """An arena that holds fewer tokens of a model does not even hold one long prompt."""
 
+_MEANT = ("tenant", "salt")
+"""Fields that are set to keep namespaces apart."""
 _DERIVED = ("chunk_bytes", "layer_formats", "hash_block_tokens")
 _CAUSES = ("block_tokens", "num_shards", "model_dtype", "kv_cache_dtype", "num_kv_heads", "head_size_k", "head_size_v")
 """Fields that others follow from: a difference in one of them brings differences in `_DERIVED`."""
 
 
+def namespaces(infos: Sequence[NamespaceInfo], arena_bytes: int) -> list[Finding]:
+    """All checks of engines' namespaces. Those of measurements have no engine."""
+    infos = [info for info in infos if not info.spec.is_measurement]
+    return [*separate(infos), *hashes(infos), *block_sizes(infos, arena_bytes)]
+
+
 def separate(infos: Sequence[NamespaceInfo]) -> list[Finding]:
-    """Names the field if two namespaces of one model differ in one only: the usual reason for zero hits."""
+    """Names the field if two namespaces of one model differ in one only: the usual reason for zero hits.
+
+    Not the tenant or the salt: who sets one wants to share nothing.
+    """
     recent = sorted((info for info in infos if not info.superseded), key=lambda info: info.idle_seconds)
     found = []
     for one, other in combinations(recent[:MAX_COMPARED], 2):
         if not _same_model(one.spec, other.spec) or one.spec.pipeline_stage != other.spec.pipeline_stage:
             continue
         causes = _causes(differences(one.spec, other.spec))
-        if len(causes) == 1:
+        if len(causes) == 1 and causes[0].field not in _MEANT:
             found.append(_separated(one, other, causes[0]))
         if len(found) >= MAX_FINDINGS:
             break

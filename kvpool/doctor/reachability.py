@@ -27,8 +27,6 @@ from kvpool.unix_socket import socket_path
 from kvpool.version import __version__
 
 CONNECT_S = 3.0
-HTTP_PORT = 50_052
-"""Where /healthz is unless --http-listen says otherwise."""
 ENDS_SOON_S = 14 * 86_400.0
 MAX_SKEW_S = 5.0
 MAX_BODY_BYTES = 1_024
@@ -102,7 +100,7 @@ def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Fi
 
     Args:
         address: HOST:PORT.
-        was_given: False if `address` is a guess: what does not answer there may be elsewhere.
+        was_given: False if the host of `address` is a guess: what does not answer there may be at another one.
     """
     host, _, port = address.rpartition(":")
     try:

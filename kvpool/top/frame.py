@@ -15,6 +15,7 @@ from rich.text import Text
 from kvpool.commands.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
 from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.doctor.window import Window
 from kvpool.holdings import duration_text, printable
 from kvpool.quotas import size_text
 from kvpool.server_stats import UsageStats
@@ -26,7 +27,7 @@ MAX_PROBLEMS = 4
 MAX_ROWS = 12
 """Most rows of each table."""
 LABEL_CHARS = 11
-_STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.OK: ""}
+_STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.INFO: "", Level.OK: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,14 @@ class View:
 
     Args:
         interval: None until two answers have come.
+        window: the time within which a counter that grew is a problem.
         trouble: why the server's last answer is missing; empty if it is not.
         silent_s: seconds since the last answer, if there is `trouble`.
     """
 
     endpoint: str
     interval: Interval | None = None
+    window: Window | None = None
     trouble: str = ""
     silent_s: float = 0.0
 
@@ -57,7 +60,7 @@ def frame(view: View) -> RenderableType:
         parts.append(Text(printable(text), style=_STYLES[Level.ERROR]))
     if interval.restarted:
         parts.append(Text("the server has restarted: counts are those since its start", style=_STYLES[Level.WARNING]))
-    found = problems(pool_state(interval.now))
+    found = problems(pool_state(interval.now, view.window))
     for each in found[:MAX_PROBLEMS]:
         parts.append(Text(printable(f"{MARKS[each.level]}{each.check}: {each.text}"), style=_STYLES[each.level]))
     if len(found) > MAX_PROBLEMS:

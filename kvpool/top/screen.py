@@ -8,6 +8,7 @@ import sys
 import termios
 import time
 import tty
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import IO, Any
@@ -16,11 +17,13 @@ from rich.console import Console
 from rich.live import Live
 
 from kvpool.client import Client
+from kvpool.doctor.window import RECENT_S, Window, window_of
 from kvpool.errors import KVPoolError
 from kvpool.top.frame import View, frame
 from kvpool.top.interval import Interval
 from kvpool.types import PoolStats
 
+EARLIER_EVERY_S = 10.0
 QUIT = "qQ\x03\x04"
 """Keys that end it: q, Ctrl-C, Ctrl-D."""
 
@@ -37,6 +40,8 @@ class Watch:
         self._connect, self._clock = connect, clock
         self._client: Client | None = None
         self._last: tuple[PoolStats, float] | None = None
+        self._earlier: deque[tuple[PoolStats, float]] = deque()
+        """Snapshots of one run of the server, `EARLIER_EVERY_S` apart, the oldest about `RECENT_S` old."""
         self._view = View(endpoint)
 
     def look(self) -> View:
@@ -54,8 +59,20 @@ class Watch:
         before, asked_at = self._last or (stats, now)
         self._last = stats, now
         interval = Interval.of(before, stats, now - asked_at)
-        self._view = View(self._view.endpoint, interval)
+        self._view = View(self._view.endpoint, interval, self._window(stats, now))
         return self._view
+
+    def _window(self, stats: PoolStats, now: float) -> Window | None:
+        """The last ten minutes, as far as this object knows them."""
+        earlier = self._earlier
+        if earlier and earlier[0][0].boot_token != stats.boot_token:
+            earlier.clear()
+        if not earlier or now - earlier[-1][1] >= EARLIER_EVERY_S:
+            earlier.append((stats, now))
+        while len(earlier) > 1 and now - earlier[1][1] >= RECENT_S:
+            earlier.popleft()
+        before, at = earlier[0]
+        return window_of(stats, before, now - at)
 
     def close(self) -> None:
         """Closes the connection; the next look makes another one."""

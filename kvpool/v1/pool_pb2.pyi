@@ -719,7 +719,7 @@ class StatsResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ...) -> None: ...
 
 class ServerStats(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage")
+    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage", "http_port")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -729,6 +729,7 @@ class ServerStats(_message.Message):
     RPCS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     unix_seconds: float
@@ -738,7 +739,8 @@ class ServerStats(_message.Message):
     rpcs: _containers.RepeatedCompositeFieldContainer[RpcStats]
     transfers: _containers.RepeatedCompositeFieldContainer[TransferStats]
     usage: _containers.RepeatedCompositeFieldContainer[UsageStats]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ...) -> None: ...
+    http_port: int
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
 
 class RpcStats(_message.Message):
     __slots__ = ("method", "status", "sum_seconds", "buckets")
@@ -1139,11 +1141,13 @@ class ValueCurve(_message.Message):
     def __init__(self, is_total: bool = ..., tenant: _Optional[str] = ..., lookup_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., simulated_hit_ratio: _Optional[float] = ..., estimates: _Optional[_Iterable[_Union[ValueEstimate, _Mapping]]] = ...) -> None: ...
 
 class ValueEstimate(_message.Message):
-    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers")
+    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers", "uncertainty")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     HIT_RATIO_WITH_TIERS_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
     size: float
     hit_ratio: float
     hit_ratio_with_tiers: float
-    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ...) -> None: ...
+    uncertainty: float
+    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ..., uncertainty: _Optional[float] = ...) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from kvpool.errors import PermissionDeniedError
+from kvpool.namespace import NamespaceSpec
 from kvpool.principal import Principal, Role
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
@@ -45,6 +46,19 @@ def check_tenant(tenant: str) -> None:
     if own is not None and own != tenant:
         raise PermissionDeniedError(
             f"{CALLER.get()} may not open a namespace of tenant {tenant!r}; give tenant {own!r}"
+        )
+
+
+def check_measurement(spec: NamespaceSpec) -> None:
+    """Raises PermissionDeniedError if a caller who cannot measure opens a measurement's namespace.
+
+    The use of these namespaces is not accounted for, so engines must not have them.
+    """
+    caller = CALLER.get()
+    if spec.is_measurement and caller is not None and not may_call(caller.role, "Stats"):
+        raise PermissionDeniedError(
+            f"{caller} may not open a namespace of model {spec.model!r}, which is for measurements of role "
+            f"{Role.OPERATOR}; give the model another name"
         )
 
 

@@ -30,6 +30,7 @@ class Group:
         fingerprint: of its namespace.
         tenant: whose extents its slots are in; "" where the arena has one tenant.
         declared_tenant: the tenant in its namespace's specification, which selects its stream of KV events.
+        is_measurement: its blocks are no engine's, and are kept out of tiers.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
@@ -46,6 +47,7 @@ class Group:
         "full_mask",
         "idx",
         "index",
+        "is_measurement",
         "leaving",
         "namespace",
         "needs_prefix",
@@ -64,6 +66,7 @@ class Group:
         fingerprint: bytes = b"",
         tenant: str = "",
         declared_tenant: str = "",
+        is_measurement: bool = False,
     ):
         self.spec = spec
         self.idx = idx
@@ -71,6 +74,7 @@ class Group:
         self.fingerprint = fingerprint
         self.tenant = tenant
         self.declared_tenant = declared_tenant
+        self.is_measurement = is_measurement
         self.block_tokens = spec.block_tokens
         self.full_mask = (1 << spec.num_shards) - 1
         self.needs_prefix = not spec.window_tokens and spec.kind not in _LAST_BLOCKS

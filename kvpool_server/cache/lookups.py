@@ -131,8 +131,9 @@ class Lookups:
         namespace.lookup_tokens += found.lookup_tokens
         namespace.hit_tokens += found.hit_tokens
         self._counters["lookups"] += 1
-        self._counters["lookup_blocks"] += found.num_blocks
-        self._counters["lookup_hits"] += num_hits
+        if not namespace.spec.is_measurement:
+            self._counters["lookup_blocks"] += found.num_blocks
+            self._counters["lookup_hits"] += num_hits
         if found.lease_id:
             stamp = self._placement.next_stamp([group for group, _, _ in found.spans])
             for group, start, stop in found.spans:

@@ -58,7 +58,8 @@ class PoolNamespace:
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
         self.groups = [
-            Group(group, idx, label, fingerprint, tenant, spec.tenant) for idx, group in enumerate(spec.groups)
+            Group(group, idx, label, fingerprint, tenant, spec.tenant, spec.is_measurement)
+            for idx, group in enumerate(spec.groups)
         ]
 
     def entries(self) -> list[Entry]:

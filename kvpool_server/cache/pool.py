@@ -123,12 +123,12 @@ class Pool:
         self.entry_table.observe(observer)
 
     def observe_traffic(self, observer: TrafficObserver) -> None:
-        """Tells an observer of every lookup for a load and every put from now on."""
+        """Tells an observer of every lookup for a load and every put of engines from now on."""
         self._traffic_observers.append(observer)
 
     def tell_lookup(self, found: Found, runs: Sequence[BlockRun]) -> None:
         """Tells the observers of traffic that a lookup for a load has been answered."""
-        for observer in self._traffic_observers:
+        for observer in () if found.namespace.spec.is_measurement else self._traffic_observers:
             observer.looked_up(found.namespace, runs, found.hits)
 
     def open_namespace(
@@ -279,7 +279,7 @@ class Pool:
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = yield from self.reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
         if self._traffic_observers and not shards.start and (namespace := self.namespace(fingerprint)) is not None:
-            for observer in self._traffic_observers:
+            for observer in () if namespace.spec.is_measurement else self._traffic_observers:
                 observer.put(namespace, runs)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)

@@ -77,7 +77,8 @@ def now_document(now: Moment) -> dict[str, Any]:
         "time": round(now.at, 3),
         "version": __version__,
         "uptime_seconds": round(instruments.uptime_s(), 1),
-        "state": instruments.state(),
+        "health": instruments.state(),
+        "worst": now.findings[0].level if now.findings else "ok",
         "findings": [dataclasses.asdict(finding) for finding in now.findings],
         "pool": {
             "arena_bytes": stats.arena_bytes, "free_bytes": stats.free_bytes,

@@ -54,11 +54,11 @@ GAUGES = ("arena_bytes", "free_bytes", "num_entries", "num_incomplete", "num_qua
 COUNTERS = (
     "lookups", "lookup_blocks", "lookup_hits", "put_completed_blocks", "evicted_blocks", "quota_evicted_blocks",
     "removed_blocks", "corrupt_blocks", "out_of_space_puts", "over_quota_puts", "expired_leases", "refused_leases",
-    "expired_tickets",
+    "expired_tickets", "dropped_kv_event_batches",
 )  # fmt: skip
 TIER_COUNTERS = (
-    "promoted_blocks", "missed_promotions", "demoted_blocks", "dropped_demotions", "corrupt_blocks", "read_bytes",
-    "written_bytes",
+    "promoted_blocks", "missed_promotions", "demoted_blocks", "dropped_demotions", "refused_blocks", "corrupt_blocks",
+    "read_bytes", "written_bytes",
 )  # fmt: skip
 OF_OWNERS = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes", "held_bytes")
 MAX_OWNERS = 8

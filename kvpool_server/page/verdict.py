@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from kvpool.doctor.finding import Level as Severity
+from kvpool.doctor.finding import problems
+from kvpool.doctor.pool_state import INCOMPLETE, pool_state
+from kvpool.doctor.window import RECENT_S, Window
 from kvpool.holdings import duration_text, escaped
 from kvpool.quotas import size_text
-from kvpool.types import PoolStats, TierStats
+from kvpool.types import PoolStats
 from kvpool_server.history import History, Key
 from kvpool_server.page.instruments import Instruments
 
-WINDOW_S = 600.0
+WINDOW_S = RECENT_S
 """Faults that are counted show for so long."""
 LATE_S = (0.01, 0.1)
 """Lag of the event loop, its 99th percentile: of a warning, and of a fault."""
@@ -23,8 +27,6 @@ MIN_PROBES = 1_000
 ENDS_SOON = (dt.timedelta(days=14), dt.timedelta(days=2))
 """Before a certificate's end: of a warning, and of a fault."""
 FULL_QUOTA = 0.98
-MIN_LOOKED_UP = 1_000
-"""Blocks that lookups ask for before finding none of them is a warning."""
 MAX_NAME_CHARS = 60
 
 Level = Literal["ok", "warning", "fault"]
@@ -47,24 +49,18 @@ def findings(
     Args:
         values: the sample of now.
     """
-    stats = instruments.stats()
 
     def grown(*key: str) -> int:
         return int(history.grown(key, WINDOW_S, values.get(key, 0)))
 
     found = [
         *_of_state(instruments.state()),
-        *_of_blocks(grown),
-        *_of_space(grown),
-        *_of_holds(grown),
+        *_of_pool(instruments.stats(), grown),
         *_of_lag(values, history),
         *_of_ends(instruments.ends(), now),
         *_of_quotas(instruments, grown),
         *_of_engines(instruments),
-        *_of_start(stats),
     ]
-    for tier in stats.tiers:
-        found += _of_tier(tier, grown)
     return sorted(found, key=lambda finding: finding.level != "fault")
 
 
@@ -73,50 +69,17 @@ def _of_state(state: str) -> Iterator[Finding]:
         yield Finding("fault", f"The server is {state}: it takes no new calls, and engines compute meanwhile.")
 
 
-def _of_blocks(grown: Grown) -> Iterator[Finding]:
-    if corrupt := grown("corrupt_blocks"):
-        yield Finding(
-            "fault",
-            f"{corrupt:,} blocks were dropped in the last 10 minutes because their bytes had changed. Check the memory "
-            "of this host and of the engines' hosts (ECC errors in the kernel's log).",
-        )
-    looked_up = grown("lookup_blocks")
-    if looked_up >= MIN_LOOKED_UP and not grown("lookup_hits"):
-        yield Finding(
-            "warning",
-            f"Lookups asked for {looked_up:,} blocks in the last 10 minutes and found none. If prompts repeat, engines "
-            "may use different namespaces: `kvpool namespaces --diff` shows the field.",
-        )
+def _of_pool(stats: PoolStats, grown: Grown) -> Iterator[Finding]:
+    """What `kvpool stats` says, over ten minutes."""
+    window = Window(lambda key: grown(*key), "in the last 10 minutes")
+    for found in problems(pool_state(stats, window)):
+        if found.check != INCOMPLETE:  # A page asks so often that it would find blocks between the puts of two ranks.
+            text, fix = _sentence(f"{_short(found.check)}: {found.text}"), _sentence(found.fix)
+            yield Finding("fault" if found.level is Severity.ERROR else "warning", f"{text} {fix}")
 
 
-def _of_space(grown: Grown) -> Iterator[Finding]:
-    if refused := grown("out_of_space_puts"):
-        yield Finding(
-            "fault",
-            f"{refused:,} puts were refused in the last 10 minutes because nothing in the arena could be evicted. "
-            "Raise --memory, or look for readers that hold leases for long.",
-        )
-    if refused := grown("over_quota_puts"):
-        yield Finding(
-            "warning",
-            f"{refused:,} puts were refused in the last 10 minutes because of a quota. Raise it: `kvpool quota`.",
-        )
-
-
-def _of_holds(grown: Grown) -> Iterator[Finding]:
-    for name, what, whose in (("expired_leases", "leases", "reader"), ("expired_tickets", "put tickets", "writer")):
-        if expired := grown(name):
-            yield Finding(
-                "warning",
-                f"{expired:,} {what} reached their deadline in the last 10 minutes: a {whose} died or stalled. Look at "
-                "the engines' logs.",
-            )
-    if refused := grown("refused_leases"):
-        yield Finding(
-            "warning",
-            f"{refused:,} lookups got no lease in the last 10 minutes because too many leases were live: "
-            "readers hold them for long, or --identity-limits gives an identity too few.",
-        )
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _of_lag(values: Mapping[Key, float], history: History) -> Iterator[Finding]:
@@ -163,34 +126,6 @@ def _of_engines(instruments: Instruments) -> Iterator[Finding]:
             "warning",
             f"Engines do without the pool because their calls failed ({which}): their circuit breakers are open. They "
             "come back by themselves; if not, look at their logs and the network between.",
-        )
-
-
-def _of_start(stats: PoolStats) -> Iterator[Finding]:
-    if stats.prefaulted_bytes < stats.arena_bytes:
-        share = stats.prefaulted_bytes / stats.arena_bytes
-        yield Finding("warning", f"The arena is being backed with memory ({share:.0%}): stores are slower until it is.")
-
-
-def _of_tier(tier: TierStats, grown: Grown) -> Iterator[Finding]:
-    name = _short(tier.name)
-    if not tier.up:
-        yield Finding(
-            "fault",
-            f"Tier {name} is down: no blocks are written to it or promoted from it. Check its storage; the server "
-            "tries again by itself.",
-        )
-    if corrupt := grown("tier", tier.name, "corrupt_blocks"):
-        yield Finding(
-            "fault",
-            f"{corrupt:,} blocks of tier {name} were dropped in the last 10 minutes because their bytes had changed: "
-            "without a power cut, a disk is failing.",
-        )
-    if dropped := grown("tier", tier.name, "dropped_demotions"):
-        yield Finding(
-            "warning",
-            f"{dropped:,} blocks were not written to tier {name} in the last 10 minutes: engines store faster than it "
-            "writes. Use faster storage, or write=back.",
         )
 
 

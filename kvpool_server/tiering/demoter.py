@@ -4,7 +4,8 @@ With write-through, a block is queued when it is stored; with write-back, it is 
 `watermark`).
 
 A queued block is a reference that does not pin its entry, so that a slow tier takes no slots from puts. An entry is
-pinned only while it is written; one that is evicted before is counted as a dropped demotion.
+pinned only while it is written; one that is evicted before is counted as a dropped demotion, and one that is removed
+before is not, for nobody wants it in the tier. Blocks of measurements are not written.
 """
 
 from __future__ import annotations
@@ -90,9 +91,14 @@ class Demoter:
             self._tier.counters["dropped_demotions"] += 1
 
     def evicted(self, entry: Entry) -> None:
-        """The pool evicts a block for a put that cannot wait."""
-        if self.write_back and self._is_in_tier(entry) is not True:
+        """The pool evicts a block for a put that cannot wait. `removed` follows."""
+        if entry in self._queue or (self.write_back and self._is_in_tier(entry) is not True):
             self._tier.counters["dropped_demotions"] += 1
+
+    def removed(self, entry: Entry) -> None:
+        """A block has left the pool: it is no longer to be written."""
+        if self._queue.pop(entry, self) is None:
+            self._check_idle()
 
     def _enqueue(self, entry: Entry, max_ancestors: int) -> None:
         """Queues an entry behind those of its nearest ancestors that the tier lacks."""
@@ -127,22 +133,24 @@ class Demoter:
         lease_id = pin(self._pool, entries)
         self._num_writing += 1
         try:
-            if entries:
-                await self._write_group(group, entries)
+            await self._write_group(group, entries)
         except TierError:
             self._tier.counters["dropped_demotions"] += len(entries) + len(self._queue)
             self._queue.clear()
         finally:
             self._pool.release([lease_id])
             self._num_writing -= 1
-            if not self._queue and not self._num_writing:
-                self._idle.set()
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._queue and not self._num_writing:
+            self._idle.set()
 
     async def write(self, entries: Sequence[Entry]) -> bool:
         """Writes the pinned entries that the tier lacks, in reverse order: parents first. False if the tier failed."""
         by_group: dict[Group, list[Entry]] = {}
         for entry in reversed(entries):
-            if entry.complete and self._is_in_tier(entry) is not True:
+            if entry.complete and not entry.group.is_measurement and self._is_in_tier(entry) is not True:
                 by_group.setdefault(entry.group, []).append(entry)
         try:
             for group, members in by_group.items():
@@ -179,6 +187,7 @@ class Demoter:
         entries = [
             entry
             for namespace in self._pool.open_namespaces()
+            if not namespace.spec.is_measurement
             for entry in namespace.entries()
             if entry.complete and self._is_in_tier(entry) is not True
         ]
@@ -190,19 +199,14 @@ class Demoter:
         await self._idle.wait()
 
     def _next_batch(self) -> tuple[Group, list[Entry]]:
-        """Removes the oldest entries of one group from the queue; returns those that are still readable."""
+        """Removes the oldest entries of one group from the queue, and returns them."""
         group = next(iter(self._queue)).group
         entries: list[Entry] = []
         most = min(MAX_BATCH_BLOCKS, max(1, self.batch_bytes // group.spec.slot_bytes))
-        removed: list[Entry] = []
         for entry in self._queue:
             if entry.group is not group or len(entries) == most:
                 break
-            removed.append(entry)
-            if entry.live and entry.complete:
-                entries.append(entry)
-            else:
-                self._tier.counters["dropped_demotions"] += 1
-        for entry in removed:
+            entries.append(entry)
+        for entry in entries:
             del self._queue[entry]
         return group, entries

@@ -308,14 +308,20 @@ class TieredPool(Observer):
         return num_pending
 
     def stored(self, entry: Entry) -> None:
-        for level in self._levels:
-            level.demoter.stored(entry)
+        if not entry.group.is_measurement:
+            for level in self._levels:
+                level.demoter.stored(entry)
         if self._watermark is not None:
             self._watermark.check()
 
     def evicted(self, entry: Entry) -> None:
+        if not entry.group.is_measurement:
+            for level in self._levels:
+                level.demoter.evicted(entry)
+
+    def removed(self, entry: Entry) -> None:
         for level in self._levels:
-            level.demoter.evicted(entry)
+            level.demoter.removed(entry)
 
     async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks from the pool and from every tier; returns how many the pool held.

@@ -17,57 +17,22 @@ Sources: see `miniature`; W. G. Cochran, Sampling Techniques, 1977, for strata.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool.value import SIZES, ValueCurve, ValueEstimate
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.steps import Steps
+from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 from kvpool_server.value.miniature import Miniature
-from kvpool_server.value.sample import Sampled, SampledRun, Sampler
+from kvpool_server.value.sample import SampledRun, Sampler
+from kvpool_server.value.tally import HITS, MISSES, Tally, groups_of
+from kvpool_server.value.uncertainty import uncertainties
 
 PRESENT = SIZES.index(1.0)
 MAX_TENANTS = 32
 """Tenants with a curve of their own, those seen first; the rest share one."""
 REST = "other"
 """In the place of a tenant: the rest."""
-HITS, MISSES = 0, 1  # The two strata.
-
-
-class _Tally:
-    """References in one miniature, by stratum, and the hits among them: each counts 1/R."""
-
-    __slots__ = ("hits", "references")
-
-    def __init__(self) -> None:
-        self.references = [0.0, 0.0]
-        self.hits = [0.0, 0.0]
-
-    def count(self, blocks: Sampled, num_hits: int, num_hits_in_pool: int, weight: float) -> None:
-        """Adds a run's sampled blocks, of which the first `num_hits` hit.
-
-        Args:
-            num_hits_in_pool: leading blocks of the whole run that the pool has hit.
-            weight: tokens for which each sampled block stands.
-        """
-        split = bisect.bisect_left(blocks, (num_hits_in_pool,))
-        self.references[HITS] += weight * split
-        self.references[MISSES] += weight * (len(blocks) - split)
-        self.hits[HITS] += weight * min(split, num_hits)
-        self.hits[MISSES] += weight * max(0, num_hits - split)
-
-    def fade(self, keep: float) -> None:
-        self.references = [keep * each for each in self.references]
-        self.hits = [keep * each for each in self.hits]
-
-    def hit_tokens(self, tokens: Sequence[float]) -> float:
-        """The estimate of the module's docstring, given all references by stratum."""
-        missing = tokens[HITS] - self.references[HITS]
-        found = min(max(self.hits[HITS] + missing, 0.0), tokens[HITS])
-        if self.references[MISSES]:
-            found += tokens[MISSES] * self.hits[MISSES] / self.references[MISSES]
-        return found
 
 
 class _Tenant:
@@ -75,8 +40,8 @@ class _Tenant:
 
     def __init__(self) -> None:
         self.tokens = [0.0, 0.0]
-        self.in_memory = [_Tally() for _ in SIZES]
-        self.with_tiers = [_Tally() for _ in SIZES]
+        self.in_memory = [Tally() for _ in SIZES]
+        self.with_tiers = [Tally() for _ in SIZES]
 
     def fade(self, keep: float) -> None:
         self.tokens = [keep * each for each in self.tokens]
@@ -130,12 +95,17 @@ class CurveSimulation:
     def _miniatures(self) -> list[Miniature]:
         return self._minis if self._tier is None else [*self._minis, self._tier]
 
-    def _start(self, block_bytes: int) -> None:
-        if not self._minis:
-            make, most = self._policy, self.max_entries
-            self._minis = [Miniature(make, int(size * self.arena_bytes), most, block_bytes) for size in SIZES]
-            if self._tier_bytes != 0:
-                self._tier = Miniature(make, self._tier_bytes, most, block_bytes)
+    def _start(self, block_bytes: int) -> Steps[None]:
+        if self._minis:
+            return
+        make, most = self._policy, self.max_entries
+        minis = []
+        for size in SIZES:
+            minis.append(Miniature(make, int(size * self.arena_bytes), most, block_bytes))
+            yield  # A policy's model takes milliseconds to make.
+        if self._tier_bytes != 0:
+            self._tier = Miniature(make, self._tier_bytes, most, block_bytes)
+        self._minis = minis
 
     def lookup(
         self,
@@ -158,10 +128,12 @@ class CurveSimulation:
             counts: False for the further groups of a lookup, whose blocks occupy memory, but are the same tokens.
             stores_all: also store blocks that missed; for traces, in which each prompt is stored when it is looked up.
         """
-        self._start(block_bytes)
-        run = self._sample(salt, parent_hash, hashes)
+        yield from self._start(block_bytes)
+        run = yield from self._sample(salt, parent_hash, hashes)
         self._sampler.remember_end(salt, run, hashes, num_hits)
         self._sampler.remember_end(salt, run, hashes, len(hashes))
+        if len(hashes) > STEP_BLOCKS:
+            yield
         tenants = (self._all, self._tenant(tenant)) if counts else ()
         for each in tenants:
             each.tokens[HITS] += block_tokens * num_hits
@@ -172,14 +144,16 @@ class CurveSimulation:
         for nth, mini in enumerate(self._miniatures()):
             blocks = [block for block in run.blocks if block[1] < mini.threshold]
             leading = mini.leading(blocks)
-            if mini is not tier:
+            if mini is not tier and tenants:
+                groups = groups_of(blocks)
                 for each in tenants:
-                    each.in_memory[nth].count(blocks, leading, num_hits, block_tokens / mini.rate)
+                    each.in_memory[nth].count(blocks, groups, leading, num_hits, block_tokens / mini.rate)
             if tier is not None and mini is not tier and tenants:
                 both = blocks if mini.rate <= tier.rate else [each for each in blocks if each[1] < tier.threshold]
-                found = mini.leading(both, in_tier)
+                found, groups = mini.leading(both, in_tier), groups_of(both)
+                weight = block_tokens / min(mini.rate, tier.rate)
                 for each in tenants:
-                    each.with_tiers[nth].count(both, found, num_hits, block_tokens / min(mini.rate, tier.rate))
+                    each.with_tiers[nth].count(both, groups, found, num_hits, weight)
             mini.pass_time(1 if (leading if blocks else num_hits) else 0)
             mini.use(blocks, leading)
             mini.pass_time(stores_all)
@@ -191,8 +165,8 @@ class CurveSimulation:
 
     def put(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes], block_bytes: int) -> Steps[None]:
         """A put of a run's blocks, whether or not the pool had them."""
-        self._start(block_bytes)
-        run = self._sample(salt, parent_hash, hashes)
+        yield from self._start(block_bytes)
+        run = yield from self._sample(salt, parent_hash, hashes)
         self._sampler.remember_end(salt, run, hashes, len(hashes))
         for mini in self._miniatures():
             mini.pass_time()
@@ -200,7 +174,7 @@ class CurveSimulation:
                 mini.store(run, blocks, len(hashes), block_bytes)
                 yield
 
-    def _sample(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes]) -> SampledRun:
+    def _sample(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes]) -> Steps[SampledRun]:
         return self._sampler.sample(salt, parent_hash, hashes, max(mini.threshold for mini in self._miniatures()))
 
     def _tenant(self, name: str) -> _Tenant:
@@ -238,13 +212,18 @@ class CurveSimulation:
         total = sum(found.tokens)
         if not total:
             return ValueCurve(**names)
-        estimates = []
-        for size, memory, tiers in zip(SIZES, found.in_memory, found.with_tiers, strict=True):
-            ratio = memory.hit_tokens(found.tokens) / total
-            with_tiers = ratio if self._tier is None else tiers.hit_tokens(found.tokens) / total
-            estimates.append(ValueEstimate(size, ratio, max(ratio, with_tiers)))
-        present = found.in_memory[PRESENT] if self._tier is None else found.with_tiers[PRESENT]
-        simulated = min(max((sum(present.hits) + total - sum(present.references)) / total, 0.0), 1.0)
+        tallies = found.in_memory if self._tier is None else found.with_tiers
+        simulated = min(max(tallies[PRESENT].simulated_hit_tokens(total) / total, 0.0), 1.0)
+        off = abs(simulated - found.tokens[HITS] / total)
+        in_memory, may_be_off = self._ratios(found.in_memory, found.tokens, off)
+        with_tiers = in_memory
+        if self._tier is not None:
+            with_tiers, tiers_may_be_off = self._ratios(found.with_tiers, found.tokens, off)
+            may_be_off = [max(each) for each in zip(may_be_off, tiers_may_be_off, strict=True)]
+        estimates = [
+            ValueEstimate(size, memory, max(memory, either), uncertainty)
+            for size, memory, either, uncertainty in zip(SIZES, in_memory, with_tiers, may_be_off, strict=True)
+        ]
         return ValueCurve(
             lookup_tokens=total,
             hit_tokens=found.tokens[HITS],
@@ -252,3 +231,16 @@ class CurveSimulation:
             estimates=tuple(estimates),
             **names,
         )
+
+    def _ratios(self, tallies: Sequence[Tally], tokens: Sequence[float], off: float) -> tuple[list[float], list[float]]:
+        """Hit ratios by size, and how far each may be off.
+
+        Args:
+            off: what the simulation is off at the present size.
+        """
+        total = sum(tokens)
+        ratios = [tally.hit_tokens(tokens) / total for tally in tallies]
+        errors = [tally.standard_error(tokens) / total for tally in tallies]
+        tier_rate = 1.0 if self._tier is None else self._tier.rate
+        samples = [(min(mini.rate, tier_rate), len(mini)) for mini in self._minis]
+        return ratios, uncertainties(ratios, errors, samples, off)

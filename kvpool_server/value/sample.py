@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvpool_server.cache.steps import STEP_BLOCKS, Steps
+
 KEY_BITS = 60
 KEYS = 1 << KEY_BITS
 """Keys of blocks are in [0, KEYS), uniformly distributed."""
@@ -53,18 +55,22 @@ class Sampler:
         self._hash_of = hash_of
         self._ends: OrderedDict[int, tuple[int, tuple[int, ...]]] = OrderedDict()
 
-    def sample(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes], threshold: int) -> SampledRun:
-        """The sampled blocks of a run.
+    def sample(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes], threshold: int) -> Steps[SampledRun]:
+        """The sampled blocks of a run, in steps of `STEP_BLOCKS`.
 
         Args:
             salt: of the run's namespace and group, within `KEY_BITS` bits.
         """
         hash_of = self._hash_of
-        blocks = [
-            (position, key)
-            for position, block_hash in enumerate(hashes)
-            if (key := (hash_of(block_hash) ^ salt) & _MASK) < threshold
-        ]
+        blocks: list[tuple[int, int]] = []
+        for start in range(0, len(hashes), STEP_BLOCKS):
+            if start:
+                yield
+            blocks += [
+                (position, key)
+                for position, block_hash in enumerate(hashes[start : start + STEP_BLOCKS], start)
+                if (key := (hash_of(block_hash) ^ salt) & _MASK) < threshold
+            ]
         depth = 0
         before: tuple[int, ...] = ()
         if parent_hash:

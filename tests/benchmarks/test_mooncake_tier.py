@@ -18,6 +18,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_tier, "PROMPT_BYTES", 16 * MIB)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("small")
 def test_both_sides_move_the_same_bytes_and_a_client_loads_all_of_them() -> None:
     with mooncake_store(512 * MIB) as store:

@@ -35,6 +35,7 @@ def test_an_engine_has_computed_many_tokens_in_a_step_and_its_pool_knows_none(
         assert answer.cached_tokens == 0
 
 
+@pytest.mark.more
 def test_an_engine_that_is_killed_says_so_at_once(model: Path, tmp_path: Path) -> None:
     with Engine(EngineSpec(model, None, FLOAT32, in_process=True), tmp_path / "engine.log") as engine:
         os.kill(engine.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,5 +105,7 @@ def test_engines_report_what_they_count(tmp_path: Path, shapes_dir: Path, server
         assert agreement.num_mixed == agreement.num_mixed_equal
         assert agreement.num_held_out == agreement.num_held_out_equal
 
-    told = json.loads(run_command("kvpool", "ledger", "--json", "--endpoint", server.endpoint).stdout)
+    told = json.loads(
+        run_command(sys.executable, "-m", "kvpool.cli", "ledger", "--json", "--endpoint", server.endpoint).stdout
+    )
     assert told["rows"][0]["computed_tokens"] == dict(computed)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvpool.bandwidth import (
     BLOCK,
     LEAST_BYTES,
-    MODEL,
     NUM_ROUNDS,
     ROUNDS_S,
     Bandwidth,
@@ -50,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def left_over(client: Client) -> list[int]:
     """Blocks of each of the measurement's namespaces."""
-    return [info.num_entries for info in client.admin.namespaces() if info.spec.model == MODEL]
+    return [info.num_entries for info in client.admin.namespaces() if info.spec.is_measurement]
 
 
 def store(client: Client, spec: NamespaceSpec, count: int) -> BlockRun:

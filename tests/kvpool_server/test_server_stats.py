@@ -60,6 +60,7 @@ def test_a_server_says_which_run_of_it_answers(pool_server: StartServer, connect
         first = client.admin.stats()
         second = client.admin.stats()
     assert first.server is not None and second.server is not None
+    assert first.server.http_port == int(server.http_url.rpartition(":")[2])
     assert first.server.version == __version__ and abs(first.server.unix_seconds - time.time()) < 60
     assert 0 < first.server.uptime_seconds < second.server.uptime_seconds < 600
     assert first.boot_token == second.boot_token != 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.namespace import GroupSpec
+from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec
 from kvpool.types import BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
@@ -173,3 +173,11 @@ def test_what_a_model_is_called_is_a_short_printable_label(bench: Bench) -> None
 def test_a_model_that_is_called_other_counts_as_other(bench: Bench) -> None:
     bench.look_up(bench.open(model=OTHER, tenant=OTHER), run_of("a"))
     assert [dataclasses.astuple(each)[:3] for each in bench.usage.by_model_and_tenant()] == [(OTHER, OTHER, TOKENS)]
+
+
+def test_measurements_are_no_use(bench: Bench) -> None:
+    namespace = bench.open(model=MEASUREMENT_MODEL)
+    bench.put(namespace, "a")
+    bench.look_up(namespace, run_of("a"))
+    assert bench.usage.by_model_and_tenant() == ()
+    assert bench.pool.counters["lookup_blocks"] == 0 and bench.pool.counters["lookups"] == 1

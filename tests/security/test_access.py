@@ -25,11 +25,13 @@ from kvpool.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
+from kvpool.namespace import MEASUREMENT_MODEL
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
 from kvpool.types import Quota
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import LOOK_EVERY_S
+from kvpool_server.access.caller import CALLER, check_measurement
 from kvpool_server.access.permissions import CALLS
 from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import USELESS, files_in, forge, server_flags
@@ -53,7 +55,7 @@ class Deployment:
         self.authority = Authority.create(pki)
         operator = self.files(Role.OPERATOR)
         flags = server_flags(self.authority.issue_server([]))
-        self.server = start("--memory", "16MiB", *flags, tls=operator)
+        self.server = start("--memory", "16MiB", "--value-sample", "640", *flags, tls=operator)
         self.fingerprints = {tenant: self._store(tenant) for tenant in ("acme", "umbra")}
 
     def files(self, role: Role, tenant: str = "acme") -> TlsFiles:
@@ -361,3 +363,20 @@ def test_a_client_sends_nothing_in_clear_to_another_host() -> None:
     with pytest.raises(ConfigError, match="insecure_network"):
         Client(ClientConfig("pool.example:50051"))
     Client(ClientConfig("pool.example:50051", insecure_network=True)).close()
+
+
+def test_engines_cannot_open_the_namespaces_of_measurements_which_are_not_accounted_for() -> None:
+    measured = namespace_spec(model=MEASUREMENT_MODEL, tenant="acme")
+    for principal in (Principal("acme", Role.ENGINE_WRITE), Principal("acme", Role.TENANT_OPERATOR)):
+        token = CALLER.set(principal)
+        try:
+            with pytest.raises(PermissionDeniedError, match="for measurements of role operator"):
+                check_measurement(measured)
+            check_measurement(namespace_spec(tenant="acme"))
+        finally:
+            CALLER.reset(token)
+    token = CALLER.set(Principal(ALL_TENANTS, Role.OPERATOR))
+    try:
+        check_measurement(measured)
+    finally:
+        CALLER.reset(token)

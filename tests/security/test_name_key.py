@@ -71,6 +71,9 @@ def _use_every_method(client: Client, spec: NamespaceSpec) -> None:
     client.chunks.put([Chunk(each, body, checksum(body), RUN.block_hashes[-1]) for each in keys])
     assert [each and each.key for each in client.chunks.get(keys)] == keys
     assert client.admin.verify(namespace, [RUN]) == (len(RUN), 0)
+    name_of = client.rpc.name_of
+    named = BlockRun(0, list(map(name_of, RUN.block_hashes)), name_of(RUN.parent_hash))
+    assert client.admin.explain(namespace.fingerprint, [named]).runs
     assert client.admin.remove(namespace, [BlockRun(0, [DROPPED], INLINE)]) == 1
 
 

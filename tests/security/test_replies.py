@@ -102,6 +102,14 @@ def info(**fields: Any) -> pb.ListNamespacesResponse:
     )
 
 
+def curve(**fields: Any) -> pb.ValueResponse:
+    return pb.ValueResponse(curves=[pb.ValueCurve(**fields)])
+
+
+def estimate(**fields: Any) -> pb.ValueResponse:
+    return curve(estimates=[pb.ValueEstimate(**fields)])
+
+
 ONE = ShardRange(0, 1)
 grant = functools.partial(replies.grant, num_blocks=3, region_bytes=256, arena=1 << 20, ticket_ttl_ms=1_000)
 located = functools.partial(replies.located, num_blocks=2, shards=ONE, chunk_bytes=256, arena=1 << 20)
@@ -191,6 +199,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "tier": (replies.stats, pb.StatsResponse(tiers=[pb.TierStats(name="t" * 513)]), "tier has 513"),
     "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),
+    "HTTP port": (replies.stats, server(http_port=65_536), "http_port is 65536"),
     "bounds": (replies.stats, server(rpc_seconds_bounds=[2, 1]), "bound of a bucket is 1"),
     "too many bounds": (replies.stats, server(rpc_seconds_bounds=range(257)), "number of bounds is 257"),
     "method": (replies.stats, server(rpcs=[pb.RpcStats(method="m" * 513, buckets=[0])]), "method has 513"),
@@ -198,6 +207,21 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "namespace": (replies.namespaces, info(fingerprint=b"x"), "fingerprint's size is 1"),
     "spec": (replies.namespaces, info(spec=pb.NamespaceSpec()), "model is empty"),
     "age": (replies.namespaces, info(age_seconds=float("inf")), "age_seconds is inf"),
+    "value's policy": (replies.value, pb.ValueResponse(policy="p" * 65), "policy has 65"),
+    "value's arena": (replies.value, pb.ValueResponse(arena_bytes=(1 << 64) - 1), "arena_bytes is"),
+    "value's time": (replies.value, pb.ValueResponse(seconds=float("nan")), "seconds is nan"),
+    "value's CPU": (replies.value, pb.ValueResponse(cpu_seconds=-1), "cpu_seconds is -1"),
+    "too many curves": (replies.value, pb.ValueResponse(curves=[pb.ValueCurve()] * 65), "number of curves is 65"),
+    "too many sizes": (replies.value, curve(estimates=[pb.ValueEstimate()] * 17), "number of sizes is 17"),
+    "curve's tenant": (replies.value, curve(tenant="t" * 513), "tenant has 513"),
+    "curve's tokens": (replies.value, curve(lookup_tokens=float("inf")), "lookup_tokens is inf"),
+    "more hits than lookups": (replies.value, curve(lookup_tokens=1, hit_tokens=2), "hit_tokens is 2"),
+    "simulated ratio": (replies.value, curve(simulated_hit_ratio=1.5), "simulated_hit_ratio is 1.5"),
+    "size": (replies.value, estimate(size=float("nan")), "size is nan"),
+    "ratio": (replies.value, estimate(hit_ratio=-0.5), "hit_ratio is -0.5"),
+    "fewer with tiers": (replies.value, estimate(hit_ratio=0.5), "hit_ratio_with_tiers is 0.0"),
+    "more than all": (replies.value, estimate(hit_ratio_with_tiers=2), "hit_ratio_with_tiers is 2"),
+    "uncertainty": (replies.value, estimate(uncertainty=float("nan")), "uncertainty is nan"),
     "quota of none": (replies.quotas, [pb.Quota(subject="tenant:a")], "limit_bytes is 0"),
     "subject": (replies.quotas, [pb.Quota(subject="t" * 513, limit_bytes=1)], "subject has 513"),
 }  # fmt: skip
@@ -218,6 +242,9 @@ def test_replies_within_their_bounds_are_taken() -> None:
     assert located(pb.GetResponse(**LOCATED)).present == (True, False)
     offer = opened(segment=pb.Segment(**SEGMENT), mooncake=pb.MooncakeEngine(**ENGINE), data_port=pb.DataPort(**PORT))
     assert replies.arena_bytes(replies.opened(offer).offer) == 1 << 20
+    told = pb.ValueResponse(policy="[red]", curves=[pb.ValueCurve(tenant="\x1b[2J", lookup_tokens=2, hit_tokens=1)])
+    decoded = replies.value(told)
+    assert "\x1b" not in decoded.curves[0].tenant and decoded.curves[0].hit_ratio == 0.5
     assert replies.quotas([pb.Quota(subject="tenant:a", limit_bytes=1)]) == [Quota("tenant:a", 1)]
 
 
@@ -414,6 +441,7 @@ class Caller:
             self._try(lambda: json.dumps(dataclasses.asdict(client.admin.stats())))
             self._try(lambda: [text_of(each, []) for each in client.admin.namespaces()])
             self._try(lambda: json.dumps(dataclasses.asdict(client.admin.ledger(0))))
+            self._try(lambda: json.dumps(dataclasses.asdict(client.admin.value())))
             self._try(lambda: [each.used_bytes / each.limit_bytes for each in client.admin.quotas()])
             self._try(lambda: client.admin.verify(namespace, [run]))
             self._try(lambda: client.admin.remove(namespace, [others]))

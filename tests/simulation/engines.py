@@ -57,6 +57,7 @@ from vllm_plugin.scheduler import (
     lookups,
     request_lookup,
     resets,
+    scheduler,
     step_budget,
     store_jobs,
     stores,
@@ -444,6 +445,8 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         patch.setattr(module, "time", time)
     patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
+    # Reports only read counters; tests/vllm_plugin/scheduler/test_report_totals.py plays their losses and repetitions.
+    patch.setattr(scheduler, "Reporter", lambda *_: SimpleNamespace(close=lambda: None))
     patch.setattr(session, "Client", functools.partial(SimClient, server))
     patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))
     patch.setattr(loads, "LoadPolicy", functools.partial(load_policy.LoadPolicy, clock=runtime.clock))

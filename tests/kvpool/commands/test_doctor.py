@@ -62,6 +62,13 @@ def test_a_server_that_is_away_is_one_finding_and_the_host_is_still_checked() ->
     }
 
 
+def test_the_http_port_is_the_one_that_the_server_tells(pool_server: StartServer) -> None:
+    for flags, says in (((), "/healthz says 'ok'"), (("--http-listen", ""), "the server tells no HTTP port")):
+        done = doctor("--endpoint", pool_server(*flags).endpoint, "--json")
+        (found,) = (each for each in json.loads(done.output)["findings"] if each["check"] == "HTTP")
+        assert says in found["text"] and found["level"] == ("info" if flags else "ok")
+
+
 @pytest.mark.more
 def test_a_server_that_says_nothing_does_not_hang_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

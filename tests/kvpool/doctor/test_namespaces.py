@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from kvpool.doctor.finding import Level
-from kvpool.doctor.namespaces import MAX_FINDINGS, block_sizes, hashes, separate
+from kvpool.doctor.namespaces import MAX_FINDINGS, block_sizes, hashes, namespaces, separate
 from kvpool.holdings import NamespaceInfo
-from kvpool.namespace import NamespaceSpec
+from kvpool.namespace import MEASUREMENT_MODEL, NamespaceSpec
 from tests.support.values import group_spec, namespace_spec
 
 BASE = namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=16))
@@ -26,7 +26,6 @@ def changed(**fields: Any) -> NamespaceInfo:
     ("other", "says"),
     [
         (changed(kv_cache_dtype="fp8"), "because of kv_cache_dtype alone: 'auto' and 'fp8'"),
-        (changed(tenant="b"), "because of tenant alone"),
         (changed(hash_seed="0"), "because of hash_seed alone"),
         (changed(weights_epoch="2"), "because of weights_epoch alone: '' and '2'"),
         (changed(extra=(("k", "v"),)), "because of extra['k'] alone: None and 'v'"),
@@ -45,8 +44,8 @@ def test_one_field_that_separates_engines_is_named(other: NamespaceInfo, says: s
 
 
 def test_secrets_are_not_told() -> None:
-    (found,) = separate([changed(salt="my salt"), changed(salt="your salt")])
-    assert "because of salt alone" in found.text and "alone:" not in found.text
+    (found,) = separate([changed(hash_seed="my seed"), changed(hash_seed="your seed")])
+    assert "because of hash_seed alone" in found.text and "alone:" not in found.text
 
 
 @pytest.mark.parametrize(
@@ -55,10 +54,12 @@ def test_secrets_are_not_told() -> None:
         [],
         [changed(model="another", kv_cache_dtype="fp8")],
         [changed(tenant="b", weights_epoch="2")],
+        [changed(tenant="b")],
+        [changed(salt="b")],
         [changed(pipeline_stage=1)],
         [dataclasses.replace(changed(weights_epoch="2"), superseded=True)],
     ],
-    ids=["alone", "another model", "two fields", "a stage", "superseded"],
+    ids=["alone", "another model", "two fields", "a tenant", "a salt", "a stage", "superseded"],
 )
 def test_namespaces_that_are_meant_to_be_separate_are_no_problem(others: list[NamespaceInfo]) -> None:
     (found,) = separate([info(), *others])
@@ -75,6 +76,12 @@ def test_the_same_weights_by_another_name_are_the_same_model() -> None:
 
 def test_there_is_a_bound_of_findings_and_of_comparisons() -> None:
     assert len(separate([changed(weights_epoch=f"{nth}") for nth in range(500)])) == MAX_FINDINGS
+
+
+def test_measurements_are_compared_with_nothing() -> None:
+    measured = [changed(model=MEASUREMENT_MODEL, kv_cache_dtype=name) for name in ("a", "b")]
+    engine = changed(hash_seed="0")
+    assert all(each.level is Level.OK for each in namespaces([engine, *measured], 1 << 40))
 
 
 def test_hash_algorithms_and_seeds_are_compared() -> None:

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from kvpool.doctor.engines import engines
-from kvpool.doctor.finding import Level, problems
+from kvpool.doctor.finding import Level, notes, problems
 from kvpool.doctor.pool_state import pool_state
+from kvpool.doctor.window import RECENT_S, look_twice, window_of
 from kvpool.reports import EngineState
 from kvpool.server_stats import ServerStats
 from kvpool.types import PoolStats, TierStats
@@ -39,14 +40,19 @@ def test_a_healthy_pool_has_no_problem() -> None:
     [
         (_with(corrupt_blocks=2), "corruption", Level.ERROR, "2 blocks in the arena had changed bytes"),
         (dataclasses.replace(WELL, prefaulted_bytes=1 << 20), "memory", Level.WARNING, "1 MiB of the arena's 1 GiB"),
-        (_with(out_of_space_puts=3), "memory", Level.WARNING, "3 puts were refused"),
+        (_with(out_of_space_puts=3), "memory", Level.ERROR, "3 puts were refused"),
         (_with(over_quota_puts=4), "quotas", Level.WARNING, "4 puts were refused"),
         (dataclasses.replace(WELL, num_incomplete=1), "incomplete blocks", Level.WARNING, "1 block miss"),
         (_with(expired_leases=5), "clients", Level.WARNING, "5 leases expired"),
         (_with(expired_tickets=5), "clients", Level.WARNING, "5 puts expired"),
         (_with(refused_leases=5), "clients", Level.WARNING, "5 lookups got no lease"),
         (_with(dropped_kv_event_batches=6), "KV events", Level.WARNING, "6 batches"),
-        (_with(lookup_hits=0), "hits", Level.WARNING, "asked for 5,000 blocks, and found none"),
+        (
+            _with(lookup_hits=0),
+            "hits",
+            Level.WARNING,
+            "5,000 blocks since the server's start, and found none",
+        ),
         (
             dataclasses.replace(WELL, server=ServerStats("1", loop_lag_max_seconds=0.5)),
             "loop lag",
@@ -56,13 +62,57 @@ def test_a_healthy_pool_has_no_problem() -> None:
         (_tier(up=False), "tier file:/x", Level.ERROR, "the tier failed"),
         (_tier(counters={"demoted_blocks": 9, "dropped_demotions": 1}), "tier file:/x", Level.WARNING, "1 block of 10"),
         (_tier(counters={"refused_blocks": 7}), "tier file:/x", Level.WARNING, "no room for 7 blocks"),
-        (_tier(counters={"corrupt_blocks": 8}), "tier file:/x", Level.WARNING, "8 blocks in the tier"),
+        (_tier(counters={"corrupt_blocks": 8}), "tier file:/x", Level.ERROR, "8 blocks in the tier"),
     ],
 )
 def test_each_problem_is_named_with_its_fix(stats: PoolStats, check: str, level: Level, says: str) -> None:
-    (found,) = problems(pool_state(stats))
+    (found,) = problems(pool_state(stats, window_of(stats)))
     assert (found.check, found.level) == (check, level)
     assert says in found.text and found.fix
+
+
+OLD = ServerStats("1", uptime_seconds=RECENT_S + 1)
+
+
+@pytest.mark.parametrize("name", ["corrupt_blocks", "expired_leases", "refused_leases", "dropped_kv_event_batches"])
+def test_what_no_longer_grows_is_a_note(name: str) -> None:
+    before = dataclasses.replace(_with(**{name: 5}), server=OLD)
+    assert window_of(before) is None
+    for window, says in ((None, "since the server's start"), (window_of(before, before, 1), "(none in the last 1 s)")):
+        found = pool_state(before, window)
+        assert problems(found) == []
+        (note,) = notes(found)
+        assert note.text.startswith("5 ") and says in note.text
+    now = dataclasses.replace(_with(**{name: 7}), server=OLD)
+    found = pool_state(now, window_of(now, before, 1))
+    (grows,) = problems(found)
+    assert grows.text.startswith("2 ") and "in the last 1 s" in grows.text and notes(found) == []
+    assert window_of(dataclasses.replace(now, boot_token=2), before, 1) is None, "another run of the server"
+
+
+def test_what_a_tier_dropped_long_ago_is_a_note() -> None:
+    before = dataclasses.replace(_tier(counters={"dropped_demotions": 9}), server=OLD)
+    now = dataclasses.replace(_tier(counters={"dropped_demotions": 9, "demoted_blocks": 90}), server=OLD)
+    found = pool_state(now, window_of(now, before, 1))
+    assert problems(found) == [] and "9 blocks of 99 were not written" in notes(found)[0].text
+    found = pool_state(before, window_of(before, dataclasses.replace(WELL, server=OLD, tiers=()), 1))
+    assert [each.level for each in problems(found)] == [Level.WARNING]
+
+
+def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.doctor.window.LOOK_S", 0.0)
+
+    def is_unclear(stats: PoolStats) -> bool:
+        return bool(notes(pool_state(stats)))
+
+    old = dataclasses.replace(WELL, server=OLD)
+    expired = dataclasses.replace(_with(expired_leases=1), server=OLD)
+    more = dataclasses.replace(_with(expired_leases=3), server=OLD)
+    for looks, says in (([_with(expired_leases=1)], "1 leases"), ([expired, more], "2 leases")):
+        left = iter(looks)
+        now, window = look_twice(lambda left=left: next(left), is_unclear)  # type: ignore[misc]
+        assert next(left, None) is None and problems(pool_state(now, window))[0].text.startswith(says)
+    assert look_twice(iter([old]).__next__, is_unclear) == (old, None)
 
 
 def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:

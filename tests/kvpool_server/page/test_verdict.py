@@ -81,12 +81,33 @@ class Watched:
 @pytest.mark.parametrize(
     ("name", "level", "says"),
     [
-        ("corrupt_blocks", "fault", "7 blocks were dropped in the last 10 minutes because their bytes had changed"),
-        ("out_of_space_puts", "fault", "7 puts were refused in the last 10 minutes because nothing in the arena"),
-        ("over_quota_puts", "warning", "7 puts were refused in the last 10 minutes because of a quota"),
-        ("expired_leases", "warning", "7 leases reached their deadline in the last 10 minutes: a reader died"),
-        ("expired_tickets", "warning", "7 put tickets reached their deadline in the last 10 minutes: a writer died"),
-        ("refused_leases", "warning", "7 lookups got no lease in the last 10 minutes because too many leases"),
+        ("corrupt_blocks", "fault", "Corruption: 7 blocks in the arena had changed bytes in the last 10 minutes"),
+        (
+            "out_of_space_puts",
+            "fault",
+            "Memory: 7 puts were refused in the last 10 minutes, because nothing in the arena",
+        ),
+        (
+            "over_quota_puts",
+            "warning",
+            "Quotas: 7 puts were refused in the last 10 minutes, because of a quota. Look at `kvpool quota`",
+        ),
+        (
+            "expired_leases",
+            "warning",
+            "Clients: 7 leases expired in the last 10 minutes before their loads ended. Look for engines",
+        ),
+        (
+            "expired_tickets",
+            "warning",
+            "Clients: 7 puts expired in the last 10 minutes before they ended. Look for engines",
+        ),
+        (
+            "dropped_kv_event_batches",
+            "warning",
+            "KV events: 7 batches of KV events were dropped in the last 10 minutes",
+        ),
+        ("refused_leases", "warning", "Clients: 7 lookups got no lease in the last 10 minutes, because too many"),
     ],
 )
 def test_what_has_been_counted_lately_is_told_for_ten_minutes(name: str, level: str, says: str) -> None:
@@ -103,8 +124,13 @@ def test_what_has_been_counted_lately_is_told_for_ten_minutes(name: str, level: 
 @pytest.mark.parametrize(
     ("name", "level", "says"),
     [
-        ("corrupt_blocks", "fault", "7 blocks of tier file:/mnt/kv were dropped"),
-        ("dropped_demotions", "warning", "7 blocks were not written to tier file:/mnt/kv"),
+        ("corrupt_blocks", "fault", "Tier file:/mnt/kv: 7 blocks in the tier had changed bytes in the last 10 minutes"),
+        ("refused_blocks", "warning", "Tier file:/mnt/kv: the tier had no room for 7 blocks in the last 10 minutes"),
+        (
+            "dropped_demotions",
+            "warning",
+            "Tier file:/mnt/kv: 7 blocks of 7 were not written to the tier in the",
+        ),
     ],
 )
 def test_what_tiers_have_counted(name: str, level: str, says: str) -> None:
@@ -118,7 +144,7 @@ def test_a_tier_that_is_down() -> None:
     watched = Watched()
     watched.stats = dataclasses.replace(HEALTHY, tiers=(TierStats("file:/mnt/kv", up=False),))
     (found,) = watched.found()
-    assert found.level == "fault" and found.text.startswith("Tier file:/mnt/kv is down")
+    assert found.level == "fault" and found.text.startswith("Tier file:/mnt/kv: the tier failed")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +195,7 @@ def test_lookups_that_find_nothing() -> None:
     watched = Watched()
     watched.count(lookup_blocks=2_000)
     (found,) = watched.found()
-    assert "asked for 2,000 blocks in the last 10 minutes and found none" in found.text
+    assert "asked for 2,000 blocks in the last 10 minutes, and found none" in found.text
     watched.count(lookup_hits=1)
     assert watched.found() == []
 

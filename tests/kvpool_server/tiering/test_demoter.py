@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
+from kvpool.namespace import MEASUREMENT_MODEL
 from kvpool.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
@@ -27,7 +29,7 @@ async def test_a_hanging_tier_slows_no_put(rig: Rig, tier: MemoryTier) -> None:
     assert not rig.tiered.stats().tiers[0].up
     before = tier.counters["dropped_demotions"]
     rig.put("later still")
-    assert tier.counters["dropped_demotions"] == before + 1
+    assert tier.counters["dropped_demotions"] == before + 2, "this block, and a queued one that it evicts"
     tier.gate.set()
     await rig.wait_idle()
     assert rig.tiered.stats().tiers[0].up
@@ -92,6 +94,42 @@ async def test_a_block_that_is_removed_while_it_is_written_does_not_stay_in_the_
     tier.gate.set()
     await rig.wait_idle()
     assert set(tier.kept) == {block_hash("a")}
+
+
+@play()
+async def test_a_block_that_is_removed_while_it_waits_is_no_dropped_demotion(rig: Rig, tier: MemoryTier) -> None:
+    tier.gate.clear()
+    rig.put("a")
+    await turns()
+    rig.put("b", "c")
+    await turns()
+    assert rig.tiered.num_queued == 2
+    rig.pool.remove(rig.namespace.fingerprint, [BlockRun(0, [block_hash("b"), block_hash("c")])])
+    assert rig.tiered.num_queued == 0
+    tier.gate.set()
+    await rig.wait_idle()
+    assert set(tier.kept) == {block_hash("a")} and tier.counters["dropped_demotions"] == 0
+
+
+@play()
+async def test_blocks_of_measurements_stay_out_of_tiers(rig: Rig, tier: MemoryTier) -> None:
+    spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
+    rig.namespace, _ = rig.pool.open_namespace(spec)
+    rig.put("a", "b")
+    await rig.wait_idle()
+    rig.evict_all()
+    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
+
+
+@play(write_back=True)
+async def test_with_write_back_they_do_too(rig: Rig, tier: MemoryTier) -> None:
+    spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
+    rig.namespace, _ = rig.pool.open_namespace(spec)
+    rig.put(*range(16))
+    rig.put("more")
+    await rig.wait_idle()
+    assert await rig.tiered.drain(1) == 0
+    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
 
 
 class ThreeWrites(MemoryTier):

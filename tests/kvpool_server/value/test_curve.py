@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.value import SIZES
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import STEP_BLOCKS, finish
 from kvpool_server.replay.replay import replay
 from kvpool_server.replay.trace import Request, num_blocks
 from kvpool_server.value.curve import MAX_TENANTS, CurveSimulation
@@ -68,7 +68,11 @@ def documents(count: int, seed: int = 1) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("shape", "policy", "capacity", "points"),
-    [(chats, "lru", 1_000, 1.0), (chats, "density", 1_000, 2.0), (documents, "lru", 400, 1.0)],
+    [
+        (chats, "lru", 1_000, 1.0),
+        pytest.param(chats, "density", 1_000, 2.0, marks=pytest.mark.more),
+        pytest.param(documents, "lru", 400, 1.0, marks=pytest.mark.more),
+    ],
 )
 def test_estimates_are_near_full_replays(
     shape: Callable[[int], list[Request]], policy: str, capacity: int, points: float
@@ -81,6 +85,19 @@ def test_estimates_are_near_full_replays(
             continue
         truth = replay(requests, int(capacity * estimate.size), policy) / total
         assert abs(estimate.hit_ratio - truth) <= points / 100, estimate
+
+
+@pytest.mark.parametrize("shape", [pytest.param(chats, marks=pytest.mark.more), documents])
+def test_errors_are_within_the_uncertainty(shape: Callable[[int], list[Request]]) -> None:
+    requests, capacity = shape(1_500 if shape is chats else 300), 600
+    total = num_blocks(requests)
+    truths = [replay(requests, int(capacity * size)) / total for size in SIZES]
+    num_within = 0
+    for seed in (401, 402, 403):
+        estimates = simulate(requests, capacity, "density", 320, seed).curve.estimates
+        pairs = zip(estimates, truths, strict=True)
+        num_within += sum(abs(each.hit_ratio - truth) <= each.uncertainty for each, truth in pairs)
+    assert num_within >= 17  # Of 18: nearly always.
 
 
 def test_a_sample_of_all_blocks_is_a_full_replay() -> None:
@@ -134,6 +151,13 @@ def test_hostile_sizes_and_tenants_are_bounded() -> None:
     assert len(curves) == MAX_TENANTS + 2
     assert curves[-1].is_rest and curves[-1].lookup_tokens == 2 * MAX_TENANTS * 700 * 16
     assert not simulation.curve_of(f"tenant {2 * MAX_TENANTS}").estimates
+
+
+def test_a_long_run_holds_the_loop_in_steps() -> None:
+    simulation = made(entries=64)
+    hashes = [nth.to_bytes(32, "big") for nth in range(8_192)]
+    steps = simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16)
+    assert sum(1 for _ in steps) >= len(hashes) // STEP_BLOCKS + len(SIZES) - 1
 
 
 def test_a_tier_adds_what_memory_has_evicted() -> None:

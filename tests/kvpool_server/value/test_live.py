@@ -84,7 +84,7 @@ def test_a_fault_of_the_simulation_does_not_reach_the_pool() -> None:
 
 
 def test_a_server_serves_curves_metrics_and_none_after_a_restart(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path, "--memory", "16MiB")
+    server = ServerProcess(tmp_path, "--memory", "16MiB", "--value-sample", "640")
     try:
         with Client(ClientConfig(server.endpoint)) as client:
             assert not client.admin.value().curves[0].estimates
@@ -102,7 +102,7 @@ def test_a_server_serves_curves_metrics_and_none_after_a_restart(tmp_path: Path)
 
 
 def test_a_server_without_a_sample_says_so(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path, "--memory", "16MiB", "--value-sample", "0")
+    server = ServerProcess(tmp_path, "--memory", "16MiB")
     try:
         with Client(ClientConfig(server.endpoint)) as client:
             assert not client.admin.value().enabled

@@ -1,0 +1,69 @@
+"""How the counters of a pool have grown lately: what is over is no problem any more.
+
+The dashboard has samples of the last `RECENT_S`. A command has one snapshot, or two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpool.holdings import duration_text
+from kvpool.types import PoolStats
+
+RECENT_S = 600.0
+"""What was counted within this time is recent."""
+LOOK_S = 1.0
+"""Between the two snapshots of a command."""
+SINCE_START = "since the server's start"
+
+Key = tuple[str, ...]
+"""A counter: ("expired_leases",) of the pool, ("tier", its name, "corrupt_blocks") of a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time that ends now.
+
+    Args:
+        grown: by how much a counter grew.
+        when: the time, for texts: "in the last 10 minutes".
+    """
+
+    grown: Callable[[Key], int]
+    when: str
+
+
+def total(stats: PoolStats, key: Key) -> int:
+    """A counter since the server's start."""
+    if len(key) == 1:
+        return stats.counters.get(key[0], 0)
+    return sum(tier.counters.get(key[2], 0) for tier in stats.tiers if tier.name == key[1])
+
+
+def window_of(now: PoolStats, before: PoolStats | None = None, seconds: float = 0.0) -> Window | None:
+    """The time since the server's start, if it is recent, or else since an earlier snapshot; None without one.
+
+    Args:
+        seconds: since `before`.
+    """
+    if now.server is not None and now.server.uptime_seconds <= RECENT_S:
+        return Window(lambda key: total(now, key), SINCE_START)
+    if before is None or before.boot_token != now.boot_token:
+        return None
+    when = f"in the last {duration_text(max(seconds, 1.0))}"
+    return Window(lambda key: max(0, total(now, key) - total(before, key)), when)
+
+
+def look_twice(
+    snapshot: Callable[[], PoolStats], is_unclear: Callable[[PoolStats], bool]
+) -> tuple[PoolStats, Window | None]:
+    """A snapshot and its window. If the snapshot alone is not clear, another one is made `LOOK_S` later."""
+    before = snapshot()
+    window = window_of(before)
+    if window is not None or not is_unclear(before):
+        return before, window
+    time.sleep(LOOK_S)
+    now = snapshot()
+    return now, window_of(now, before, LOOK_S)
