@@ -25,6 +25,7 @@ SAVED_SHARE = 0.001
 """GPU time saved that differs by less than this share counts as equal."""
 TIE_SHARE = 0.01
 """Costs that differ by less than this share count as equal."""
+MAX_PRICES_BYTES = 64 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Prices:
         for name, value in dataclasses.asdict(self).items():
             least, most = _BOUNDS.get(name, (0.0, MAX_PRICE))
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise InvalidRequestError(f"price {name} = {value!r} is not a number from {least:g} to {most:g}")
+                raise InvalidRequestError(f"price {name} = {value!r:.40} is not a number from {least:g} to {most:g}")
 
 
 _BOUNDS = {"prefill_tokens_per_s": (1.0, MAX_PRICE), "peak": (1.0, 100.0), "disk_hit_value": (0.0, 1.0)}
@@ -59,13 +60,17 @@ _BOUNDS = {"prefill_tokens_per_s": (1.0, MAX_PRICE), "peak": (1.0, 100.0), "disk
 def load_prices(path: Path) -> Prices:
     """Reads a TOML file with any of the fields of `Prices`. Raises InvalidRequestError."""
     try:
-        given = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        with path.open("rb") as file:
+            content = file.read(MAX_PRICES_BYTES + 1)
+        if len(content) > MAX_PRICES_BYTES:
+            raise ValueError(f"the file has more than {MAX_PRICES_BYTES >> 10} KiB")
+        given = tomllib.loads(content.decode())
+    except (OSError, ValueError, RecursionError) as error:  # Errors of TOML and of its text are ValueErrors.
         raise InvalidRequestError(f"cannot read the prices {path}: {error}; give a TOML file") from None
     known = [field.name for field in dataclasses.fields(Prices)]
     for name in given:
         if name not in known:
-            raise InvalidRequestError(f"prices {path}: unknown key {name!r}; choose {', '.join(known)}")
+            raise InvalidRequestError(f"prices {path}: unknown key {name!r:.60}; choose {', '.join(known)}")
     return Prices(**given)
 
 

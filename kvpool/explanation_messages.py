@@ -35,12 +35,7 @@ def encode_explanation(found: Explanation, boot_token: int) -> pb.ExplainRespons
     """The answer of a server."""
     return pb.ExplainResponse(
         boot_token=boot_token,
-        runs=[
-            pb.RunExplanation(
-                group_idx=run.group_idx, ranges=map(_encode_range, run.ranges), other_children=run.other_children
-            )
-            for run in found.runs
-        ],
+        runs=map(encode_run, found.runs),
         elsewhere=[
             pb.NamespaceMatch(
                 fingerprint=match.fingerprint,
@@ -53,6 +48,13 @@ def encode_explanation(found: Explanation, boot_token: int) -> pb.ExplainRespons
         half_remembered_seconds=found.half_remembered_seconds,
         tiers_away=found.tiers_away,
         requests=map(encode_trace, found.requests),
+    )
+
+
+def encode_run(run: RunExplanation) -> pb.RunExplanation:
+    """What is known of one run."""
+    return pb.RunExplanation(
+        group_idx=run.group_idx, ranges=map(_encode_range, run.ranges), other_children=run.other_children
     )
 
 

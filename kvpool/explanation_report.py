@@ -199,7 +199,7 @@ class PromptReport:
         return [
             [
                 f"{part.start:,} to {part.stop:,}",
-                self._spec.groups[run.group_idx].kind,
+                printable(self._spec.groups[run.group_idx].kind),
                 _where(part.blocks),
                 "" if part.blocks.cause is None else _WHY[part.blocks.cause] + _room(part.blocks.evicted_for),
                 _times(part.blocks).strip() if part.blocks.cause is not None else _used(part.blocks),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ DIGEST_CHARS = 12
 
 MAX_SHARDS = 64
 MAX_GROUPS = 64
+_KIND = re.compile(r"[a-z0-9_]{1,64}")
+"""Names that vLLM gives its kinds of layers; they are printed as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class GroupSpec:
     """One KV-cache group.
 
     Args:
-        kind: "full_attention", "sliding_window", "mamba", ...
+        kind: "full_attention", "sliding_window", "mamba", ...; 1 to 64 of a-z, 0-9 and _.
         block_tokens: tokens in a block.
         num_kv_heads: of the whole model, not of one rank; 0: not sharded by heads, each rank has blocks of its own.
         head_size_k, head_size_v: elements, of the first layer; 0 for states.
@@ -143,6 +146,10 @@ class NamespaceSpec:
             raise InvalidRequestError(f"namespace spec: extra has a key twice: {self.extra}; give each key once")
         for idx, group in enumerate(self.groups):
             where = f"namespace spec: groups[{idx}]"
+            if not _KIND.fullmatch(group.kind):
+                raise InvalidRequestError(
+                    f"{where}.kind {group.kind[:64]!a} is no name of a kind; give 1 to 64 of a-z, 0-9 and _"
+                )
             if not 1 <= group.num_shards <= MAX_SHARDS:
                 raise InvalidRequestError(f"{where}.num_shards {group.num_shards} is not within 1 to {MAX_SHARDS}")
             if group.chunk_bytes < 1:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
+from kvpool.holdings import escaped
 from kvpool.name_key import NameKey, check_key
 from kvpool.namespace import DIGEST_CHARS, NamespaceSpec
 from kvpool.types import BlockRun
 
 MAX_FILE_BYTES = 64 << 20
 MAX_TOKEN = 1 << 31
+MAX_ERROR_CHARS = 200
+"""Of a tokenizer's name, and of why it cannot be loaded."""
 
 
 def read_tokens(path: str, tokenizer: str = "") -> list[int]:
@@ -27,7 +30,8 @@ def read_tokens(path: str, tokenizer: str = "") -> list[int]:
             standard input.
         tokenizer: directory or name of the tokenizer that makes tokens of text; empty: the file has token ids.
 
-    Raises ConfigError if the file or the tokenizer cannot be read, and InvalidRequestError if there are no token ids.
+    Raises ConfigError if the file cannot be read or a package or the tokenizer's path lacks, and InvalidRequestError if
+    the tokenizer cannot be loaded or there are no token ids.
     """
     text = _read(path)
     tokens = _encode(text, tokenizer) if tokenizer else _parse(text, path)
@@ -66,17 +70,26 @@ def _parse(text: str, path: str) -> list[int]:
 
 
 def _encode(text: str, tokenizer: str) -> list[int]:
-    """Tokens of a text, with those that the tokenizer adds to each prompt."""
+    """Tokens of a text, with those that the tokenizer adds to each prompt. No code beside a tokenizer is run."""
     directory = Path(tokenizer)
+    if _looks_like_a_path(tokenizer) and not directory.exists():
+        raise ConfigError(
+            f"--tokenizer {escaped(tokenizer, MAX_ERROR_CHARS)} is neither a directory nor a file; give the directory "
+            "of a tokenizer, or its name as ORGANIZATION/NAME"
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError:
         pass
     else:
-        try:
-            return list(AutoTokenizer.from_pretrained(tokenizer).encode(text))
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"cannot load the tokenizer {tokenizer}: {str(error)[:200]}") from None
+        if not directory.is_file():
+            try:
+                loaded = AutoTokenizer.from_pretrained(
+                    tokenizer, trust_remote_code=False, local_files_only=directory.is_dir()
+                )
+                return list(loaded.encode(text))
+            except Exception as error:  # The package raises whatever the tokenizer's files lead it to.
+                raise _cannot_load(tokenizer, error) from None
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -88,7 +101,17 @@ def _encode(text: str, tokenizer: str) -> list[int]:
     try:
         return list(Tokenizer.from_file(str(file)).encode(text).ids)
     except Exception as error:  # The package raises nothing more precise.
-        raise ConfigError(f"cannot load the tokenizer {file}: {str(error)[:200]}") from None
+        raise _cannot_load(str(file), error) from None
+
+
+def _looks_like_a_path(tokenizer: str) -> bool:
+    """Whether a text cannot be the name of a tokenizer: one is NAME or ORGANIZATION/NAME."""
+    return tokenizer.startswith((".", "~", "/")) or tokenizer.endswith("/") or tokenizer.count("/") > 1
+
+
+def _cannot_load(tokenizer: str, error: Exception) -> InvalidRequestError:
+    reason = escaped(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
+    return InvalidRequestError(f"cannot load the tokenizer {escaped(tokenizer, MAX_ERROR_CHARS)}: {reason}")
 
 
 def hash_seed(spec: NamespaceSpec, given: str | None = None) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvpool.errors import InvalidRequestError
-from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
+from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
 from kvpool.types import BlockRun
 from kvpool_server.access.caller import is_visible
-from kvpool_server.cache.explanations import add_range
+from kvpool_server.cache.explanations import add_range, most_ranges
 from kvpool_server.cache.steps import Run
 from kvpool_server.tiering.tiered_pool import TieredPool
 
@@ -34,7 +35,7 @@ class Explainer:
         if len(runs) > MAX_RUNS:
             raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
         found = await self._run(self._tiered.pool.explanations.explain_in_steps(fingerprint, runs))
-        explained, away = [], dict[str, None]()
+        explained, away, most = [], dict[str, None](), most_ranges(len(runs))
         for run, each in zip(runs, found.runs, strict=True):
             names = [
                 name
@@ -47,7 +48,10 @@ class Explainer:
             ranges: list[BlockRange] = []
             for part in _with_tiers(each, tiers):
                 add_range(ranges, _hidden(part))
-            explained.append(replace(each, ranges=tuple(ranges[:MAX_RANGES])))
+                if len(ranges) > most:
+                    break
+            explained.append(replace(each, ranges=tuple(ranges[:most])))
+            await asyncio.sleep(0)  # Other calls get their turn between two runs.
         memory = found.memory
         return Explanation(
             tuple(explained),
@@ -58,22 +62,22 @@ class Explainer:
         )
 
 
-def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> list[BlockRange]:
+def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> Iterator[BlockRange]:
     """The ranges of a run, given the tier of each of its missing blocks, in order."""
     if not any(tiers):
-        return list(run.ranges)
-    left, ranges = iter(tiers), []
+        yield from run.ranges
+        return
+    left = iter(tiers)
     for part in run.ranges:
         if part.state is not BlockState.MISSING:
-            ranges.append(part)
+            yield part
             continue
         first = part.first
         for tier, members in itertools.groupby(itertools.islice(left, part.count)):
             count = sum(1 for _ in members)
             state = BlockState.IN_TIER if tier else BlockState.MISSING
-            ranges.append(replace(part, first=first, count=count, state=state, tier=tier))
+            yield replace(part, first=first, count=count, state=state, tier=tier)
             first += count
-    return ranges
 
 
 def _hidden(part: BlockRange) -> BlockRange:

@@ -22,7 +22,7 @@ from kvpool import types, wire
 from kvpool.data_port import Kind, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, UnavailableError, UnknownNamespaceError
 from kvpool.explanation import Explanation
-from kvpool.explanation_messages import encode_explanation
+from kvpool.explanation_messages import encode_explanation, encode_run
 from kvpool.holdings import NamespaceInfo
 from kvpool.principal import Role
 from kvpool.quotas import beyond_memory
@@ -380,7 +380,12 @@ class PoolService(PoolServicer):
             return encode_explanation(Explanation(requests=traces), self._boot_token)
         fingerprint = self._reader.namespace(request.namespace)
         runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
-        return encode_explanation(await self._explainer.explain(fingerprint, runs), self._boot_token)
+        found = await self._explainer.explain(fingerprint, runs)
+        reply = encode_explanation(dataclasses.replace(found, runs=()), self._boot_token)
+        for run in found.runs:
+            reply.runs.append(encode_run(run))
+            await asyncio.sleep(0)  # Other calls do not wait for all runs.
+        return reply
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         if not request.namespace:

@@ -22,6 +22,10 @@ HEAD_BYTES = 4 << 20
 TAIL_BYTES = 32 << 20
 MAX_LINE_CHARS = 240
 """Of a line of the log that a finding quotes."""
+MAX_MATCHED_CHARS = 4_096
+"""Of a line that patterns are matched with. Who sends an engine requests may choose parts of its lines."""
+MAX_SETTINGS_CHARS = 65_536
+"""Of the line with vLLM's settings."""
 CONNECTOR = "KVPoolConnector"
 
 
@@ -129,7 +133,12 @@ COMPLAINTS = tuple(
             "another connector took the handshake",
             "run at most one connector with a handshake under a MultiConnector",
         ),
-        (r"weights_epoch_file .* cannot be used", Level.WARNING, "the engine shares KV with no other", "see the line"),
+        (
+            r"\A(?>.*?weights_epoch_file ).* cannot be used",
+            Level.WARNING,
+            "the engine shares KV with no other",
+            "see the line",
+        ),
         (
             r"KV sharing is off until the engine's blocks",
             Level.WARNING,
@@ -139,8 +148,8 @@ COMPLAINTS = tuple(
     )
 )
 AWAY = re.compile(r"kvpool is away: ")
-CONNECTED = re.compile(r"kvpool at .*, namespace [0-9a-f]{12}, transport ")
-"""The connector has reached the server, again."""
+CONNECTED = re.compile(r"\A(?>.*?kvpool at ).*, namespace [0-9a-f]{12}, transport ")
+"""The connector has reached the server, again. No pattern tries the rest of a line from more than one place on."""
 
 
 def of_arguments(text: str) -> Settings:
@@ -204,9 +213,10 @@ def _text(value: object) -> str | None:
 
 def of_log(text: str) -> Settings | None:
     """The settings that vLLM printed at its start; None if the log has no such line."""
-    line = next((line for line in text.splitlines() if "non-default args: " in line), None)
-    if line is None:
+    found_line = next((line for line in text.splitlines() if "non-default args: " in line), None)
+    if found_line is None:
         return None
+    line = found_line[:MAX_SETTINGS_CHARS]
 
     def value(name: str) -> str | None:
         found = re.search(rf"['\"]?{name}['\"]?\s*[=:]\s*['\"]?([\w.+-]+)", line)
@@ -272,7 +282,8 @@ def complaints(log: str) -> list[Finding]:
     """The connector's lines that name a problem, each kind once, with its last line."""
     found, counts, last = [], dict.fromkeys(COMPLAINTS, 0), dict.fromkeys(COMPLAINTS, "")
     away, is_away, away_line, was_connected = 0, False, "", False
-    for line in log.splitlines():
+    for whole in log.splitlines():
+        line = whole[:MAX_MATCHED_CHARS]
         if "kvpool" not in line:
             continue
         if AWAY.search(line):

@@ -208,7 +208,7 @@ class Departures:
             is_prefix: nobody stores one of the blocks without those before it: as `causes`, and None for the last
                 blocks, of which none is known to have left. Else None for each block that is not known to have left.
         """
-        if not is_prefix:
+        if not is_prefix or len(names) == 1:
             each = [(self.departure(group, name), 1) for name in names]
             return [
                 (found, sum(count for _, count in same)) for found, same in itertools.groupby(each, lambda one: one[0])

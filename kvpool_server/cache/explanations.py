@@ -29,8 +29,10 @@ from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.use_times import UseTimes
 
-PART_BLOCKS = 512
-"""Blocks of one step, which takes about 1 ms."""
+PART_BLOCKS = 128
+"""Blocks of one step, which takes 2 ms at most: if each has a range of its own."""
+MAX_ALL_RANGES = 4_096
+"""Of all runs together: each may have an equal share, and at most `MAX_RANGES`."""
 MAX_COUNTED = 4_096
 """Blocks that are counted in another namespace."""
 _PREFIX_KIND = "full_attention"
@@ -74,8 +76,9 @@ class Explanations:
         namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
         yield
         explained, first_missing = [], []
+        most = most_ranges(len(runs))
         for group, run in zip(groups, runs, strict=True):
-            ranges = yield from self._ranges(group, run)
+            ranges = yield from self._ranges(group, run, most)
             first = ranges[0].stop if ranges[0].state is BlockState.COMPLETE else 0
             first_missing.append(first)
             explained.append(RunExplanation(run.group_idx, tuple(ranges), _other_children(group, run, first)))
@@ -83,27 +86,30 @@ class Explanations:
         memory = yield from self._departures.memory_in_steps()
         return Explained(namespace, tuple(explained), tuple(first_missing), elsewhere, memory)
 
-    def _ranges(self, group: Group, run: BlockRun) -> Steps[list[BlockRange]]:
+    def _ranges(self, group: Group, run: BlockRun, most: int) -> Steps[list[BlockRange]]:
+        """The first ranges of a run, at most `most`. It yields before it returns, so that runs never share a step."""
         ranges: list[BlockRange] = []
         for at in range(0, len(run), PART_BLOCKS):
-            part = list(itertools.islice(run.block_hashes, at, at + PART_BLOCKS))
-            for each in self._part_ranges(group, part, at):
+            for each in self._part_ranges(group, run.block_hashes[at : at + PART_BLOCKS], at):
                 add_range(ranges, each)
-            if len(ranges) > MAX_RANGES:
-                return ranges[:MAX_RANGES]
+                if len(ranges) > most:
+                    break
             yield
-        return ranges
+            if len(ranges) > most:
+                break
+        return ranges[:most]
 
     def _part_ranges(self, group: Group, names: Sequence[bytes], at: int) -> Iterator[BlockRange]:
         """The ranges of some blocks, the first of which is the run's block `at`."""
         entries = list(group.index.get_all(names))
+        used = [0 if entry is None else entry.used for entry in entries]
+        ages = self._use_times.ages(used, self._clock()).tolist()
         start = 0
         for state, members in itertools.groupby(entries, _state_of):
             found = list(members)
             stop = start + len(found)
             if state is BlockState.COMPLETE:
-                ages = self._use_times.ages([entry.used for entry in found if entry is not None], self._clock())
-                oldest = float(ages.max())
+                oldest = max(ages[start:stop])
                 yield BlockRange(at + start, len(found), state, unused_seconds=oldest if oldest >= 0 else None)
             elif found[0] is not None:
                 yield BlockRange(at + start, len(found), BlockState.MISSING, MissCause.BEING_WRITTEN)
@@ -139,17 +145,24 @@ class Explanations:
                     entries = other.index.get_all(names)
                     found[other.fingerprint] = sum(1 for _ in itertools.takewhile(_is_complete, entries))
                     yield
+            yield
         matches = []
         for fingerprint, count in found.items():
             match = self._namespaces.find(fingerprint)
             if match is not None and count:
                 fields = tuple(map(str, differences(namespace.spec, match.spec)))[:MAX_DIFFERENCES]
                 matches.append(NamespaceMatch(fingerprint, count, fields))
+                yield
         return tuple(matches)
 
     def _is_of_model(self, group: Group, model: str) -> bool:
         namespace = self._namespaces.find(group.fingerprint)
         return namespace is not None and namespace.spec.model == model
+
+
+def most_ranges(num_runs: int) -> int:
+    """Of each of so many runs."""
+    return min(MAX_RANGES, MAX_ALL_RANGES // max(1, num_runs))
 
 
 def add_range(ranges: list[BlockRange], following: BlockRange) -> None:

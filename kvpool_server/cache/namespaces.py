@@ -37,6 +37,7 @@ class PoolNamespace:
         opened_by: host of the client that opened it; empty if unknown.
         last_use: the number of its last use, among those of all namespaces.
         tenant: whose extents its blocks are in; "" where the arena has one tenant.
+        labels: its model and tenant as labels of metrics, once they have been made.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PoolNamespace:
         self.stored_bytes = self.loaded_bytes = 0
         self.spec = spec
         self.tenant = tenant
+        self.labels: tuple[str, str] | None = None
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
         self.groups = [

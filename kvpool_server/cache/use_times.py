@@ -33,6 +33,8 @@ class UseTimes:
         self._levels: list[deque[tuple[float, int]]] = [deque(maxlen=MARKS_PER_LEVEL) for _ in range(NUM_LEVELS)]
         self._times: list[float] | None = None
         self._stamps: list[int] = []
+        self._times_array = np.zeros(0)  # The same for `ages`, made once for all calls between two marks.
+        self._stamps_array = np.zeros(0, np.int64)
 
     def mark(self, now: float, stamp: int) -> None:
         """No later stamp has been given before `now`. Call it before a call's stamp is given, from `next_mark` on."""
@@ -49,11 +51,11 @@ class UseTimes:
 
     def ages(self, stamps: Sequence[int], now: float) -> npt.NDArray[np.float64]:
         """Seconds since each stamp was given; `UNKNOWN` for a stamp older than all marks."""
-        times, marked = self._marks()
-        found = np.searchsorted(np.asarray(marked, np.int64), np.asarray(stamps, np.int64)) - 1
+        self._marks()
+        found = np.searchsorted(self._stamps_array, np.asarray(stamps, np.int64)) - 1
         ages = np.full(len(stamps), UNKNOWN)
         known = found >= 0
-        ages[known] = np.maximum(now - np.asarray(times)[found[known]], 0.0)
+        ages[known] = np.maximum(now - self._times_array[found[known]], 0.0)
         return ages
 
     def age(self, stamp: int, now: float) -> float:
@@ -70,4 +72,5 @@ class UseTimes:
                 latest_first += [mark for mark in reversed(marks) if not latest_first or mark[1] < latest_first[-1][1]]
             self._times = [time for time, _ in reversed(latest_first)]
             self._stamps = [stamp for _, stamp in reversed(latest_first)]
+            self._times_array, self._stamps_array = np.asarray(self._times), np.asarray(self._stamps, np.int64)
         return self._times, self._stamps

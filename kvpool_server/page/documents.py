@@ -1,4 +1,8 @@
-"""The JSON that the dashboard asks for; docs/page.md describes it."""
+"""The JSON that the dashboard asks for; docs/page.md describes it.
+
+The loop only copies numbers, in steps. Whoever asks escapes names and encodes, in a thread of its own, and in parts so
+small that the loop never waits for the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,20 @@ import dataclasses
 import datetime as dt
 import json
 import math
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.holdings import escaped
 from kvpool.version import __version__
-from kvpool_server.cache.steps import finish
-from kvpool_server.history import History, Part
+from kvpool_server.cache.steps import Steps
+from kvpool_server.history import History, Key, Part
 from kvpool_server.page.instruments import Instruments, sample
-from kvpool_server.page.verdict import findings
+from kvpool_server.page.verdict import Finding, findings
 
 MAX_NAME_CHARS = 200
 """Of a name that clients choose."""
@@ -24,20 +31,55 @@ MAX_ENGINES = 256
 MAX_QUOTAS = 256
 
 
-def now_document(instruments: Instruments, history: History) -> dict[str, Any]:
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """How a server was at a time; any thread may use it.
+
+    Args:
+        boot, at: see `History`.
+        instruments: say what they said then.
+        values: the sample of then.
+    """
+
+    boot: str
+    at: float
+    instruments: Instruments
+    values: Mapping[Key, float]
+    findings: tuple[Finding, ...]
+
+
+def moment(instruments: Instruments, history: History) -> Steps[Moment]:
+    """How the server is now. Asks each instrument once, in a step of its own."""
+    said: dict[str, Any] = {}
+    for field in dataclasses.fields(Instruments):
+        ask = getattr(instruments, field.name)
+        said[field.name] = _constant(ask()) if callable(ask) else ask
+        yield
+    then = Instruments(**said)
+    values = yield from sample(then)
+    yield
+    found = findings(then, values, history, dt.datetime.now(dt.UTC))
+    return Moment(history.boot, history.time(), then, values, tuple(found))
+
+
+def _constant(value: Value) -> Callable[[], Value]:
+    return lambda: value
+
+
+def now_document(now: Moment) -> dict[str, Any]:
     """How the server is now."""
-    values = finish(sample(instruments))
-    stats, at = instruments.stats(), history.time()
-    found = findings(instruments, values, history, dt.datetime.now(dt.UTC))
-    engines, quotas = instruments.engines(), instruments.quotas()
+    instruments, stats = now.instruments, now.instruments.stats()
     return {
-        "boot": history.boot,
-        "time": round(at, 3),
+        "boot": now.boot,
+        "time": round(now.at, 3),
         "version": __version__,
         "uptime_seconds": round(instruments.uptime_s(), 1),
         "health": instruments.state(),
-        "worst": found[0].level if found else "ok",
-        "findings": [dataclasses.asdict(finding) for finding in found],
+        "worst": now.findings[0].level if now.findings else "ok",
+        "findings": [dataclasses.asdict(finding) for finding in now.findings],
         "pool": {
             "arena_bytes": stats.arena_bytes, "free_bytes": stats.free_bytes,
             "prefaulted_bytes": stats.prefaulted_bytes, "entries": stats.num_entries,
@@ -61,11 +103,11 @@ def now_document(instruments: Instruments, history: History) -> dict[str, Any]:
                 "breaker_open": engine.breaker_open, "age_seconds": round(engine.age_seconds, 1),
                 "model": _name(engine.model), "tenant": _name(engine.tenant),
             }
-            for engine in engines[:MAX_ENGINES]
+            for engine in instruments.engines()[:MAX_ENGINES]
         ],
         "quotas": [
             {"subject": _name(quota.subject), "limit_bytes": quota.limit_bytes, "used_bytes": quota.used_bytes}
-            for quota in quotas[:MAX_QUOTAS]
+            for quota in instruments.quotas()[:MAX_QUOTAS]
         ],
         "certificates": {name: ends_at.timestamp() for name, ends_at in instruments.ends().items()},
         "log": [
@@ -73,7 +115,7 @@ def now_document(instruments: Instruments, history: History) -> dict[str, Any]:
              "count": event.count}
             for event in instruments.events.latest()
         ],
-        "sample": [{"key": list(key), "value": _number(value)} for key, value in values.items()],
+        "sample": [{"key": list(key), "value": _number(value)} for key, value in now.values.items()],
     }  # fmt: skip
 
 
@@ -102,13 +144,31 @@ def history_document(part: Part) -> dict[str, Any]:
         "boot": part.boot,
         "interval_seconds": part.interval_s,
         "times": [round(at, 3) for at in part.times.tolist()],
-        "series": [{"key": list(key), "values": _numbers(values)} for key, values in part.values.items()],
+        "series": [{"key": list(key), "values": _numbers(values)} for key, values in _politely(part.values.items())],
     }
 
 
 def encoded(document: dict[str, Any]) -> bytes:
-    """A document as JSON, which has no NaN."""
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    """A document as JSON, which has no NaN.
+
+    `json.dumps` holds the interpreter until it returns, so each item of a list is encoded by itself.
+    """
+    return b"{" + b",".join([_dumps(name) + b":" + _encoded(value) for name, value in document.items()]) + b"}"
+
+
+def _encoded(value: object) -> bytes:
+    return b"[" + b",".join(map(_dumps, _politely(value))) + b"]" if isinstance(value, list) else _dumps(value)
+
+
+def _politely(items: Iterable[Value]) -> Iterator[Value]:
+    """Lets other threads have the interpreter before each item; unasked, a thread keeps it for 5 ms."""
+    for item in items:
+        time.sleep(0)
+        yield item
+
+
+def _dumps(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _numbers(values: npt.NDArray[np.float64]) -> list[float | int | None]:

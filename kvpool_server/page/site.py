@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import parse_qsl
 
 import structlog
 
 from kvpool.errors import InvalidRequestError
 from kvpool_server.history import INTERVAL_S, SPANS, History
-from kvpool_server.http import Request, Response, on_loop
-from kvpool_server.page.documents import encoded, history_document, now_document
+from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, awaited_on_loop, on_loop
+from kvpool_server.page.documents import encoded, history_document, moment, now_document
 from kvpool_server.page.instruments import Instruments, sample
 from kvpool_server.page.static_files import StaticFile, read_static_files
 from kvpool_server.turns import Turns
@@ -52,6 +54,7 @@ class Site:
         self._turns = turns
         self._loop = loop
         self._files = read_static_files()
+        self._answering = threading.Lock()
 
     async def run(self) -> None:
         """Samples the server's numbers every `INTERVAL_S`, until cancelled."""
@@ -78,13 +81,31 @@ class Site:
         try:
             if request.path == "/api/v1/now":
                 _query(request.query, ())
-                document = on_loop(self._loop, lambda: now_document(self._instruments, self._history))()
+                body = self._now()
             else:
-                span, since = _span_and_since(request.query)
-                document = history_document(on_loop(self._loop, lambda: self._history.part(span, since))())
+                body = self._part(*_span_and_since(request.query))
         except InvalidRequestError as error:
             return Response(400, json.dumps({"error": str(error)}).encode(), JSON, HEADERS | _DATA)
-        return _compressed(encoded(document), request)
+        return _compressed(body, request)
+
+    def _now(self) -> bytes:
+        ask = awaited_on_loop(self._loop, lambda: self._turns.run(moment(self._instruments, self._history)))
+        with self._one_answer():
+            return encoded(now_document(ask()))
+
+    def _part(self, span: str, since: float) -> bytes:
+        with self._one_answer():
+            return encoded(history_document(on_loop(self._loop, lambda: self._history.part(span, since))()))
+
+    @contextlib.contextmanager
+    def _one_answer(self) -> Iterator[None]:
+        """One answer is made at a time: threads that encode take turns with the loop at the interpreter."""
+        if not self._answering.acquire(timeout=LOOP_TIMEOUT_S):
+            raise TimeoutError
+        try:
+            yield
+        finally:
+            self._answering.release()
 
 
 def _of_file(file: StaticFile, request: Request) -> Response:

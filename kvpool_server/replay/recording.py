@@ -6,17 +6,22 @@ A recording may end anywhere, because its server was killed or its disk was full
 from __future__ import annotations
 
 import json
+import sys
 import zlib
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvpool_server.replay.trace import LATEST_MS, MAX_BLOCKS, Request
+from kvpool_server.replay.trace import LATEST_MS, MAX_BLOCKS, Bounds, Request
 from kvpool_server.value.recorder import GZIP, ID_BYTES, LOOKUP, MAX_LINE_BYTES, PUT, VERSION
 
 MAGIC = b"\x1f\x8b"
 READ_BYTES = 1 << 20
-MAX_REQUESTS = 50_000_000
+MAX_PLAIN_BYTES = 2 << 30
+"""Of a recording, decompressed: 1 MB of a file may hold 1 GB."""
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_BLOCK_BYTES = 1 << 40
 _ID_CHARS = 2 * ID_BYTES
 
 
@@ -33,6 +38,7 @@ def load_recording(path: Path) -> list[Request]:
     """
     requests: list[Request] = []
     started_s = 0.0
+    bounds = Bounds()
     for number, line in enumerate(_lines(path), 1):
         try:
             fields = json.loads(line)
@@ -42,24 +48,34 @@ def load_recording(path: Path) -> list[Request]:
                 started_s = requests[-1].at_s if requests else 0.0
             elif LOOKUP in fields or PUT in fields:
                 requests.append(_request(fields, started_s))
+                bounds.add(requests[-1])
             elif "namespace" not in fields:
                 raise ValueError("the line is neither a lookup nor a put")
             if number == 1 and "kvpool_recording" not in fields:
                 raise ValueError("the first line does not say kvpool_recording")
-            if len(requests) > MAX_REQUESTS:
-                raise ValueError(f"more than {MAX_REQUESTS:,} requests")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no line of a recording ({error})") from None
     return requests
 
 
 def block_shape(path: Path) -> tuple[int, int]:
     """Tokens and bytes of a block of the first group of the first namespace. Raises ValueError if there is none."""
-    for line in _lines(path):
-        fields = json.loads(line)
-        if "block_tokens" in fields and "block_bytes" in fields:
-            return int(fields["block_tokens"][0]), int(fields["block_bytes"][0])
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            fields = json.loads(line)
+            if "block_tokens" in fields and "block_bytes" in fields:
+                tokens, nbytes = fields["block_tokens"][0], fields["block_bytes"][0]
+                _check_size("block_tokens", tokens, MAX_BLOCK_TOKENS)
+                _check_size("block_bytes", nbytes, MAX_BLOCK_BYTES)
+                return tokens, nbytes
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} names no block sizes ({error})") from None
     raise ValueError(f"recording {path} names no namespace; give one of a server that engines have used")
+
+
+def _check_size(name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{name} {value!r:.40} is not a whole number from 1 to {most:,}")
 
 
 def _request(fields: dict[str, Any], started_s: float) -> Request:
@@ -69,21 +85,30 @@ def _request(fields: dict[str, Any], started_s: float) -> Request:
     ids = _ids(fields[PUT if is_put else LOOKUP])
     parent = _ids(fields.get("parent", ""))
     hits = None if is_put else fields["hits"]
-    if hits is not None and not 0 <= hits <= len(ids):
-        raise ValueError(f"hits {hits} is not between 0 and {len(ids)}")
+    if hits is not None and (type(hits) is not int or not 0 <= hits <= len(ids)):
+        raise ValueError(f"hits {hits!r:.40} is not a whole number from 0 to {len(ids)}")
     return Request(started_s + at_ms / 1000, ids, hits, parent[0] if parent else None, is_put)
 
 
-def _ids(text: str) -> list[int]:
+def _ids(text: str) -> array[int]:
+    """Numbers of 64 bits, which take 8 bytes each."""
     if len(text) % _ID_CHARS or len(text) > _ID_CHARS * MAX_BLOCKS:
         raise ValueError(f"{len(text)} characters are no ids of {_ID_CHARS}, {MAX_BLOCKS:,} ids at most")
-    return [int(text[at : at + _ID_CHARS], 16) for at in range(0, len(text), _ID_CHARS)]
+    ids = array("Q", bytes.fromhex(text))
+    if sys.byteorder == "little":
+        ids.byteswap()
+    if len(ids) * _ID_CHARS != len(text):
+        raise ValueError("the ids have other characters than hexadecimal digits")
+    return ids
 
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The whole lines, as far as the file can be decompressed."""
-    rest = b""
+    rest, num_bytes = b"", 0
     for piece in _pieces(path):
+        num_bytes += len(piece)
+        if num_bytes > MAX_PLAIN_BYTES:
+            raise ValueError(f"{path} has more than {MAX_PLAIN_BYTES >> 30} GiB of text; give its first lines")
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
             raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes; give a recording")

@@ -10,7 +10,7 @@ Source of the format: Qin et al., Mooncake, FAST '25.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,10 @@ from kvpool.types import HASH_BYTES
 LATEST_MS = 1e15
 MAX_ID = 1 << 8 * HASH_BYTES
 MAX_BLOCKS = 65_536
+MAX_LINE_BYTES = 8 << 20
+MAX_IDS = 1 << 25
+"""Of all requests: more than a recording of the default size holds."""
+MAX_REQUESTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +53,49 @@ class Request:
         return self.ids if self.hits is None else self.ids[: self.hits]
 
 
+class Bounds:
+    """Of a trace that is being read: a small file may not take all of a machine's memory."""
+
+    def __init__(self) -> None:
+        self._num_requests = self._num_ids = 0
+
+    def add(self, request: Request) -> None:
+        """Counts a request. Raises ValueError if there are too many."""
+        self._num_requests += 1
+        self._num_ids += len(request.ids)
+        if self._num_requests > MAX_REQUESTS:
+            raise ValueError(f"there are more than {MAX_REQUESTS:,} requests; give the trace's first lines")
+        if self._num_ids > MAX_IDS:
+            raise ValueError(f"there are more than {MAX_IDS:,} ids; give the trace's first lines")
+
+
 def load(path: Path) -> list[Request]:
     """Reads a trace. Raises ValueError if the file is not text, or a line is not a request."""
     from kvpool_server.replay.recording import is_recording, load_recording
 
     if is_recording(path):
         return load_recording(path)
-    requests = []
-    try:
-        lines = path.read_text().splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file ({error}); give JSON lines") from None
-    for number, line in enumerate(lines, 1):
+    requests, bounds = [], Bounds()
+    for number, line in enumerate(_lines(path), 1):
         try:
             fields = json.loads(line)
             request = Request(_seconds(fields["timestamp"]), _ids(fields["hash_ids"]))
-        except (ValueError, KeyError, TypeError) as error:
+            bounds.add(request)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} has no valid timestamp and hash_ids ({error!r})") from None
         requests.append(request)
     return requests
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES >> 20} MiB; give JSON lines")
+            try:
+                yield line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not a text file ({error}); give JSON lines") from None
 
 
 def _seconds(timestamp_ms: float) -> float:

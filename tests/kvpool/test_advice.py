@@ -37,6 +37,9 @@ def test_a_target_is_reached_at_the_least_cost_or_refused() -> None:
         ("peak = 0.5", "from 1 to 100"),
         ("prefill_tokens_per_s = nan", "price prefill_tokens_per_s = nan"),
         ("gpu_hour = ", "cannot read the prices"),
+        ("peak = " + "[" * 60_000, "cannot read the prices .*recursion"),
+        ("#" * 65_537, "the file has more than 64 KiB"),
+        ("gpu_hour = [" + "1," * 10_000 + "]", r"price gpu_hour = \[[1, ]{,39} is not a number"),
     ],
 )
 def test_prices_that_are_none_are_refused_by_name(tmp_path: Path, text: str, why: str) -> None:

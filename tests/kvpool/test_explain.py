@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import Client, Namespace
-from kvpool.errors import InvalidRequestError
+from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.explanation import BlockRange, BlockState, Explanation, RunExplanation
+from kvpool.explanation_report import PromptReport
 from kvpool.hashing import block_hashes
 from kvpool.name_key import NameKey
 from kvpool.namespace import NamespaceSpec
 from kvpool.prompts import hash_seed, prompt_runs, read_tokens
-from kvpool.types import BlockRun
+from kvpool.types import BlockRun, MissCause
 from tests.kvpool.test_cli import Cli
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload
@@ -143,6 +145,13 @@ def test_names_that_no_block_has_are_told(
     sentence = "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
     assert sentence in cli(*asked, "--cache-salt", "wrong")
     assert sentence not in cli(*asked)
+def test_a_kind_cannot_write_to_the_terminal() -> None:
+    """Whoever opens a namespace chooses it."""
+    spec = namespace_spec(group_spec(kind="mamba\x1b]0;title\x07\x9b2J"))
+    part = BlockRange(0, 4, BlockState.MISSING, MissCause.NEVER_STORED)
+    report = PromptReport(spec, 64, Explanation((RunExplanation(0, (part,), 0),)))
+    assert [row[1] for row in report.rows()] == ["mamba]0;title2J"]
+    assert all(cell.isprintable() for row in report.rows() for cell in row)
 
 
 def test_errors_name_the_fix(
@@ -190,6 +199,53 @@ def test_without_a_package_of_tokenizers_the_error_names_it(tmp_path: Path, monk
     (tmp_path / "text").write_text("once")
     with pytest.raises(Exception, match="install one"):
         read_tokens(str(tmp_path / "text"), "somewhere")
+
+
+@pytest.mark.parametrize("name", ["./tokenizer", "~/tokenizer", "/none/tokenizer", "a/b/c", "tokenizer/"])
+def test_a_path_that_is_no_directory_is_no_name_of_a_tokenizer(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text").write_text("once")
+    with pytest.raises(ConfigError, match="is neither a directory nor a file"):
+        read_tokens(str(tmp_path / "text"), name)
+
+
+class _Transformers:
+    """Records how a tokenizer is asked for, and fails as packages do."""
+
+    def __init__(self, error: Exception | None = None):
+        self.AutoTokenizer = self
+        self.asked: list[tuple[str, dict[str, object]]] = []
+        self._error = error
+
+    def from_pretrained(self, name: str, **options: object) -> _Transformers:
+        self.asked.append((name, options))
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        return [len(text)]
+
+
+def test_no_code_of_a_tokenizer_is_run_and_nothing_is_fetched_for_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("once")
+    monkeypatch.setitem(sys.modules, "transformers", package := _Transformers())
+    assert read_tokens(str(tmp_path / "text"), str(tmp_path)) == [4]
+    assert read_tokens(str(tmp_path / "text"), "org/name") == [4]
+    assert package.asked == [
+        (str(tmp_path), {"trust_remote_code": False, "local_files_only": True}),
+        ("org/name", {"trust_remote_code": False, "local_files_only": False}),
+    ]
+
+
+def test_whatever_a_tokenizer_raises_is_an_error_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("once")
+    monkeypatch.setitem(sys.modules, "transformers", _Transformers(AttributeError("no vocab\x1b[2J")))
+    with pytest.raises(InvalidRequestError, match=r"cannot load the tokenizer org/name: .*no vocab\\x1b\[2J"):
+        read_tokens(str(tmp_path / "text"), "org/name")
 
 
 def test_names_depend_on_salt_group_key_and_seed() -> None:

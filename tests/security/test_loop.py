@@ -16,7 +16,9 @@ from kvpool import wire
 from kvpool.errors import InvalidRequestError
 from kvpool.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.explanations import MAX_ALL_RANGES
 from kvpool_server.cache.limits import Limits
+from kvpool_server.explainer import MAX_RUNS as MAX_EXPLAINED
 from kvpool_server.process_memory import keep_collections_short, no_collections
 from tests.support.effort import EFFORT
 from tests.support.in_process_server import InProcessServer
@@ -189,6 +191,15 @@ def test_gets_of_as_many_chunks_as_fit(house: House) -> None:
     )
     house.expect_short(lambda: house.stub.Get(get, timeout=60))
     house.stub.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=60)
+
+
+def test_explaining_many_runs_whose_blocks_alternate(house: House) -> None:
+    there, gone = _hashes(0, 1)[0], _hashes(1 << 40, 1)[0]
+    runs = [BlockRun(0, [there, gone] * (LIMITS.max_lookup_blocks // 2 // MAX_EXPLAINED)) for _ in range(MAX_EXPLAINED)]
+    request = pb.ExplainRequest(namespace=house.name, runs=wire.encode_runs(runs))
+    reply = pb.ExplainResponse()
+    house.expect_short(lambda: reply.CopyFrom(house.stub.Explain(request, timeout=60)))
+    assert sum(len(run.ranges) for run in reply.runs) == MAX_ALL_RANGES
 
 
 def test_leases_that_expire_together(house: House) -> None:

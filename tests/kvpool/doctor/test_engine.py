@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,27 @@ def test_a_log_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 def test_hostile_lines_are_cut_and_escaped() -> None:
     (found,) = engine.complaints(f"kvpool is off for this engine: \x1b[2J[red]{'x' * 10_000}\n")
     assert found.text.isprintable() and len(found.text) < 500
+
+
+@pytest.mark.parametrize("part", ["weights_epoch_file ", "kvpool at ", "a load of 1", "kvpool, namespace 0"])
+def test_a_log_of_whatever_lines_is_read_in_time_that_grows_with_its_size(part: str) -> None:
+    line = "kvpool " + part * (200_000 // len(part))
+    lines = "\n".join([line[: engine.MAX_MATCHED_CHARS]] * 200)
+    started = time.process_time()
+    engine.complaints(line)
+    engine.complaints(lines)
+    assert time.process_time() - started < 1
+
+
+def test_settings_are_read_in_time_that_grows_with_the_size_of_their_line() -> None:
+    for part in ("prefix_caching_hash_algo", "kv_connector'", " "):
+        line = "non-default args: 'prefix_caching_hash_algo'" + part * (1_000_000 // len(part))
+        started = time.process_time()
+        engine.of_log(line)
+        assert time.process_time() - started < 1
+
+
+def test_a_second_connection_and_a_weights_file_are_found_behind_the_same_words() -> None:
+    assert engine.complaints(f"{PREFIX}kvpool at kvpool at {CONNECTED}")[0].level is Level.OK
+    line = "kvpool: weights_epoch_file weights_epoch_file /x cannot be used, it is empty"
+    assert "shares KV with no other" in engine.complaints(line)[0].text

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor
+from kvpool.explanation_messages import encode_run
 from kvpool.types import MissCause
-from kvpool_server.cache.explanations import PART_BLOCKS, Explained
+from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, Explained
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import finish
+from kvpool_server.explainer import MAX_RUNS
+from kvpool_server.process_memory import no_collections
 from tests.kvpool_server.cache.test_pool import CHUNK, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
@@ -161,3 +165,29 @@ def test_random_histories_agree_with_a_model(seed: int) -> None:
                 if part.state is MISSING and part.newest_left_seconds is not None and name in before - present:
                     assert part.oldest_left_seconds is not None
                     assert part.newest_left_seconds - 1 <= ago <= part.oldest_left_seconds + 1
+
+
+def test_no_step_is_long_where_the_runs_are_many_and_their_blocks_alternate() -> None:
+    bench = Bench(Limits(), num_slots=1024)
+    bench.store("there")
+    bench.store("gone")
+    for _ in range(1_000):  # Each second of use leaves marks of its time.
+        bench.seconds(1.01)
+        bench.look("there", ttl_ms=1)
+    bench.pool.remove(bench.name, [run_of("gone")])
+    runs = [run_of(*("there", "gone") * 512) for _ in range(MAX_RUNS)]
+    steps = bench.pool.explanations.explain_in_steps(bench.name, runs)
+    longest_s, found = 0.0, None
+    with no_collections():
+        while found is None:
+            started = time.thread_time()
+            try:
+                next(steps)
+            except StopIteration as end:
+                found = end.value
+            longest_s = max(longest_s, time.thread_time() - started)
+    assert longest_s <= 0.010
+    assert [len(run.ranges) for run in found.runs] == [MAX_ALL_RANGES // MAX_RUNS] * MAX_RUNS
+    started = time.thread_time()
+    encode_run(found.runs[0])
+    assert time.thread_time() - started <= 0.002

@@ -12,7 +12,7 @@ from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.replay import command
 from kvpool_server.replay.references import REFERENCES, clairvoyant, lru
 from kvpool_server.replay.replay import replay
-from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
+from kvpool_server.replay.trace import MAX_LINE_BYTES, Request, load, num_blocks, num_distinct
 
 Count = Callable[[Sequence[Request], int], int]
 
@@ -83,6 +83,7 @@ def test_a_trace_is_read_and_a_line_that_is_no_request_is_an_error(trace: Path) 
         '{"timestamp": "now", "hash_ids": [1]}',
         "[]",
         "no JSON",
+        '{"timestamp": 0, "hash_ids": ' + "[" * 100_000,
     ],
 )
 def test_a_line_that_is_no_request_is_an_error_that_names_it(line: str, tmp_path: Path) -> None:
@@ -90,6 +91,21 @@ def test_a_line_that_is_no_request_is_an_error_that_names_it(line: str, tmp_path
     path.write_text(line + "\n")
     done = CliRunner().invoke(command.app, ["replay", str(path)])
     assert done.exit_code == 2 and "line 1" in done.output
+
+
+def test_a_trace_that_would_take_all_memory_is_refused(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / "long"
+    long.write_bytes(b" " * (MAX_LINE_BYTES + 1))
+    with pytest.raises(ValueError, match="a line of more than 8 MiB"):
+        load(long)
+    monkeypatch.setattr("kvpool_server.replay.trace.MAX_IDS", 7)
+    with pytest.raises(ValueError, match=r"line 4 .*more than 7 ids"):
+        load(trace)
+    monkeypatch.setattr("kvpool_server.replay.trace.MAX_REQUESTS", 2)
+    with pytest.raises(ValueError, match=r"line 3 .*more than 2 requests"):
+        load(trace)
 
 
 def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> None:

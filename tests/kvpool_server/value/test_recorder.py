@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kvpool_server.replay import command
 from kvpool_server.replay.recording import block_shape
 from kvpool_server.replay.replay import make_pool, put, replay
 from kvpool_server.replay.trace import load, num_blocks, num_prompts, recorded_ratio
+from kvpool_server.replay.trace import MAX_BLOCKS, load, num_blocks
 from kvpool_server.value.recorder import Recorder
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, run_of
@@ -142,6 +144,9 @@ def test_what_a_killed_server_leaves_can_be_read(tmp_path: Path) -> None:
         [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "0", "hits": 0}],
         [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "00" * 8, "hits": 2}],
         [{"kvpool_recording": 1}, {"ms": -1, "namespace": 0, "group": 0, "put": "00" * 8}],
+        [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "00" * 8, "hits": 0.5}],
+        [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "-1" * 8, "hits": 0}],
+        [{"kvpool_recording": 1}, {"ms": 1, "namespace": 0, "group": 0, "lookup": "  " * 8, "hits": 0}],
         [{"kvpool_recording": 1}, {"other": 1}],
         [[]],
     ],
@@ -151,6 +156,46 @@ def test_lines_that_are_none_of_a_recording_are_refused(tmp_path: Path, lines: l
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
     with pytest.raises(ValueError, match="is no line of a recording"):
         load(path)
+
+
+def test_a_recording_that_would_take_all_memory_or_stack_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 MB of it may hold 1 GB."""
+    path = tmp_path / "recording"
+    head = b'{"kvpool_recording":1}\n'
+    line = b'{"ms":0,"namespace":0,"group":0,"lookup":"%s","hits":0}\n' % (b"0123456789abcdef" * MAX_BLOCKS)
+    with gzip.open(path, "wb", 1) as file:
+        file.write(head)
+        for _ in range(8):
+            file.write(line)
+    tracemalloc.start()
+    try:
+        assert num_blocks(load(path)) == 8 * MAX_BLOCKS
+        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_BLOCKS * 24 + (16 << 20)
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr("kvpool_server.replay.trace.MAX_IDS", 8 * MAX_BLOCKS - 1)
+    with pytest.raises(ValueError, match=r"line 9 .*more than 524,287 ids"):
+        load(path)
+    monkeypatch.setattr("kvpool_server.replay.recording.MAX_PLAIN_BYTES", 1 << 20)
+    with pytest.raises(ValueError, match="give its first lines"):
+        load(path)
+    path.write_bytes(gzip.compress(head + b"[" * 100_000 + b"\n"))
+    with pytest.raises(ValueError, match="line 2 is no line of a recording"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nbytes"),
+    [([], []), ([16], []), (["16"], [64]), ([0], [64]), ([16], [0]), ([16.5], [64]), ([16], [1 << 50]), (16, 64)],
+)
+def test_block_sizes_that_are_none_are_refused(tmp_path: Path, tokens: object, nbytes: object) -> None:
+    path = tmp_path / "recording"
+    lines = [{"kvpool_recording": 1}, {"namespace": 0, "block_tokens": tokens, "block_bytes": nbytes}]
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    with pytest.raises(ValueError, match="line 2 names no block sizes"):
+        block_shape(path)
 
 
 def test_a_file_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
