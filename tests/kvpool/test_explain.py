@@ -145,6 +145,8 @@ def test_names_that_no_block_has_are_told(
     sentence = "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
     assert sentence in cli(*asked, "--cache-salt", "wrong")
     assert sentence not in cli(*asked)
+
+
 def test_a_kind_cannot_write_to_the_terminal() -> None:
     """Whoever opens a namespace chooses it."""
     spec = namespace_spec(group_spec(kind="mamba\x1b]0;title\x07\x9b2J"))

@@ -18,8 +18,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.replay import command
 from kvpool_server.replay.recording import block_shape
 from kvpool_server.replay.replay import make_pool, put, replay
-from kvpool_server.replay.trace import load, num_blocks, num_prompts, recorded_ratio
-from kvpool_server.replay.trace import MAX_BLOCKS, load, num_blocks
+from kvpool_server.replay.trace import MAX_BLOCKS, load, num_blocks, num_prompts, recorded_ratio
 from kvpool_server.value.recorder import Recorder
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, run_of
