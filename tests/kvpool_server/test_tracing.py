@@ -156,7 +156,7 @@ def test_without_the_extra_the_error_names_the_fix(missing: str, monkeypatch: py
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[otel\]'"):
+    with pytest.raises(ConfigError, match="pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"):
         Tracing("none")
 
 
