@@ -136,10 +136,10 @@ def mend_places(llm: LLM) -> int:
 
 
 def slow_loads(llm: LLM, nbytes: int, seconds: float) -> None:
-    """Tells the load policy of an engine in this process what loads through shared memory took."""
+    """Tells the load policy of an engine in this process what loads through shared memory took, all of them probes."""
     policy = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.loads.policy
     for _ in range(NUM_LOADS):
-        policy.load_ended(1, nbytes, seconds, True, connection=Connection("shm", 0))
+        policy.load_ended(1, nbytes, seconds, True, is_probe=True, connection=Connection("shm", 0))
 
 
 def reset_while_running(llm: LLM, running: list[int], later: list[int]) -> None:

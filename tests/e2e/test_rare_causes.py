@@ -210,11 +210,11 @@ def test_two_ranks_count_each_token_once(server: ServerProcess, shapes_dir: Path
 
 
 def test_each_cause_has_a_test() -> None:
-    """In this file or in test_causes.py, by its label."""
+    """In this file, test_causes.py or test_reports.py, by its label."""
     here = Path(__file__)
     texts = {
         node.value
-        for path in (here, here.with_name("test_causes.py"))
+        for path in (here, here.with_name("test_causes.py"), here.with_name("test_reports.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
