@@ -24,8 +24,9 @@ from kvpool.types import PoolStats, Quota
 from kvpool.wire import status_of
 from kvpool_server.buckets import cumulative_buckets
 from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.pairs import MAX_PAIRS, OTHER, label_of
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
-from kvpool_server.usage import MAX_PAIRS, OTHER, PairUsage, label_of
+from kvpool_server.usage import PairUsage
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 

@@ -61,9 +61,9 @@ from kvpool_server.metrics import (
 )
 from kvpool_server.page.instruments import Instruments
 from kvpool_server.page.site import Site
+from kvpool_server.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import ReportCollector
-from kvpool_server.reports.pairs import Pairs
 from kvpool_server.reports.usage_ledger import open_ledger
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService

@@ -1,9 +1,7 @@
 """What each model and tenant have used of the pool since the server's start.
 
-The pool counts by namespace, with plain integers. This module adds the namespaces up, by the labels of their model and
-tenant. Labels come from engines, and an engine may open any number of namespaces. So at most `MAX_PAIRS` pairs of
-labels are told apart, and the others are one: `OTHER`. A pair that has been told apart stays so until the server ends:
-no count ever goes back, as Prometheus demands of a counter. Measurements (`kvpool ping --bandwidth`) are no use.
+The pool counts by namespace, with plain integers. This module adds the namespaces up by `Pair`, those in use first.
+Measurements (`kvpool ping --bandwidth`) are no use.
 
 Not thread-safe: the pool's event loop owns it.
 """
@@ -15,14 +13,7 @@ from dataclasses import dataclass
 
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-
-MAX_PAIRS = 32
-"""Pairs of model and tenant that are told apart."""
-MAX_PAIRS_OF_TENANT = 8
-"""Of them, those of one tenant, where callers prove their tenant: no tenant can use up the others' labels."""
-OTHER = "other"
-"""Model and tenant of what is not told apart."""
-MAX_LABEL_CHARS = 100
+from kvpool_server.pairs import OTHERS, Pair, Pairs, pair_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +21,7 @@ class PairUsage:
     """What the namespaces of one model and tenant have used. All counts are since the server's start, but for `held_`.
 
     Args:
-        model, tenant: labels, see `label_of`; both `OTHER` for all pairs together that are not told apart.
+        model, tenant: labels, see `label_of`; both `OTHERS` for all pairs together that are not told apart.
         lookup_tokens, hit_tokens: tokens that lookups asked for beyond what engines had themselves, and the ones of
             them that were found. Of a model with pipeline stages only the first stage counts.
         stored_bytes: bytes that engines stored.
@@ -54,8 +45,6 @@ class PairUsage:
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else None
 
 
-_Pair = tuple[str, str]
-_OTHERS = OTHER, OTHER
 _COUNTS = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
 
 
@@ -64,81 +53,67 @@ class Usage:
 
     def __init__(self, pool: Pool):
         self._pool = pool
-        self._told: dict[_Pair, int] = {}
-        """Pairs that are told apart -> the order in which they came."""
-        self._ended: Counter[tuple[_Pair, str]] = Counter()
+        self._pairs = Pairs(pool.arena.has_tenants)
+        self._ended: Counter[tuple[Pair, str]] = Counter()
         """What closed namespaces have used, by pair and name of the count."""
         pool.when_closed(self._closed)
 
     def by_model_and_tenant(self) -> tuple[PairUsage, ...]:
-        """The usage of each pair, that with most tokens asked for first, and `OTHER` last if there is any.
+        """The usage of each pair, that with most tokens asked for first, and `OTHERS` last if there is any.
 
         Costs microseconds a namespace, however many blocks the pool holds. The counts of a pair never go back.
-        Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHER`.
+        Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHERS`.
         """
         namespaces = [each for each in self._pool.all_namespaces() if not each.spec.is_measurement]
         pairs = [_pair(namespace) for namespace in namespaces]
         self._tell_apart(list(zip(pairs, namespaces, strict=True)))
         sums = Counter(self._ended)
         for pair, namespace in zip(pairs, namespaces, strict=True):
-            pair = pair if pair in self._told else _OTHERS
+            pair = pair if pair in self._pairs else OTHERS
             _add(sums, pair, namespace)
             sums[pair, "held_bytes"] += namespace.held_bytes
             sums[pair, "held_blocks"] += namespace.held_blocks
-        usage = [_usage(pair, sums) for pair in self._told]
+        usage = [_usage(pair, sums) for pair in self._pairs]
         usage.sort(key=lambda each: (-each.lookup_tokens, -each.stored_bytes, each.model, each.tenant))
-        if any(count for (pair, _), count in sums.items() if pair == _OTHERS):
-            usage.append(_usage(_OTHERS, sums))
+        if any(count for (pair, _), count in sums.items() if pair == OTHERS):
+            usage.append(_usage(OTHERS, sums))
         return tuple(usage)
 
-    def _tell_apart(self, namespaces: list[tuple[_Pair, PoolNamespace]]) -> None:
+    def _tell_apart(self, namespaces: list[tuple[Pair, PoolNamespace]]) -> None:
         """Tells more pairs apart while there is room: those in use, the ones with most use first."""
-        if len(self._told) >= MAX_PAIRS:
+        if self._pairs.is_full:
             return
-        use: Counter[_Pair] = Counter()
+        use: Counter[Pair] = Counter()
         for pair, namespace in namespaces:
-            if pair not in self._told and pair != _OTHERS:
+            if pair not in self._pairs and pair != OTHERS:
                 # A token and a byte are not alike. Both say that there is use, and more of it is more.
                 use[pair] += namespace.lookup_tokens + namespace.stored_bytes + namespace.held_bytes
-        num_of_tenant = Counter(tenant for _, tenant in self._told)
         for pair, count in use.most_common():
-            has_room = not self._pool.arena.has_tenants or num_of_tenant[pair[1]] < MAX_PAIRS_OF_TENANT
-            if count and has_room and len(self._told) < MAX_PAIRS:
-                self._told[pair] = len(self._told)
-                num_of_tenant[pair[1]] += 1
+            if count:
+                self._pairs.admit(pair)
 
     def _closed(self, namespace: PoolNamespace) -> None:
         if namespace.spec.is_measurement:
             return
         pair = _pair(namespace)
         self._tell_apart([(pair, namespace)])
-        _add(self._ended, pair if pair in self._told else _OTHERS, namespace)
+        _add(self._ended, pair if pair in self._pairs else OTHERS, namespace)
 
 
-def label_of(text: str) -> str:
-    """A text as a label: printable, at most `MAX_LABEL_CHARS` characters; of a longer one, its start and its end."""
-    if len(text) > MAX_LABEL_CHARS:
-        half = (MAX_LABEL_CHARS - 1) // 2
-        text = f"{text[:half]}…{text[-half:]}"
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def _pair(namespace: PoolNamespace) -> _Pair:
+def _pair(namespace: PoolNamespace) -> Pair:
     """Made once a namespace: to escape the names of 1,024 namespaces takes tens of milliseconds."""
     if namespace.labels is None:
-        namespace.labels = label_of(namespace.spec.model), label_of(namespace.spec.tenant)
-    return namespace.labels
+        namespace.labels = pair_of(namespace.spec.model, namespace.spec.tenant)
+    return Pair(*namespace.labels)
 
 
-def _add(sums: Counter[tuple[_Pair, str]], pair: _Pair, namespace: PoolNamespace) -> None:
+def _add(sums: Counter[tuple[Pair, str]], pair: Pair, namespace: PoolNamespace) -> None:
     is_first_stage = namespace.spec.pipeline_stage == 0  # Each stage is asked for the same tokens.
     for name in _COUNTS if is_first_stage else _COUNTS[2:]:
         sums[pair, name] += getattr(namespace, name)
 
 
-def _usage(pair: _Pair, sums: Counter[tuple[_Pair, str]]) -> PairUsage:
+def _usage(pair: Pair, sums: Counter[tuple[Pair, str]]) -> PairUsage:
     model, tenant = pair
     counts = {name: sums[pair, name] for name in (*_COUNTS, "held_bytes", "held_blocks")}
     return PairUsage(model, tenant, **counts)

@@ -11,7 +11,7 @@ from kvpool.types import PoolStats, Quota
 from kvpool_server.cache.steps import Steps
 from kvpool_server.history import Key
 from kvpool_server.log_events import LogEvents
-from kvpool_server.reports.pairs import Pair
+from kvpool_server.pairs import Pair
 from kvpool_server.reports.totals import Totals
 from kvpool_server.usage import PairUsage
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from kvpool.holdings import printable
 from kvpool.reports import EngineReport, EngineState
+from kvpool_server.pairs import Pair, Pairs
 from kvpool_server.reports.check import checked
-from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.totals import Totals
 
 MAX_ENGINES = 256

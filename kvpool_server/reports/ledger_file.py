@@ -23,8 +23,8 @@ import structlog
 from kvpool.errors import ConfigError
 from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, LedgerRow
 from kvpool.reports import MAX_AMOUNT, MAX_CAUSES
+from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.totals import MAX_TOTAL
-from kvpool_server.usage import MAX_LABEL_CHARS, MAX_PAIRS
 
 log = structlog.get_logger()
 

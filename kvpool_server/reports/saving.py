@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 from kvpool.ledger import MeasuredSaving
 from kvpool.reports import FirstTokenTimes
-from kvpool_server.reports.pairs import Pair
+from kvpool_server.pairs import Pair
 from kvpool_server.reports.totals import Totals
 
 MIN_REQUESTS = 20

@@ -19,12 +19,12 @@ import structlog
 
 from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.reports import EngineReport
+from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
-from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.saving import measured
-from kvpool_server.usage import OTHER, PairUsage
+from kvpool_server.usage import PairUsage
 
 log = structlog.get_logger()
 

@@ -14,7 +14,8 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.usage import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, PairUsage, Usage, label_of
+from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
+from kvpool_server.usage import PairUsage, Usage
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 

@@ -20,9 +20,9 @@ from kvpool_server.history import MAX_POINTS, MAX_SERIES, Part
 from kvpool_server.http import Request
 from kvpool_server.page import documents, site
 from kvpool_server.page.documents import encoded, history_document, moment, now_document
+from kvpool_server.pairs import Pairs
 from kvpool_server.process_memory import no_collections
 from kvpool_server.reports.engines import MAX_REPORTERS, EngineReports
-from kvpool_server.reports.pairs import Pairs
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
 from tests.kvpool_server.cache.test_pool import Bench

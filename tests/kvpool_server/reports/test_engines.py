@@ -12,10 +12,9 @@ from kvpool.errors import InvalidRequestError
 from kvpool.reports import MAX_ENGINE_CHARS, Agreement, EngineReport, FirstTokenTimes
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import decode_report, encode_report
+from kvpool_server.pairs import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Pair, Pairs
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports
-from kvpool_server.reports.pairs import Pair, Pairs
-from kvpool_server.usage import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER
 from tests.support.clock import FakeClock
 
 SPACE = b"n" * 32

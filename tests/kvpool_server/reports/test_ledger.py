@@ -19,13 +19,13 @@ from kvpool.errors import ConfigError
 from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, MeasuredSaving, added_up
 from kvpool.reports import MAX_AMOUNT, EngineReport, FirstTokenTimes
 from kvpool.wire import encode_ledger
+from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file, usage_ledger
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
-from kvpool_server.reports.pairs import Pair, Pairs
 from kvpool_server.reports.totals import MAX_TOTAL
 from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
-from kvpool_server.usage import OTHER, PairUsage
+from kvpool_server.usage import PairUsage
 from tests.support.clock import FakeClock
 
 HOUR = 500_000 * HOUR_S

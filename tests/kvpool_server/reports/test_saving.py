@@ -9,7 +9,7 @@ from statistics import NormalDist
 import pytest
 
 from kvpool.reports import MAX_SIZE_CLASS, EngineReport, FirstTokenTimes
-from kvpool_server.reports.pairs import Pair
+from kvpool_server.pairs import Pair
 from kvpool_server.reports.saving import MAX_SAVED_S, MIN_REQUESTS, measured, t_quantile
 from kvpool_server.reports.totals import MAX_TOTAL, Totals
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool.causes import Cause
 from kvpool.reports import EngineReport
+from kvpool_server.pairs import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports
-from kvpool_server.reports.pairs import Pair
 from kvpool_server.reports.totals import Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
