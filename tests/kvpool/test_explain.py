@@ -88,6 +88,13 @@ def test_a_prompt_that_was_evicted_in_part_is_explained(
     assert group["ranges"][1]["evicted_for"] == {"tenant": "b", "model": "big/model", "is_hidden": False}
 
 
+def question(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
+    """The command that asks about `TOKENS` in a namespace."""
+    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
+    given = ("--prompt", str(tmp_path / "prompt"), "--namespace", namespace.fingerprint.hex(), "--hash-seed", SEED)
+    return ("explain", *given)
+
+
 def test_the_field_is_named_by_which_another_namespace_differs(
     cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
 ) -> None:
@@ -95,10 +102,7 @@ def test_the_field_is_named_by_which_another_namespace_differs(
     client.admin.clear()
     old, new = client.open_namespace(spec(weights_epoch="1")), client.open_namespace(spec(weights_epoch="2"))
     store(client, old, TOKENS)
-    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
-    printed = cli(
-        "explain", "--prompt", str(tmp_path / "prompt"), "--namespace", new.fingerprint.hex(), "--hash-seed", SEED
-    )
+    printed = cli(*question(new, tmp_path))
     assert printed.startswith("0 of 203 tokens are stored (0%).")
     assert f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks from the first missing one on." in printed
     assert "It differs in: weights_epoch: '2' here, '1' there." in printed
@@ -111,16 +115,7 @@ def test_a_namespace_of_another_model_is_no_hint(
     client.admin.clear()
     mine, other = client.open_namespace(spec()), client.open_namespace(spec(model="other"))
     store(client, other, TOKENS)
-    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
-    asked = (
-        "explain",
-        "--prompt",
-        str(tmp_path / "prompt"),
-        "--namespace",
-        mine.fingerprint.hex(),
-        "--hash-seed",
-        SEED,
-    )
+    asked = question(mine, tmp_path)
     printed = cli(*asked)
     assert "It differs in" not in printed and "No block of this prompt" not in printed, "the namespace has no blocks"
 
@@ -132,16 +127,7 @@ def test_names_that_no_block_has_are_told(
     client.admin.clear()
     mine = client.open_namespace(spec())
     store(client, mine, TOKENS)
-    (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
-    asked = (
-        "explain",
-        "--prompt",
-        str(tmp_path / "prompt"),
-        "--namespace",
-        mine.fingerprint.hex(),
-        "--hash-seed",
-        SEED,
-    )
+    asked = question(mine, tmp_path)
     sentence = "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
     assert sentence in cli(*asked, "--cache-salt", "wrong")
     assert sentence not in cli(*asked)
