@@ -60,7 +60,7 @@ def main(
             name = f"tcp, {count} connections"
             with contextlib.ExitStack() as stack:
                 engines = start_all(stack, {name: pooled("tcp", stream_connections=count)}, logs)
-                loads = [_load(engines[name], name, prompt) for prompt in prompts]
+                loads = [load(engines[name], name, prompt) for prompt in prompts]
                 rows.append(Row(f"warm TTFT, {name}", harness.ms(loads[1:]), "ms"))
                 taken = [each for nth in range(decoding_rounds) for each in _decode(engines[name], name, nth, prompts)]
                 rows += _between_rows(name, taken)
@@ -77,7 +77,7 @@ def _prompts(engines: dict[str, Engine], rounds: int, tokens: int) -> tuple[list
             cold[name].append(engines[name].generate([prompt], max_tokens=1)[0].ttft_s)
         empty_own_cache(engines["writer"])  # Succeeds once all is stored.
         for name in random.Random(nth).sample(LOADERS, len(LOADERS)):
-            warm[name].append(_load(engines[name], name, prompt))
+            warm[name].append(load(engines[name], name, prompt))
     for taken in (*cold.values(), *warm.values()):
         del taken[0]
     return [
@@ -91,7 +91,7 @@ def _prompts(engines: dict[str, Engine], rounds: int, tokens: int) -> tuple[list
     ], prompts
 
 
-def _load(engine: Engine, name: str, prompt: list[int]) -> float:
+def load(engine: Engine, name: str, prompt: list[int]) -> float:
     """Time to the first token of a prompt that is loaded. Raises RuntimeError unless all of it was stored."""
     empty_own_cache(engine)
     answer = engine.generate([prompt], max_tokens=1)[0]

@@ -133,6 +133,8 @@ and calls that give up its lock, beside loads into staging that nobody sums, as 
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
 Rows that name a number of connections come from `--connections`, from engines one after the other. In this run a
 load took four connections of its own accord; since then it takes eight where the engine computes nothing meanwhile.""",
+    "gpu_tenants": """The price of trust on a GPU: certificates, a tenant's own memory, a Unix socket and names
+under the tenant's key, beside a pool of one domain; shared memory, one host, another process loads.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
