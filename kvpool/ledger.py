@@ -18,7 +18,7 @@ MAX_LEDGER_ROWS = 2_048
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """What one tenant had of the pool with one model, in one hour; docs/ledger.md tells how it is measured.
+    """What one tenant had of the pool with one model, in one hour; docs/reference/ledger.md tells how it is measured.
 
     Args:
         hour: Unix time at which it begins, seconds.
@@ -50,7 +50,7 @@ SUMS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSaving:
-    """What held-out hits say of the time that loads save, of one tenant and model; see docs/ledger.md.
+    """What held-out hits say of the time that loads save, of one tenant and model; see docs/reference/ledger.md.
 
     Args:
         num_loaded, num_held_out: requests with hits that were to load, and that were held out.

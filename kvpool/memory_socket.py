@@ -3,7 +3,7 @@
 The server names no place. For an endpoint `unix:PATH` the memory socket's path is PATH with a suffix. For an endpoint
 HOST:PORT the memory socket has a name in Linux' abstract namespace: a hash of the token, which comes over gRPC. So a
 hostile server, or an intruder who changes its replies, cannot make a client open a path of their choice.
-docs/protocol.md describes the conversation.
+docs/reference/protocol.md describes the conversation.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ServerConfig(BaseModel):
     tls_client_ca: str = Field(
         "",
         description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
-        "tenant's it is, and what it may; see docs/security.md.",
+        "tenant's it is, and what it may; see docs/explanation/security.md.",
     )
     trust_domain: str = Field(
         DEFAULT_DOMAIN,
@@ -141,7 +141,7 @@ class ServerConfig(BaseModel):
     identity_limits: str = Field(
         "",
         description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "
-        "connections), where callers are authenticated; read again when it changes. See docs/security.md.",
+        "connections), where callers are authenticated; read again when it changes. See docs/explanation/security.md.",
     )
     insecure_network: bool = Field(
         False,
@@ -242,7 +242,7 @@ class ServerConfig(BaseModel):
     record: str = Field(
         "",
         description="File that records lookups and puts for `kvpool bench replay` and `kvpool advise`: salted hashes, "
-        "times, sizes and hits, no tokens; see docs/value.md. Empty: none.",
+        "times, sizes and hits, no tokens; see docs/how-to/value.md. Empty: none.",
     )
     record_bytes: ByteSize = Field(
         ByteSize(256 << 20), description="With --record: size of the file at which recording stops."

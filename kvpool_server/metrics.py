@@ -2,7 +2,7 @@
 
 Counters of the pool are in `cache/counters.py`, those of a tier in `tiers/tier.py`, gauges here: a name with its unit
 last, and a HELP text that can be read alone in a dashboard. `python -m tests.support.metrics_page` writes the tables of
-docs/metrics.md.
+docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _warm_up(llm: Any) -> None:
     """Computes and decodes several prompts at once, each too short for a block: none is looked up, stored or cached.
 
     On processors with AMX vLLM's CPU build dies of SIGILL if the first step of an engine computes one token in
-    bfloat16, which is what a hit leaves to be computed (docs/operations.md).
+    bfloat16, which is what a hit leaves to be computed (docs/how-to/operations.md).
     """
     from vllm import SamplingParams
 

@@ -1,4 +1,4 @@
-"""docs/commands.md has every command, and every field of its JSON."""
+"""docs/reference/commands.md has every command, and every field of its JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvpool.types import PoolStats, TierStats
 from tests.conftest import StartServer
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
-PAGE = (Path(__file__).parent.parent / "docs" / "commands.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "commands.md").read_text()
 MAPS = {"counters", "computed_tokens"}
 """Fields whose own keys are names of metrics or causes, which other pages list."""
 
 
 def _section(command: str) -> str:
     _, heading, rest = PAGE.partition(f"\n## {command}\n")
-    assert heading, f"docs/commands.md has no section {command!r}"
+    assert heading, f"docs/reference/commands.md has no section {command!r}"
     return rest.split("\n## ", 1)[0]
 
 
@@ -87,7 +87,7 @@ def _check(command: str, text: str) -> set[str]:
     keys = set(_keys(json.loads(text)))
     section = _section(command)
     missing = {key for key in keys if f"`{key}`" not in section}
-    assert keys and not missing, f"docs/commands.md, section {command}, lacks {sorted(missing)}"
+    assert keys and not missing, f"docs/reference/commands.md, section {command}, lacks {sorted(missing)}"
     return keys
 
 

@@ -27,7 +27,11 @@ ROOT = Path(__file__).parent.parent
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 SIZES = ("memory", "record_bytes")
 """Settings whose default the documents give with its unit."""
-DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
+
+
+TOUR = "Without vLLM: a tour in Python"
+EXPLANATION = ROOT / "docs" / "explanation"
 
 
 def _section(name: str, heading: str) -> str:
@@ -42,7 +46,7 @@ def _table(section: str) -> dict[str, str]:
 
 
 def test_every_server_setting_is_documented_with_its_default():
-    table = _table(_section("configuration.md", "kvpool-server"))
+    table = _table(_section("reference/configuration.md", "kvpool-server"))
     assert table.keys() == ServerConfig.model_fields.keys()
     for name, field in ServerConfig.model_fields.items():
         if name in SIZES:
@@ -54,8 +58,8 @@ def test_every_server_setting_is_documented_with_its_default():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_of_a_tier_is_documented_with_its_default(kind: str):
     options = KINDS[kind]
-    _, heading, rest = _section("configuration.md", "Tiers").partition(f"| `{kind}:")
-    assert heading, f"docs/configuration.md has no table of the options of {kind}:"
+    _, heading, rest = _section("reference/configuration.md", "Tiers").partition(f"| `{kind}:")
+    assert heading, f"docs/reference/configuration.md has no table of the options of {kind}:"
     table = _table(rest.split("\n\n", 1)[0])
     for name, field in options.model_fields.items():
         if name == options.PLACE:
@@ -69,14 +73,14 @@ def test_every_option_of_a_tier_is_documented_with_its_default(kind: str):
 
 
 def test_every_client_setting_is_documented_with_its_default():
-    table = _table(_section("configuration.md", "The client"))
+    table = _table(_section("reference/configuration.md", "The client"))
     assert table == {field.name: str(field.default) for field in dataclasses.fields(ClientConfig)}
 
 
 def test_every_connector_setting_is_documented_with_its_default():
     from vllm_plugin.config import ConnectorConfig
 
-    table = _table(_section("configuration.md", "The connector"))
+    table = _table(_section("reference/configuration.md", "The connector"))
     assert table.keys() == {field.name for field in dataclasses.fields(ConnectorConfig)}
     for field in dataclasses.fields(ConnectorConfig):
         default = {True: "true", "": '""'}.get(field.default, str(field.default))
@@ -97,13 +101,13 @@ def test_the_table_of_the_engines_metrics_is_current():
 
 
 def test_the_tour_runs(shared_server: ServerProcess):
-    (tour,) = _examples(_section("quickstart.md", "Without vLLM: a tour in Python").split("\n### ", 1)[0], "python")
+    (tour,) = _examples(_tour_section(), "python")
     _run_tour(tour, shared_server)
 
 
 def test_what_the_tour_stores_is_explained(pool_server: StartServer, tmp_path: Path):
     server = pool_server("--memory", "64MiB")
-    (tour,) = _examples(_section("quickstart.md", "Without vLLM: a tour in Python").split("\n### ", 1)[0], "python")
+    (tour,) = _examples(_tour_section(), "python")
     _run_tour(tour, server)
     (tmp_path / "prompt.json").write_text(str(list(range(100))))
 
@@ -120,7 +124,7 @@ def test_what_the_tour_stores_is_explained(pool_server: StartServer, tmp_path: P
 
 def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    plain, with_tls = _section("quickstart.md", "Without vLLM: a tour in Python").split("\n### With TLS\n")
+    plain, with_tls = _section("tutorials/quickstart.md", TOUR).split("\n### With TLS\n")
     (tour,), (config,) = _examples(plain, "python"), _examples(with_tls, "python")
     (shell,) = _examples(with_tls, "bash")
     make_certificates, serve = map(shlex.split, shell.splitlines())
@@ -133,6 +137,11 @@ def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkey
     _run_tour(tour, server)
     ran = run_command(KVPOOL, "--tls", "pki/operator", "namespaces", "--endpoint", server.endpoint)
     assert "tenant acme" in ran.stdout, ran.stderr
+
+
+def _tour_section() -> str:
+    """What the page says of the tour before its first part."""
+    return _section("tutorials/quickstart.md", TOUR).split("\n### ", 1)[0]
 
 
 def _examples(section: str, language: str) -> list[str]:
@@ -148,7 +157,7 @@ def _run_tour(tour: str, server: ServerProcess) -> None:
 
 
 def test_the_table_of_connections_is_what_clients_take():
-    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("operations.md", "The data port"), re.MULTILINE)
+    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("how-to/operations.md", "The data port"), re.MULTILINE)
     assert len(rows) == 5
     for cores, ranks, connections, sparing, sealed in (map(int, row) for row in rows):
         assert (connections, sealed) == (movers_of(cores, ranks),) * 2
@@ -156,16 +165,20 @@ def test_the_table_of_connections_is_what_clients_take():
 
 
 def test_the_tests_that_are_named_exist():
-    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", (ROOT / "docs" / "testing.md").read_text())
+    named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", (EXPLANATION / "testing.md").read_text())
     assert len(named) > 20
     for name in named:
         assert list((ROOT / "tests").rglob(name)), name
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/design.md", "docs/testing.md"])
-def test_files_and_folders_that_are_named_exist(page: str):
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "CONTRIBUTING.md", *(EXPLANATION / f"{name}.md" for name in ("architecture", "design", "testing"))],
+    ids=lambda path: path.name,
+)
+def test_files_and_folders_that_are_named_exist(page: Path):
     """A page may leave out the first folders of a path."""
-    named = set(re.findall(r"`([\w./-]+(?:\.(?:py|proto|md|toml)|/))`", (ROOT / page).read_text()))
+    named = set(re.findall(r"`([\w./-]+(?:\.(?:py|proto|md|toml)|/))`", page.read_text()))
     named = {path for path in named if "NAME" not in path}
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()

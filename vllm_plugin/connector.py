@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.connector")
 
 TESTED = ((0, 32), (0, 33))
-"""First and last release of vLLM that the connector is tested with, as docs/compatibility.md says."""
+"""First and last release of vLLM that the connector is tested with, as docs/reference/compatibility.md says."""
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -241,7 +241,7 @@ def warn_if_untested(version: str) -> bool:
     if not is_tested:
         logger.warning(
             "kvpool is tested with vLLM %d.%d to %d.%d, and this is vLLM %s, whose connector interface may differ; see "
-            "docs/compatibility.md",
+            "docs/reference/compatibility.md",
             *first,
             *last,
             version,

@@ -1,7 +1,7 @@
 """What the connector counts, and how it reaches vLLM's log and its /metrics (`vllm:kvpool_*`).
 
 To add a metric, give it a name with its unit last and a HELP text that can be read alone in a dashboard; then run
-`python -m tests.support.metrics_page`, which writes the tables of docs/metrics.md.
+`python -m tests.support.metrics_page`, which writes the tables of docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ SHARE = 0.05
 """The present size, of the distinct blocks."""
 REACH_POINTS = 1.0
 SAMPLE = 640
-"""As docs/value.md recommends."""
+"""As docs/how-to/value.md recommends."""
 BLOCK_BYTES = 2 << 20
 INDEX_ENTRIES = 1_000_000
 """A server of so many entries: its index takes the bytes that `benchmarks.cases.memory` measures for each."""

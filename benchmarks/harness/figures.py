@@ -41,7 +41,7 @@ _CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 
 def documents() -> list[Path]:
     """Every page that is written by hand."""
-    pages = sorted((ROOT / "docs").glob("*.md"))
+    pages = sorted((ROOT / "docs").rglob("*.md"))
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *(page for page in pages if page.name != "benchmarks.md")]
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and docs/plots from benchmarks/results: no figure in them is typed by hand.
+"""Writes docs/explanation/benchmarks.md and docs/plots from benchmarks/results: no figure in them is typed by hand.
 
 python -m benchmarks.harness.report
 """
@@ -6,6 +6,7 @@ python -m benchmarks.harness.report
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from benchmarks.harness import figures
 from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE, change, spread, verdict
 from benchmarks.harness.plots import draw
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "benchmarks.md"
 TABLES = {"memory": kv_bytes.table, "digest": weights.table}
-PLOTS = DOCUMENT.parent / "plots"
+PLOTS = DOCUMENT.parents[1] / "plots"
 
 INTRODUCTION = """# Benchmarks
 
@@ -160,7 +161,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """docs/benchmarks.md; draws its plots."""
+    """docs/explanation/benchmarks.md; draws its plots."""
     parts = [INTRODUCTION]
     for name, question in QUESTIONS.items():
         path = RESULTS / f"{name}.json"
@@ -182,7 +183,7 @@ def _section(name: str, question: str, result: dict[str, Any]) -> str:
         f"load {machine.get('load_average_1_min', '?')}, commit {_short(result['commit'])}; {versions}.",
         "",
         *_facts(result),
-        *([f"![{name}]({plot.relative_to(DOCUMENT.parent)})", ""] if plot else []),
+        *([f"![{name}]({os.path.relpath(plot, DOCUMENT.parent)})", ""] if plot else []),
         *_misses(result),
         *_table(result),
         *panels(result),

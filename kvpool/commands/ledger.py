@@ -55,7 +55,7 @@ def ledger(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     as_json: AsJson = False,
 ) -> None:
-    """Print what the pool has saved, held and moved. Estimates: docs/ledger.md says how each column is measured."""
+    """Print what the pool has saved, held and moved. Estimates; docs/reference/ledger.md explains each column."""
     if as_csv and as_json:
         raise InvalidRequestError("--csv and --json exclude each other; give one of them")
     now = time.time()

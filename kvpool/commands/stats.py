@@ -44,7 +44,7 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
 
 
 def row_of(stats: PoolStats, window: Window | None = None) -> dict[str, Any]:
-    """A snapshot as JSON; see docs/commands.md."""
+    """A snapshot as JSON; see docs/reference/commands.md."""
     asked, found = tokens(stats)
     state = pool_state(stats, window)
     return {

@@ -119,7 +119,7 @@ COMPLAINTS = tuple(
             r"whose connector interface may differ",
             Level.WARNING,
             "this release of kvpool is not tested with the engine's vLLM",
-            "see docs/compatibility.md",
+            "see docs/reference/compatibility.md",
         ),
         (
             r"identifies them by that name and revision",

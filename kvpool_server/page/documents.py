@@ -1,4 +1,4 @@
-"""The JSON that the dashboard asks for; docs/page.md describes it.
+"""The JSON that the dashboard asks for; docs/how-to/page.md describes it.
 
 The loop only copies numbers, in steps. Whoever asks escapes names and encodes, in a thread of its own, and in parts so
 small that the loop never waits for the interpreter.

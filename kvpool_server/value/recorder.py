@@ -1,8 +1,8 @@
 """`--record FILE`: what clients look up and put, without tokens and names, for replays and `kvpool advise`.
 
-The file is gzip with JSON lines, described in docs/value.md. Block hashes are replaced by keyed hashes of 64 bits. The
-key is made at the start and never written: equal blocks have equal ids within one start of the server, and nobody can
-test a guessed prompt. Each start appends a section of its own, with its own key.
+The file is gzip with JSON lines, described in docs/how-to/value.md. Block hashes are replaced by keyed hashes of 64
+bits. The key is made at the start and never written: equal blocks have equal ids within one start of the server, and
+nobody can test a guessed prompt. Each start appends a section of its own, with its own key.
 
 The event loop only appends to a bounded queue; a thread hashes, compresses and writes. The thread writes `max_bytes`
 at most, with what the file had before, and then stops for good: a recording without its beginning would miss the blocks

@@ -206,7 +206,7 @@ def test_each_figure_is_the_one_of_its_result(document: Path):
 def test_the_page_of_benchmarks_is_what_the_results_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     written = report.DOCUMENT.read_text()
-    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "benchmarks.md")
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "explanation" / "benchmarks.md")
     assert written == report.page(), "python -m benchmarks.harness.report"
 
 

@@ -85,15 +85,15 @@ def test_lines_that_are_measured_have_a_colour(tmp_path):
 
 def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "page.md")
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "some" / "page.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(figures, "documents", list)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "some").mkdir(parents=True)
     (tmp_path / "vllm.json").write_text(json.dumps(RESULT))
     report.main()
-    page = (tmp_path / "docs" / "page.md").read_text()
+    page = (tmp_path / "docs" / "some" / "page.md").read_text()
     assert "- batch bytes: 67,108,864\n- tokens: 4,096\n" in page
-    assert "![vllm](plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
+    assert "![vllm](../plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
     assert "**Not reached:** warm TTFT, kvpool, another process." in page
     assert "**Within noise:** cold TTFT, kvpool." in page
     assert "| warm TTFT, kvpool, another process | 10 ms | 8 to 12 | <= 5 | **no** | -50 % |" in page

@@ -15,7 +15,7 @@ from tests.support.prometheus import MONITORING, ROOT, Query, dashboard, promtoo
 ALERTS = rules("alert")
 RECORDS = rules("record")
 TESTS = MONITORING / "kvpool.rules.test.yml"
-RUNBOOKS = ROOT / "docs" / "runbooks.md"
+RUNBOOKS = ROOT / "docs" / "how-to" / "runbooks.md"
 
 
 def _documented() -> set[str]:
@@ -124,6 +124,6 @@ def test_the_dashboard_is_one_that_grafana_reads() -> None:
 
 
 def test_the_page_says_how_many_labels_there_are() -> None:
-    text = (ROOT / "docs" / "monitoring.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
     assert f"At most {MAX_PAIRS} pairs have labels" in text
     assert f"at most {MAX_PAIRS_OF_TENANT} of the pairs are of one tenant" in text

@@ -31,7 +31,7 @@ FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_
 SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 """Engines share two cores: one OpenMP thread each, and no compilation of code that runs once."""
 MORE = pytest.mark.more
-"""Left to `make test-all`: proves no claim of the README that another test does not prove (docs/testing.md)."""
+"""Left to `make test-all`: proves no claim of the README that another test does not (docs/explanation/testing.md)."""
 NEEDS_FP8_KV = pytest.mark.skipif(
     not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text().split()),
     reason="vLLM's CPU build keeps KV in fp8 only on processors with AVX-512 or AMX",

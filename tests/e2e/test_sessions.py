@@ -70,7 +70,7 @@ def test_a_session_whose_input_streams_in_loads_what_whole_prompts_have_stored(
     streamed = writer.session(chunks, max_tokens)
     drain(writer)
     assert len(streamed) == len(chunks)
-    assert pool_stats(server).num_entries == before, "a session stores nothing (see docs/compatibility.md)"
+    assert pool_stats(server).num_entries == before, "a session stores nothing (see docs/reference/compatibility.md)"
     # The last token of each answer is dropped when the next chunk comes: it was never computed.
     text: list[int] = []
     for chunk, expected in zip(chunks, streamed, strict=True):

@@ -57,7 +57,7 @@ MEAN_PAYLOADS = 40
 READER_BYTES = 1 * MIB
 """What a reader of the data port costs at most in a data worker's own memory."""
 CALL_BYTES = 16 * MIB
-"""What a call whose client does not read costs at most in the server's own memory; docs/operations.md states it."""
+"""What a call whose client does not read costs at most in the server's own memory, as in docs/how-to/operations.md."""
 MAX_SENT = 1_000
 """Lookups of 128 KiB that a client sends without reading the answers, if the server lets it."""
 SLOW_LEASE_MS = 4_000

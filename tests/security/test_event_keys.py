@@ -193,7 +193,7 @@ def test_a_false_server_gets_no_subscriber(deployment: Deployment) -> None:
 
 
 def test_plain_vllm_style_sockets_connect_with_three_options(deployment: Deployment) -> None:
-    """What docs/kv-events.md has routers do, which know pyzmq alone."""
+    """What docs/reference/kv-events.md has routers do, which know pyzmq alone."""
     keys = deployment.keys
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.setsockopt(zmq.LINGER, 0)

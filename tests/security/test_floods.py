@@ -1,6 +1,6 @@
 """Clients that ask for more than their share, or never finish: memory stays bounded, and others are served.
 
-The bounds are those of docs/security.md.
+The bounds are those of docs/explanation/security.md.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ SMALL = "leases = 4\nleased_blocks = 12\ntickets = 3\nstreams = 2\nconnections =
 TIMEOUT_S = 10.0
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
 
 
 # The file

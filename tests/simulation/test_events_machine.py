@@ -76,7 +76,7 @@ class Network:
                 self.hear(view, message)
 
     def hear(self, view: View, message: Message) -> None:
-        """What docs/kv-events.md tells a subscriber to do."""
+        """What docs/reference/kv-events.md tells a subscriber to do."""
         if message.seq <= view.seq:
             return
         if message.seq > view.seq + 1:

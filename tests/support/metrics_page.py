@@ -1,4 +1,4 @@
-"""Writes the tables of docs/metrics.md from names and HELP texts: `python -m tests.support.metrics_page`."""
+"""Writes the tables of docs/reference/metrics.md from names and HELP texts: `python -m tests.support.metrics_page`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpool_server.metrics import (
 from kvpool_server.reports.metrics import ReportCollector
 from kvpool_server.value.instruments import ValueCollector
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 Row = tuple[str, str, str]
 """Series, type, HELP."""

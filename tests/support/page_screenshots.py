@@ -1,4 +1,4 @@
-"""Writes the screenshots of docs/page.md: `python -m tests.support.page_screenshots [--minutes 14]`.
+"""Writes the screenshots of docs/how-to/page.md: `python -m tests.support.page_screenshots [--minutes 14]`.
 
 A server with a tier and a quota is driven for so long; then Chromium opens its dashboard in light, dark, and as narrow
 as a phone.

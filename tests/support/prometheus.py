@@ -65,7 +65,7 @@ def queries() -> list[Query]:
 
 
 def series_in(expr: str) -> set[str]:
-    """kvpool's series that an expression reads, by the names that docs/metrics.md has; those of records not."""
+    """kvpool's series that an expression reads, named as in docs/reference/metrics.md; without those of records."""
     return {_OF_HISTOGRAMS.sub("", name) for name in _SERIES.findall(re.sub(r'"[^"]*"', "", expr))}
 
 

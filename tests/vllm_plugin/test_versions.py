@@ -19,5 +19,5 @@ def test_others_are_warned_of(version: str, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_compatibility_page_says_the_same() -> None:
-    page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/compatibility.md").read_text()
     assert all(f"{major}.{minor}" in page for major, minor in TESTED)

@@ -177,7 +177,8 @@ class Adapters:
             self._refused.add(key)
             self._found[key] = None
         logger.warning(
-            "kvpool shares no KV blocks of LoRA adapter %r (%s): %s; see share_adapters in docs/configuration.md",
+            "kvpool shares no KV blocks of LoRA adapter %r (%s): %s; "
+            "see share_adapters in docs/reference/configuration.md",
             *key,
             why,
         )
@@ -186,7 +187,9 @@ class Adapters:
         if not self._said:
             self._said = True
             logger.warning(
-                "kvpool shares no KV blocks of LoRA adapters: %s; see share_adapters in docs/configuration.md", why
+                "kvpool shares no KV blocks of LoRA adapters: %s; "
+                "see share_adapters in docs/reference/configuration.md",
+                why,
             )
 
 

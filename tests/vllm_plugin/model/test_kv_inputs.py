@@ -40,7 +40,7 @@ ADDED_IN_0_33: dict[str, set[str]] = {
     "vllm_config": {"watchdog_config"},
 }
 ROOT = Path(vllm.__file__).parent.parent
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 SETTINGS = re.compile(r"max_model_len|generation_config|trust_remote_code|model_config\.seed")
 """Words by which a model reads a setting that counts by architecture."""
 READERS: dict[str, set[str]] = {

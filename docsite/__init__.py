@@ -1,0 +1,1 @@
+"""What builds the documentation's site (mkdocs.yml) and writes the pages that are generated."""
