@@ -103,6 +103,7 @@ class PoolAboveTier:
     def down(self) -> float:
         """Seconds until `TOTAL_BYTES` of new blocks are in the tier; it and the arena are empty before."""
         self._do(self._tiered.clear())
+        self._settle()
         nth, count = next(self._rounds), TOTAL_BYTES // self._block_bytes
         self._run = BlockRun(0, [name_of(self._block_bytes, nth, idx) for idx in range(count)])
         grant = self._pool.put_start(self._namespace.fingerprint, [self._run], ShardRange(0, 1))
@@ -118,7 +119,13 @@ class PoolAboveTier:
     def up(self) -> float:
         """Seconds until the blocks that went down last are in the arena, which is empty before."""
         self._pool.clear()
+        self._settle()
         return timed(lambda: self._do(self._promote()))
+
+    def _settle(self) -> None:
+        """What a server does between calls: the slots of ended leases become free."""
+        while self._pool.settle():
+            pass
 
     async def _promote(self) -> None:
         while (found := self._lookup()) and found.retry_after_ms:
