@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,11 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many cases of the intruder suite ran."""
+    """Says how many cases of the intruder suite ran, and how many code blocks of the documents."""
     reports = [report for those in terminalreporter.stats.values() for report in those]
     called = [report.nodeid for report in reports if getattr(report, "when", "") == "call"]
     if num_cases := sum(nodeid.startswith("tests/security/") for nodeid in called):
         terminalreporter.write_line(f"security: {num_cases} cases")
+    counted: Counter[str] = Counter()
+    for report in reports:
+        if getattr(report, "when", "") == "call":
+            counted.update({what: count for what, count in report.user_properties if what.startswith("blocks ")})
+    if counted:
+        told = ", ".join(f"{count} {what.removeprefix('blocks ')}" for what, count in sorted(counted.items()))
+        terminalreporter.write_line(f"code blocks of documents: {told}")
 
 
 @pytest.fixture
