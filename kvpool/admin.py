@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpool import replies, wire
+from kvpool.drain import DrainProgress
 from kvpool.explanation import Explanation
 from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
@@ -103,6 +104,26 @@ class Admin:
         """What engines have told of the requests whose id is or begins with `request_id`, the newest first."""
         request = pb.ExplainRequest(request_id=request_id)
         return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), ()).requests
+
+    def drain(self, deadline_ms: int = 0, boot_token: int = 0) -> DrainProgress:
+        """Takes the server out of service, and says how far the drain is; further calls say it again.
+
+        The server refuses new leases and tickets from now on, lets the live ones end, writes what its tiers lack, and
+        stops.
+
+        Args:
+            deadline_ms: until the server stops, whatever is unfinished then, at most `MAX_DRAIN_MS`; 0: the server's
+                drain_ms. Of several calls the earliest deadline counts.
+            boot_token: of the server that drains: further calls must not drain its successor. 0: of any.
+
+        Raises InvalidRequestError, and UnavailableError from a server with another boot token.
+        """
+        request = pb.DrainRequest(deadline_ms=deadline_ms, boot_token=boot_token)
+        return replies.drain(self._rpc.call(self._rpc.stub.Drain, request))
+
+    def is_draining(self) -> bool:
+        """Whether the server refuses new leases and tickets, and stops soon."""
+        return bool(self._rpc.ping().draining)
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""

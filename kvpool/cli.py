@@ -15,6 +15,7 @@ from kvpool.commands.advise import advise
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
 from kvpool.commands.doctor import doctor
+from kvpool.commands.drain import drain
 from kvpool.commands.events import events
 from kvpool.commands.explain import explain
 from kvpool.commands.ledger import ledger
@@ -70,7 +71,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, top, doctor, namespaces, quota, events, explain, value, advise, ledger):
+for _command in (ping, whoami, stats, top, doctor, namespaces, quota, drain, events, explain, value, advise, ledger):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

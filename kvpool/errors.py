@@ -36,6 +36,10 @@ class UnavailableError(KVPoolError):
     """The server cannot be reached (UNAVAILABLE)."""
 
 
+class DrainingError(UnavailableError):
+    """The server refuses new leases and tickets, because it is about to stop (UNAVAILABLE, kvpool-error)."""
+
+
 class PoolTimeoutError(KVPoolError):
     """The server did not answer in time (DEADLINE_EXCEEDED)."""
 

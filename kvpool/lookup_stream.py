@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 
 from kvpool.errors import InvalidReplyError, KVPoolError
 from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import NAME_KEY
 
 CLOSE_S = 1.0
 FLUSH_S = 0.2
@@ -61,16 +62,23 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class StreamedError(grpc.RpcError):
-    """The error of a lookup, as of a call of its own."""
+    """The error of a lookup, as of a call of its own.
 
-    def __init__(self, code: grpc.StatusCode, details: str):
-        super().__init__(code, details)
+    Args:
+        name: of an error that its code does not tell apart; empty: there is none.
+    """
+
+    def __init__(self, code: grpc.StatusCode, details: str, name: str = ""):
+        super().__init__(code, details, name)
 
     def code(self) -> grpc.StatusCode:
         return self.args[0]  # type: ignore[no-any-return]
 
     def details(self) -> str:
         return self.args[1]  # type: ignore[no-any-return]
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+        return ((NAME_KEY, self.args[2]),) if self.args[2] else ()
 
 
 class StreamedLookup(Future[pb.LookupResponse]):
@@ -317,7 +325,7 @@ class _Stream:
             lookup.set_result(outcome.found)
         else:
             code = _CODES.get(outcome.error.code, grpc.StatusCode.UNKNOWN)
-            lookup.set_exception(StreamedError(code, outcome.error.message))
+            lookup.set_exception(StreamedError(code, outcome.error.message, outcome.error.name))
 
 
 def _no_lookup() -> pb.LookupRequest:

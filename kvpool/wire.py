@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
+from kvpool.drain import DrainProgress
 from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
@@ -81,10 +82,25 @@ _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
 }
 _ERROR_OF = {status: error for error, status in _STATUS_OF.items() if error is not errors.ConfigError}
 
+NAME_KEY = "kvpool-error"
+"""Trailing metadata of a failed call: the name of an error that its status does not tell apart."""
+_NAMED: dict[str, type[errors.KVPoolError]] = {each.__name__: each for each in (errors.DrainingError,)}
+
 
 def status_of(error: errors.KVPoolError) -> grpc.StatusCode:
     """The status of an error's class, or of the nearest class that it is derived from."""
     return next((_STATUS_OF[each] for each in type(error).__mro__ if each in _STATUS_OF), grpc.StatusCode.INTERNAL)
+
+
+def name_of(error: errors.KVPoolError) -> str:
+    """The name of an error that its status does not tell apart; empty for others."""
+    return type(error).__name__ if type(error).__name__ in _NAMED else ""
+
+
+def metadata_of(error: errors.KVPoolError) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a call that ends with an error."""
+    name = name_of(error)
+    return ((NAME_KEY, name),) if name else ()
 
 
 MAX_ERROR_CHARS = 2_000
@@ -94,6 +110,8 @@ MAX_ERROR_CHARS = 2_000
 def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     """The kvpool error of a failed call; `endpoint` is the server's name in its message."""
     code, details = rpc_error.code(), escaped(rpc_error.details() or "", MAX_ERROR_CHARS)
+    if (named := _named(rpc_error)) is not None:
+        return named(f"kvpool-server at {endpoint}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         details = details.rpartition("Failed to connect to remote host: ")[2]
         if "HTTP/2" in details:
@@ -111,6 +129,14 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
             f"a message to kvpool-server at {endpoint} is too large ({details}); send fewer blocks in one call"
         )
     return _ERROR_OF.get(code, errors.TransferError)(details or f"{code.name} from kvpool-server at {endpoint}")
+
+
+def _named(rpc_error: grpc.RpcError) -> type[errors.KVPoolError] | None:
+    """The error that a call's trailing metadata names; None if they name none of the error's status."""
+    trailing = getattr(rpc_error, "trailing_metadata", None)  # gRPC promises it of calls, and not of all errors.
+    names = [value for key, value in (trailing() if trailing is not None else None) or () if key == NAME_KEY]
+    named = _NAMED.get(str(names[0])) if names else None
+    return named if named is not None and status_of(named("")) is rpc_error.code() else None
 
 
 _HASH = np.dtype(f"V{HASH_BYTES}")
@@ -187,14 +213,25 @@ def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
 
 
 def encode_pong(
-    version: str, uptime_s: float, offer: Offer, boot_token: int, namespaces_opened: int = 0
+    version: str, uptime_s: float, offer: Offer, boot_token: int, namespaces_opened: int = 0, *, draining: bool = False
 ) -> pb.PingResponse:
     return pb.PingResponse(
         boot_token=boot_token,
         version=version,
         uptime_seconds=uptime_s,
         namespaces_opened=namespaces_opened,
+        draining=draining,
         **_encode_offer(offer),
+    )
+
+
+def encode_drain(progress: DrainProgress, boot_token: int) -> pb.DrainResponse:
+    return pb.DrainResponse(
+        boot_token=boot_token,
+        num_leases=progress.num_leases,
+        num_tickets=progress.num_tickets,
+        num_queued_blocks=progress.num_queued_blocks,
+        remaining_ms=progress.remaining_ms,
     )
 
 
@@ -238,7 +275,8 @@ def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> 
 
 
 def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
-    return pb.LookupReply(error=pb.CallError(code=status_of(error).value[0], message=str(error)))
+    code = status_of(error).value[0]
+    return pb.LookupReply(error=pb.CallError(code=code, message=str(error), name=name_of(error)))
 
 
 def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: float) -> Lookup:
@@ -356,8 +394,7 @@ def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
     server = None if stats.server is None else _encode_server(stats.server)
     engines = [_encode(engine, pb.EngineState) for engine in stats.engines]
-    parts = {"tiers": tiers, "server": server, "engines": engines, "quotas": encode_quotas(stats.quotas)}
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, **parts)
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, server=server, engines=engines)
 
 
 def _encode_server(server: ServerStats) -> pb.ServerStats:
@@ -374,8 +411,8 @@ def decode_stats(message: pb.StatsResponse) -> PoolStats:
     tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
     server = _decode_server(message.server) if message.HasField("server") else None
     engines = tuple(_decode(EngineState, each, namespaces=tuple(each.namespaces)) for each in message.engines)
-    parts = {"tiers": tiers, "server": server, "engines": engines, "quotas": tuple(decode_quotas(message.quotas))}
-    return _decode(PoolStats, message, counters=dict(message.counters), **parts)
+    counters = dict(message.counters)
+    return _decode(PoolStats, message, counters=counters, tiers=tiers, server=server, engines=engines)
 
 
 def _decode_server(message: pb.ServerStats) -> ServerStats:
@@ -386,7 +423,6 @@ def _decode_server(message: pb.ServerStats) -> ServerStats:
         rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
         transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
         usage=tuple(_decode(UsageStats, each) for each in message.usage),
-        certificate_ends=dict(message.certificate_ends),
     )
 
 

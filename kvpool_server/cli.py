@@ -27,7 +27,6 @@ from kvpool_server.config import ServerConfig, load, service_links
 from kvpool_server.log_events import LogEvents
 from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
-from kvpool_server.service_manager import notify
 
 log = structlog.get_logger()
 
@@ -105,7 +104,8 @@ def serve(
     """Serve a pool of KV-cache blocks to the vLLM engines that point at it.
 
     Each setting comes from its flag, else from KVPOOL_<NAME> in the environment, else from the TOML file, else from its
-    default. Unknown keys are errors. SIGTERM and SIGINT drain, then stop.
+    default. Unknown keys are errors. SIGTERM and SIGINT finish calls under way, then stop; SIGUSR2 drains as `kvpool
+    drain` does, then stops.
 
     Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
     """
@@ -125,6 +125,7 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
+    loop.add_signal_handler(signal.SIGUSR2, server.request_drain)
     loop.add_signal_handler(signal.SIGHUP, server.look_at_credentials)
     stopping = asyncio.create_task(server.wait())
     starting = asyncio.create_task(server.start())
@@ -163,11 +164,9 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
         )
     else:
         typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
-    notify("READY=1", f"STATUS=serving {endpoint}")
     try:
         await stopping
     finally:
-        notify("STOPPING=1", "STATUS=draining")
         await server.stop()
 
 

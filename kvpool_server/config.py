@@ -194,7 +194,8 @@ class ServerConfig(BaseModel):
         5_000,
         ge=0,
         le=600_000,
-        description="How long the server finishes calls, and writes to tiers, after SIGTERM, in milliseconds.",
+        description="How long the server finishes calls, and writes to tiers, after SIGTERM, and how long a drain may "
+        "take (SIGUSR2, `kvpool drain`), in milliseconds.",
     )
     kv_events: str = Field(
         "",

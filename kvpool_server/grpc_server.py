@@ -113,7 +113,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
             caller = error.principal if isinstance(error, RefusedCredentialError) else CALLER.get()
             self._audit.write(name, status.name, caller=caller, peer=context.peer(), why=str(error))
-        await context.abort(status, str(error))
+        await context.abort(status, str(error), wire.metadata_of(error))
 
     def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(requests: Any, context: Context) -> Any:
@@ -241,8 +241,12 @@ class GrpcServer:
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
 
+    async def announce_end(self) -> None:
+        """Health checks say NOT_SERVING from now on. Calls are answered as before. Idempotent."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more calls, and cancels those that have not ended after `grace_s`. Idempotent."""
-        await self._health.enter_graceful_shutdown()
+        await self.announce_end()
         self._service.end_streams()
         await self._server.stop(grace_s)

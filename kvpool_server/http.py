@@ -38,7 +38,7 @@ MAX_THREADS = 2 * MAX_CONNECTIONS
 CONNECTION_S = 5.0
 """How long one connection may last."""
 CLOSE_EVERY_S = 0.25
-SERVING = "ok"
+SERVING, DRAINING = "ok", "draining"
 TEXT = "text/plain"
 
 Value = TypeVar("Value")

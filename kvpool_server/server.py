@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
-from kvpool.quotas import beyond_memory, fullest, parse_quota
+from kvpool.quotas import beyond_memory, parse_quota
 from kvpool.tracing import SERVER_SERVICE, Tracing
 from kvpool.types import PoolStats
 from kvpool.version import __version__
@@ -34,6 +35,7 @@ from kvpool_server.config import ServerConfig
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count
+from kvpool_server.drain import Drain
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
@@ -47,7 +49,7 @@ from kvpool_server.exposure import (
 )
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.history import History
-from kvpool_server.http import SERVING, OperatorHttp, on_loop
+from kvpool_server.http import DRAINING, SERVING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
@@ -110,6 +112,9 @@ class Server:
         self._access: AccessControl | None = None
         self._audit: AuditLog | None = None
         self._tracing: Tracing | None = None
+        self._drain: Drain | None = None
+        self._events_of_blocks: EventStreams | None = None
+        self._signals: set[asyncio.Task[Any]] = set()  # asyncio keeps no reference to its tasks.
         self._state = "starting"
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -175,6 +180,7 @@ class Server:
         self._in_background(self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
+        self._drain = Drain(self._tiered, config.drain_ms, self._announce_drain)
         self._memory.hand_out(self._open)
         registry = CollectorRegistry()
         metrics = self._serve_http(registry)
@@ -192,6 +198,7 @@ class Server:
             log.warning("no data worker is ready yet; clients that connect before one is ready use gRPC")
         await self._serve_grpc(metrics)
         self._in_background(self._expire())
+        self._in_background(self._stop_once_drained(self._drain))
         self._in_background(self._prefault_rest())
         self._in_background(self._memory.free_strays())
         if self.data is not None:
@@ -266,7 +273,7 @@ class Server:
             stats=lambda: self._tiered.stats(self._memory.prefault.backed_bytes),
             lookup_seconds=lambda: metrics.buckets("Lookup"),
             loop_lag_seconds=self._lag.buckets,
-            loop_lag=self._lag.last_minute,
+            loop_lag_max=lambda: self._lag.longest_s,
             moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in metrics.transfers()},
             usage=self.usage.by_model_and_tenant,
             reported=self._reports.snapshot,
@@ -301,6 +308,7 @@ class Server:
         )
         self._open.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)
+        self._events_of_blocks = streams
 
     def _watch_traffic(self, registry: CollectorRegistry) -> ValueInstruments:
         """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
@@ -346,7 +354,9 @@ class Server:
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            lambda: self._told_stats(started, metrics),
+            lambda: replace(
+                self._stats(), server=server_stats(started, metrics, self._lag, self.usage, self.http_port)
+            ),
             self._permits,
             who,
             self._turns,
@@ -354,6 +364,7 @@ class Server:
             self._reports,
             self._ledger,
             self._value.report,
+            self._drain,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
@@ -367,13 +378,6 @@ class Server:
         return dataclasses.replace(
             self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
         )
-
-    def _told_stats(self, started: float, metrics: RpcMetrics) -> PoolStats:
-        """What `Stats` answers."""
-        access = self._access
-        ends = {} if access is None else ends_of(access.credentials.value.tls)
-        server = server_stats(started, metrics, self._lag, self.usage, self.http_port, ends)
-        return dataclasses.replace(self._stats(), server=server, quotas=fullest(self.pool.quotas()))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -408,7 +412,33 @@ class Server:
         log.info("arena prefaulted", nbytes=self._memory.prefault.backed_bytes, seconds=seconds)
 
     def request_stop(self) -> None:
-        """Ends `wait`; for signal handlers."""
+        """Ends `wait`; for signal handlers. A drain under way goes on, for `drain_ms` at most."""
+        if self._drain is not None and self._drain.is_draining:
+            self._begin_drain(self._drain, self.config.drain_ms)
+        else:
+            self._stopping.set()
+
+    def request_drain(self) -> None:
+        """Begins a drain, which ends `wait`; for signal handlers. A server that does not serve yet stops at once."""
+        if self._drain is not None and self._state == SERVING:
+            self._begin_drain(self._drain, 0)
+        else:
+            self.request_stop()
+
+    def _begin_drain(self, drain: Drain, deadline_ms: int) -> None:
+        task = asyncio.create_task(drain.begin(deadline_ms))
+        self._signals.add(task)
+        task.add_done_callback(self._signals.discard)
+
+    async def _announce_drain(self) -> None:
+        """Has load balancers, probes and routers send nothing more to this server."""
+        self._state = DRAINING
+        await self._grpc.announce_end()
+        if self._events_of_blocks is not None:
+            self._events_of_blocks.withdraw()
+
+    async def _stop_once_drained(self, drain: Drain) -> None:
+        await drain.run()
         self._stopping.set()
 
     async def wait(self) -> None:
@@ -419,10 +449,13 @@ class Server:
 
     async def stop(self) -> None:
         """Drains and stops. Every thread, task, process and file of the server is gone afterwards."""
-        self._state = "draining"
-        log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
+        self._state = DRAINING
         ends_at = time.monotonic() + self.config.drain_ms / 1000
-        await self._grpc.stop(self.config.drain_ms / 1000)
-        await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
+        if self._drain is not None and self._drain.is_draining:
+            await self._grpc.stop(min(self._drain.left_s, self.config.drain_ms / 1000))
+        else:
+            log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
+            await self._grpc.stop(self.config.drain_ms / 1000)
+            await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")

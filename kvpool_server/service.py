@@ -50,6 +50,7 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
+from kvpool_server.drain import Drain
 from kvpool_server.explainer import Explainer
 from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_size
 from kvpool_server.inline_chunks import get_chunk, put_chunk
@@ -95,6 +96,7 @@ class PoolService(PoolServicer):
         reports: gets what engines report.
         ledger: gets what lookups have missed because of other tenants; None: there is none.
         value: what other arena sizes would hit, of a tenant or of all; None: nothing is simulated.
+        drain: refuses new leases and tickets once it has begun; None: one that nobody else knows of.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class PoolService(PoolServicer):
         reports: EngineReports | None = None,
         ledger: UsageLedger | None = None,
         value: Callable[[str | None], ValueReport] | None = None,
+        drain: Drain | None = None,
     ):
         self._tiered = pool
         self._memory_of = memory_of
@@ -131,6 +134,7 @@ class PoolService(PoolServicer):
         self._reports = reports or EngineReports(time.monotonic)
         self._ledger = ledger
         self._value = value or (lambda _: ValueReport(False, pool.pool.arena.arena_bytes, ""))
+        self._drain = drain or Drain(pool, 0, _tell_nobody)
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -140,6 +144,7 @@ class PoolService(PoolServicer):
         return self._pool.limits.max_spec_bytes
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
+        self._drain.check()
         spec = wire.decode_spec(request.spec)
         check_tenant(spec.tenant)
         check_measurement(spec)
@@ -173,6 +178,7 @@ class PoolService(PoolServicer):
             self._pool.release(request.release, owner)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self._boot_token)
+        self._drain.check()
         fingerprint = self._reader.namespace(request.namespace)
         runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
         options = request.prefix_only, request.lease_ttl_ms, request.locate, owner
@@ -258,6 +264,7 @@ class PoolService(PoolServicer):
         self._streams.stop()
 
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
+        self._drain.check()
         namespace, runs = self._reader.namespace(request.namespace), self._reader.runs(request.runs)
         shards = wire.decode_shards(request.shards)
         ttl_ms, owner = request.ticket_ttl_ms, _owner(context)
@@ -340,6 +347,7 @@ class PoolService(PoolServicer):
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
         statuses, owner = bytearray(), _owner(context)
         async for request in requests:
+            self._drain.check()
             self._reader.check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
                 self._reader.key(message.key)
@@ -353,6 +361,7 @@ class PoolService(PoolServicer):
         return pb.PutChunksResponse(boot_token=self._boot_token, statuses=bytes(statuses))
 
     async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
+        self._drain.check()
         _check_deadline(context)
         self._reader.check_count(len(request.keys), "keys")
         for index, key in enumerate(request.keys):
@@ -397,7 +406,8 @@ class PoolService(PoolServicer):
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime, num_opened = time.monotonic() - self._started, self._pool.num_opened(own_tenant())
-        return wire.encode_pong(__version__, uptime, self._offered(context), self._boot_token, num_opened)
+        offered, draining = self._offered(context), self._drain.is_draining
+        return wire.encode_pong(__version__, uptime, offered, self._boot_token, num_opened, draining=draining)
 
     def _offered(self, context: Context) -> Offer:
         """What the caller is told: where memory lies, and the token that hands it out, are for those who may use it."""
@@ -483,6 +493,15 @@ class PoolService(PoolServicer):
 
     async def Value(self, request: pb.ValueRequest, context: Any) -> pb.ValueResponse:
         return wire.encode_value(self._value(own_tenant()), self._boot_token)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        if request.boot_token not in (0, self._boot_token):
+            raise UnavailableError("the server that was to drain has ended, and another one has taken its place")
+        return wire.encode_drain(await self._drain.begin(request.deadline_ms), self._boot_token)
+
+
+async def _tell_nobody() -> None:
+    """Announces the drain of a service without a server."""
 
 
 def _check_deadline(context: Context) -> None:

@@ -32,6 +32,7 @@ from collections.abc import Callable
 
 from kvpool.errors import (
     ChecksumError,
+    DrainingError,
     InvalidReplyError,
     KVPoolError,
     LeaseExpiredError,
@@ -86,7 +87,8 @@ class Breaker:
         """A call failed; True if that opens the breaker.
 
         Errors that say nothing about the next call (a full pool, a malformed request) do not count. A call that began
-        earlier may fail when the breaker is open already, which changes nothing.
+        earlier may fail when the breaker is open already, which changes nothing. A draining server's refusal of a
+        lookup opens the breaker. Its refusal of a store does not: loads under leases of before still succeed.
 
         Args:
             call: the kind of call: "lookup", "load" …; failures are counted by kind, so that stores that succeed cannot
@@ -99,7 +101,7 @@ class Breaker:
             # A server that breaks the protocol once has another release, or another mind.
             if self._failures[call] < FAILURES_TO_OPEN and not isinstance(error, InvalidReplyError):
                 return False
-        elif not isinstance(error, _GONE):
+        elif not isinstance(error, _GONE) or (isinstance(error, DrainingError) and call != "lookup"):
             return False
         now = self._clock()
         wait_s = FIRST_WAIT_S

@@ -257,12 +257,14 @@ class LookupReply(_message.Message):
     def __init__(self, found: _Optional[_Union[LookupResponse, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
 
 class CallError(_message.Message):
-    __slots__ = ("code", "message")
+    __slots__ = ("code", "message", "name")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    name: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class RunHits(_message.Message):
     __slots__ = ("num_leading", "complete", "num_pending", "offsets", "checksums", "permit", "missing")
@@ -642,7 +644,7 @@ class PingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PingResponse(_message.Message):
-    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port", "namespaces_opened")
+    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port", "namespaces_opened", "draining")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -651,6 +653,7 @@ class PingResponse(_message.Message):
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_OPENED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     version: str
     uptime_seconds: float
@@ -659,7 +662,8 @@ class PingResponse(_message.Message):
     piece_bytes: int
     data_port: DataPort
     namespaces_opened: int
-    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class WhoAmIRequest(_message.Message):
     __slots__ = ()
@@ -682,7 +686,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server", "engines", "quotas")
+    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server", "engines")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -703,7 +707,6 @@ class StatsResponse(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
-    QUOTAS_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     arena_bytes: int
     free_bytes: int
@@ -717,18 +720,10 @@ class StatsResponse(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
     server: ServerStats
     engines: _containers.RepeatedCompositeFieldContainer[EngineState]
-    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
-    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ...) -> None: ...
 
 class ServerStats(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage", "http_port", "loop_lag_p99_seconds", "certificate_ends")
-    class CertificateEndsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage", "http_port")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -739,8 +734,6 @@ class ServerStats(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
-    LOOP_LAG_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    CERTIFICATE_ENDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     unix_seconds: float
@@ -751,9 +744,7 @@ class ServerStats(_message.Message):
     transfers: _containers.RepeatedCompositeFieldContainer[TransferStats]
     usage: _containers.RepeatedCompositeFieldContainer[UsageStats]
     http_port: int
-    loop_lag_p99_seconds: float
-    certificate_ends: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ..., http_port: _Optional[int] = ..., loop_lag_p99_seconds: _Optional[float] = ..., certificate_ends: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ..., http_port: _Optional[int] = ...) -> None: ...
 
 class RpcStats(_message.Message):
     __slots__ = ("method", "status", "sum_seconds", "buckets")
@@ -1164,3 +1155,25 @@ class ValueEstimate(_message.Message):
     hit_ratio_with_tiers: float
     uncertainty: float
     def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ..., uncertainty: _Optional[float] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_ms", "boot_token")
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    deadline_ms: int
+    boot_token: int
+    def __init__(self, deadline_ms: _Optional[int] = ..., boot_token: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("boot_token", "num_leases", "num_tickets", "num_queued_blocks", "remaining_ms")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_leases: int
+    num_tickets: int
+    num_queued_blocks: int
+    remaining_ms: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., num_queued_blocks: _Optional[int] = ..., remaining_ms: _Optional[int] = ...) -> None: ...

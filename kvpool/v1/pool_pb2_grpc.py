@@ -159,6 +159,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvpool.v1.Pool/Drain',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServicer(object):
@@ -341,6 +346,14 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes the server out of service: from now on the server refuses new leases and tickets, waits until the live ones have
+        ended, writes what its tiers lack, and stops. Returns at once; each further call says how far the drain is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -468,6 +481,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Value,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ValueRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ValueResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.DrainRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1145,6 +1163,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Value',
             kvpool_dot_v1_dot_pool__pb2.ValueRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ValueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Drain',
+            kvpool_dot_v1_dot_pool__pb2.DrainRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -104,6 +104,8 @@ def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:
         return {"namespace": reply.fingerprint.hex(), "model": request.spec.model, "tenant": request.spec.tenant}
     if call in ("Remove", "Clear"):
         return {"namespace": request.namespace.hex() or "all", "count": reply.num_removed}
+    if call == "Drain":
+        return {"remaining_ms": reply.remaining_ms}
     if call == "SetQuotas":
         return {"quotas": ", ".join(f"{quota.subject}={quota.limit_bytes}" for quota in request.quotas)}
     return None

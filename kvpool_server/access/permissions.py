@@ -9,7 +9,7 @@ _READ = {
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
 _TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value"}
-_POOL = {"Stats", "SetQuotas"}
+_POOL = {"Stats", "SetQuotas", "Drain"}
 _ANYBODY = {"Ping", "WhoAmI"}
 
 CALLS: dict[Role, frozenset[str]] = {

@@ -105,6 +105,7 @@ class Ledger(Observer):
         self._held: Held = {}
         self._unapplied: deque[Change] = deque()
         self._readers: set[object] = set()
+        self._is_withdrawn = False
         self._append([], cleared=True)
 
     def stored(self, entry: Entry) -> None:
@@ -113,7 +114,25 @@ class Ledger(Observer):
     def removed(self, entry: Entry) -> None:
         self._note(Change(False, entry.group, entry.block_hash, b""))
 
+    def withdraw(self) -> None:
+        """The server draws nobody to its blocks any more: all count as gone, and later changes are not told.
+
+        Snapshots that are being read are given up: their reader asks again, and gets one of an empty pool.
+        """
+        if self._is_withdrawn:
+            return
+        self.flush()
+        with self._lock:
+            self._is_withdrawn = True
+            self._readers.clear()
+            self._unapplied.clear()
+            self._held = {}  # Another object: a reader may be walking the old one.
+            self._append([], cleared=True)
+        self.wake()
+
     def _note(self, change: Change) -> None:
+        if self._is_withdrawn:
+            return
         if not self._pending:
             self._defer(self.flush)
         self._pending.append(change)
@@ -163,7 +182,7 @@ class Ledger(Observer):
             if self._has_gap:
                 self._has_gap = False
                 # Leaves numbers for a snapshot: a subscriber skips numbers that it knows, and must skip none of those.
-                self._next_seq += 1 + sum(self._num_batches().values())
+                self._next_seq += 1 + sum(_num_batches(self._held, self.batch_blocks).values())
                 self._append([])
             batches = list(self._queue)
             self._queue.clear()
@@ -209,22 +228,26 @@ class Ledger(Observer):
             return self._next_seq - 1
 
     def _batches(self, reader: object, last_seq: int) -> Iterator[ChangeBatch]:
-        num_batches = self._num_batches()
+        held = self._held  # `withdraw` puts another object in its place.
+        num_batches = _num_batches(held, self.batch_blocks)
         seq = last_seq - sum(num_batches.values())
         now = time.time()
         yield ChangeBatch(seq, now, [], cleared=True)
         for namespace in num_batches:
-            groups = [group for group in self._held if group.namespace == namespace]
-            changes = (Change(True, group, *block) for group in groups for block in self._held[group].items())
+            groups = [group for group in held if group.namespace == namespace]
+            changes = (Change(True, group, *block) for group in groups for block in held[group].items())
             while part := list(itertools.islice(changes, self.batch_blocks)):
                 seq += 1
                 yield ChangeBatch(seq, now, part)
                 if reader not in self._readers:
-                    raise SnapshotLostError(f"{MAX_UNAPPLIED} changes have come since the snapshot began")
+                    raise SnapshotLostError(
+                        f"{MAX_UNAPPLIED} changes have come since the snapshot began, or the server drains"
+                    )
 
-    def _num_batches(self) -> dict[str, int]:
-        """By namespace: the number of batches that its blocks fill."""
-        num_blocks: Counter[str] = Counter()
-        for group, blocks in self._held.items():
-            num_blocks[group.namespace] += len(blocks)
-        return {namespace: -(-count // self.batch_blocks) for namespace, count in num_blocks.items()}
+
+def _num_batches(held: Held, batch_blocks: int) -> dict[str, int]:
+    """By namespace: the number of batches that its blocks fill."""
+    num_blocks: Counter[str] = Counter()
+    for group, blocks in held.items():
+        num_blocks[group.namespace] += len(blocks)
+    return {namespace: -(-count // batch_blocks) for namespace, count in num_blocks.items()}

@@ -69,6 +69,7 @@ class Publisher:
 
     Attributes:
         endpoint, replay_endpoint: as bound.
+        ledger: whose changes it publishes.
 
     Raises:
         ConfigError: an address cannot be listened on; nothing is left behind then.
@@ -83,7 +84,7 @@ class Publisher:
         gate: Gate | None = None,
         tenant: str = ALL_TENANTS,
     ):
-        self._ledger = ledger
+        self.ledger = ledger
         self._history = history
         self._gate = gate
         self._tenant = tenant
@@ -107,7 +108,7 @@ class Publisher:
         self._is_stopping = True
         self._wake()
         self._thread.join()
-        self._ledger.wake = lambda: None
+        self.ledger.wake = lambda: None
         self._sockets.close(LINGER_MS)
         os.close(self._wake_fd)
 
@@ -145,7 +146,7 @@ class Publisher:
         poller.register(self._wake_fd, zmq.POLLIN)
         if router is not None and len(self._replays) < MAX_REPLAYS:
             poller.register(router, zmq.POLLIN)
-        poller.poll(POLL_REPLAYS_MS if self._replays or self._ledger.catch_up() else POLL_MS)
+        poller.poll(POLL_REPLAYS_MS if self._replays or self.ledger.catch_up() else POLL_MS)
 
     def _turn(self, router: zmq.Socket[bytes] | None) -> None:
         try:

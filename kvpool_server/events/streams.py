@@ -89,6 +89,11 @@ class EventStreams(Observer):
             if ledger is not None:
                 ledger.removed(entry)
 
+    def withdraw(self) -> None:
+        """Tells every subscriber that the server holds nothing any more, and nothing from then on. Idempotent."""
+        for publisher in self._publishers:
+            publisher.ledger.withdraw()
+
     def close(self) -> None:
         """Publishes the remaining changes, and ends the threads. Idempotent."""
         for publisher in self._publishers:

@@ -24,7 +24,6 @@ from kvpool.types import (
     PutGrant,
     PutReceipt,
     PutStatus,
-    Quota,
     RunHits,
     SegmentInfo,
     ShardRange,
@@ -69,16 +68,9 @@ servers = st.builds(
     *[seconds] * 4,
     st.lists(seconds, max_size=3).map(tuple),
     *(st.lists(each, max_size=2).map(tuple) for each in (rpc_stats, transfers, usages)),
-    loop_lag_p99_seconds=seconds,
-    certificate_ends=st.dictionaries(texts, seconds, max_size=2),
 )
 stats = st.builds(
-    PoolStats,
-    *[u64] * 8,
-    counters=st.dictionaries(texts, u64, max_size=4),
-    server=st.none() | servers,
-    boot_token=ids,
-    quotas=st.lists(st.builds(Quota, texts, u64, u64), max_size=2).map(tuple),
+    PoolStats, *[u64] * 8, counters=st.dictionaries(texts, u64, max_size=4), server=st.none() | servers, boot_token=ids
 )
 
 
@@ -244,6 +236,23 @@ def test_errors_cross_the_wire_and_keep_class_and_message(
     received = wire.error_of(_Failed(status, "the thing, the value, the fix"), "host:1")
     assert type(received) is error
     assert "the thing, the value, the fix" in str(received)
+
+
+class _FailedByName(grpc.RpcError):
+    def __init__(self, status: grpc.StatusCode, name: str):
+        self.code, self.details = lambda: status, lambda: "why"
+        self.trailing_metadata = lambda: (("other", "x"), (wire.NAME_KEY, name))
+
+
+@pytest.mark.parametrize("error", wire._NAMED.values())
+def test_errors_that_share_a_status_cross_the_wire_by_name(error: type[errors.KVPoolError]) -> None:
+    status, named = wire.status_of(error("")), dict(wire.metadata_of(error("")))
+    received = wire.error_of(_FailedByName(status, named[wire.NAME_KEY]), "host:1")
+    assert (type(received), str(received)) == (error, "kvpool-server at host:1: why")
+    # A name with another error's status is a server's mistake: the status counts.
+    assert type(wire.error_of(_FailedByName(grpc.StatusCode.ABORTED, error.__name__), "")) is errors.LeaseExpiredError
+    assert type(wire.error_of(_FailedByName(status, "NoError"), "")) is wire._ERROR_OF[status]
+    assert wire.encode_lookup_error(error("")).error.name == error.__name__
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])

@@ -32,7 +32,7 @@ from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 WHOLE = ShardRange(0, 1)
-ABOUT_NOTHING = {"Ping", "WhoAmI", "Stats", "ListNamespaces", "ListQuotas", "SetQuotas", "Ledger", "Value"}
+ABOUT_NOTHING = {"Ping", "WhoAmI", "Stats", "ListNamespaces", "ListQuotas", "SetQuotas", "Ledger", "Value", "Drain"}
 BY_ID = ("Get", "Read", "Release", "PutEnd", "PutRevoke", "Write")
 UNKNOWN_ID = 0x1234_5678_9ABC
 UMBRAS = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="umbra")

@@ -85,6 +85,7 @@ def requests(target: Target) -> dict[str, Any]:
         "Report": pb.ReportRequest(reporter=bytes(16), sequence=1, namespaces=[namespace]),
         "Ledger": pb.LedgerRequest(),
         "Value": pb.ValueRequest(),
+        "Drain": pb.DrainRequest(boot_token=1),  # Not the server's: tests that call everything go on.
     }
 
 

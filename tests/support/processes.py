@@ -141,6 +141,10 @@ class ServerProcess:
     def stderr(self) -> str:
         return self._err.read_text()
 
+    def send_signal(self, number: int) -> None:
+        """Sends a signal and does not wait."""
+        self._process.send_signal(number)
+
     def terminate(self) -> None:
         """Sends SIGTERM and does not wait."""
         self._process.send_signal(signal.SIGTERM)

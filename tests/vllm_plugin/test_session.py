@@ -24,6 +24,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
     ConfigError,
+    DrainingError,
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
@@ -36,6 +37,7 @@ from kvpool.errors import (
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport import choice
 from kvpool.transport.shm import ShmTransport
+from kvpool.types import ShardRange
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped
@@ -44,7 +46,7 @@ from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 from tests.support.workers import workers_stopped
 from vllm_plugin import session as session_module
-from vllm_plugin.breaker import FAILURES_TO_OPEN, State
+from vllm_plugin.breaker import FAILURES_TO_OPEN, MAX_RETRY_S, State
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session
 
@@ -188,6 +190,38 @@ def test_a_restarted_server_is_opened_again(open_session: Open, pool_server: Sta
     wait_until_open(session)
     assert session.namespace.boot_token != before.boot_token
     assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
+
+
+def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_found(
+    open_session: Open, pool_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = free_endpoint()
+    server = pool_server("--listen", endpoint, "--drain-ms", "60000")
+    session, run = open_session(endpoint), run_of("a")
+    wait_until_open(session)
+    namespace = session.namespace
+    session.client.put_blocks(namespace, run, [payload("a", namespace.group(0).slot_bytes)])
+    lease_id = session.client.lookup(namespace, [run]).lease_id
+    session.client.admin.drain()
+    with pytest.raises(DrainingError) as refused:
+        session.client.rpc.put_start(namespace, [run_of("b")], ShardRange(0, 1))
+    session.report(refused.value, "store")
+    assert session.namespace is namespace
+    (block,) = session.client.get_blocks(namespace, lease_id, run)
+    assert block is not None, "a load that was granted is lost"
+    with pytest.raises(DrainingError) as refused:
+        session.client.lookup(namespace, [run])
+    session.report(refused.value, "lookup")
+    assert session.namespace is None
+    time.sleep(3 * MAX_RETRY_S / 4)  # Probes follow 0.25, 0.5, 1, 2 seconds after each other.
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == 1 and "the server is draining" in warnings[0], warnings
+    session.client.release([lease_id])
+    assert server.wait(30) == 0
+    pool_server("--listen", endpoint)
+    wait_for(lambda: is_open(session), "the session to find the new server", HEALED_S)
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) <= 3, warnings  # It drains, it cannot be reached, and perhaps a call was broken off.
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), UnknownNamespaceError("restarted")])

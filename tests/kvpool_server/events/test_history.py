@@ -10,7 +10,7 @@ from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events import history as history_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
-from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.ledger import Ledger, SnapshotLostError
 from tests.support.events import decoded
 from tests.support.values import block_hash, group_spec
 
@@ -97,3 +97,23 @@ def test_after_a_gap_nothing_before_it_is_replayed() -> None:
     messages = [decoded(message) for message in bench.history.answer(100)]
     assert messages[0].events == [{"type": "AllBlocksCleared"}]
     assert [len(event["block_hashes"]) for event in messages[1].events] == [1, 1]
+
+
+def test_a_server_that_drains_holds_nothing_for_its_subscribers() -> None:
+    bench = Bench()
+    bench.turn("a")
+    snapshot = bench.ledger.snapshot()
+    assert next(snapshot) is not None
+    bench.turn("b")  # Waits for the snapshot's reader.
+    bench.ledger.stored(Entry(GROUP, block_hash("c"), None, 0, 0))
+    bench.ledger.withdraw()
+    bench.turn("d")
+    bench.ledger.removed(Entry(GROUP, block_hash("a"), None, 0, 0))
+    bench.ledger.flush()
+    *told, last = [decoded(message) for message in bench.history.publish()]
+    assert len(told) == 4 and last.events == [{"type": "AllBlocksCleared"}]
+    with pytest.raises(SnapshotLostError, match="the server drains"):
+        list(snapshot)
+    assert [batch for batch in bench.ledger.snapshot() if batch is None or batch.changes] == []
+    bench.ledger.withdraw()
+    assert bench.published() == []

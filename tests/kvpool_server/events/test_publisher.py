@@ -83,6 +83,24 @@ def test_a_subscriber_knows_what_the_server_holds(
         each.wait_for(_known(other, "a"))
 
 
+def test_a_server_that_drains_draws_nobody(
+    pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
+) -> None:
+    server = pool_server(*BOTH, "--drain-ms", "60000")
+    client, listener = connect(server), listen(*_endpoints(server))
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
+    _put(client, namespace, "a")
+    listener.wait_for(_known(namespace, "a"))
+    grant = client.rpc.put_start(namespace, [run_of("late")], ShardRange(0, 1))
+    client.admin.drain()
+    listener.wait_for(())
+    late = listen(*_endpoints(server))
+    client.rpc.put_end(grant.ticket_id, [0])
+    assert server.wait() == 0
+    late.wait_for(())
+    assert not listener.view.blocks
+
+
 def test_a_block_is_told_of_when_its_last_shard_is_there(
     pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
 ) -> None:

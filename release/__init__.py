@@ -1,1 +1,0 @@
-"""What a release needs besides the code; MAINTAINING.md says how one is made."""
