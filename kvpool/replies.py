@@ -66,6 +66,8 @@ MAX_BUCKETS = 256
 """Most buckets of a histogram."""
 MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
+MAX_CERTIFICATE_S = 1e12
+"""Certificates may end in the year 9999."""
 MAX_HOST_CHARS = 253
 MAX_TOKENS = 1e18
 MAX_SIZE = 1_024.0
@@ -377,12 +379,13 @@ def stats(reply: pb.StatsResponse) -> PoolStats:
         tiers=tuple(replace(tier, name=_shown(tier.name)) for tier in decoded.tiers),
         server=decoded.server and _shown_server(decoded.server),
         engines=tuple(map(_shown_engine, decoded.engines)),
+        quotas=tuple(quotas(reply.quotas)),
     )
 
 
 def _server(server: pb.ServerStats) -> None:
     _text("version", server.version)
-    for name in ("uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds"):
+    for name in _SECONDS_OF_SERVER:
         _in(name, getattr(server, name), 0, MAX_AGE_S)
     _in("http_port", server.http_port, 0, 65_535)
     bounds = server.rpc_seconds_bounds
@@ -399,9 +402,18 @@ def _server(server: pb.ServerStats) -> None:
     for moved in server.transfers:
         _text("transport", moved.transport)
         _text("direction", moved.direction)
+    _in("number of certificate_ends", len(server.certificate_ends), 0, MAX_ENTRIES)
+    for name, ends_at in server.certificate_ends.items():
+        _text("certificate", name)
+        _in("end of a certificate", ends_at, 0, MAX_CERTIFICATE_S)
     for used in server.usage:
         _text("tenant", used.tenant)
         _text("model", used.model)
+
+
+_SECONDS_OF_SERVER = (
+    "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_p99_seconds", "loop_lag_max_seconds",
+)  # fmt: skip
 
 
 def _shown_server(server: ServerStats) -> ServerStats:
@@ -414,6 +426,7 @@ def _shown_server(server: ServerStats) -> ServerStats:
             for each in server.transfers
         ),
         usage=tuple(replace(each, tenant=_shown(each.tenant), model=_shown(each.model)) for each in server.usage),
+        certificate_ends={_shown(name): ends_at for name, ends_at in server.certificate_ends.items()},
     )
 
 

@@ -6,8 +6,8 @@ snapshots of one run; `ServerStats.since` is that difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 
@@ -70,6 +70,8 @@ class ServerStats:
     transfers: tuple[TransferStats, ...] = ()
     usage: tuple[UsageStats, ...] = ()
     http_port: int = 0
+    loop_lag_p99_seconds: float = 0.0
+    certificate_ends: Mapping[str, float] = field(default_factory=dict)
 
     def since(self, before: ServerStats) -> ServerStats:
         """The answers and bytes after `before`, a snapshot of the same run of the server; all else is as now."""

@@ -501,6 +501,7 @@ class PoolStats:
     """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups.
 
     Args:
+        quotas: the fullest first; a part if there are many.
         server: None if the server is older than this client.
         boot_token: another one after a restart of the server.
     """
@@ -518,6 +519,7 @@ class PoolStats:
     server: ServerStats | None = None
     boot_token: int = 0
     engines: tuple[EngineState, ...] = ()
+    quotas: tuple[Quota, ...] = ()
 
 
 def check_hash(value: bytes, what: str) -> None:

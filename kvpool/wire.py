@@ -394,7 +394,8 @@ def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
     tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
     server = None if stats.server is None else _encode_server(stats.server)
     engines = [_encode(engine, pb.EngineState) for engine in stats.engines]
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, tiers=tiers, server=server, engines=engines)
+    parts = {"tiers": tiers, "server": server, "engines": engines, "quotas": encode_quotas(stats.quotas)}
+    return _encode(stats, pb.StatsResponse, boot_token=boot_token, **parts)
 
 
 def _encode_server(server: ServerStats) -> pb.ServerStats:
@@ -411,8 +412,8 @@ def decode_stats(message: pb.StatsResponse) -> PoolStats:
     tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
     server = _decode_server(message.server) if message.HasField("server") else None
     engines = tuple(_decode(EngineState, each, namespaces=tuple(each.namespaces)) for each in message.engines)
-    counters = dict(message.counters)
-    return _decode(PoolStats, message, counters=counters, tiers=tiers, server=server, engines=engines)
+    parts = {"tiers": tiers, "server": server, "engines": engines, "quotas": tuple(decode_quotas(message.quotas))}
+    return _decode(PoolStats, message, counters=dict(message.counters), **parts)
 
 
 def _decode_server(message: pb.ServerStats) -> ServerStats:
@@ -423,6 +424,7 @@ def _decode_server(message: pb.ServerStats) -> ServerStats:
         rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
         transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
         usage=tuple(_decode(UsageStats, each) for each in message.usage),
+        certificate_ends=dict(message.certificate_ends),
     )
 
 

@@ -27,6 +27,7 @@ from kvpool_server.config import ServerConfig, load, service_links
 from kvpool_server.log_events import LogEvents
 from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
+from kvpool_server.service_manager import notify
 
 log = structlog.get_logger()
 
@@ -164,9 +165,11 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
         )
     else:
         typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
+    notify("READY=1", f"STATUS=serving {endpoint}")
     try:
         await stopping
     finally:
+        notify("STOPPING=1", "STATUS=draining")
         await server.stop()
 
 

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -17,7 +16,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
-from kvpool.quotas import beyond_memory, parse_quota
+from kvpool.quotas import beyond_memory, fullest, parse_quota
 from kvpool.tracing import SERVER_SERVICE, Tracing
 from kvpool.types import PoolStats
 from kvpool.version import __version__
@@ -273,7 +272,7 @@ class Server:
             stats=lambda: self._tiered.stats(self._memory.prefault.backed_bytes),
             lookup_seconds=lambda: metrics.buckets("Lookup"),
             loop_lag_seconds=self._lag.buckets,
-            loop_lag_max=lambda: self._lag.longest_s,
+            loop_lag=self._lag.last_minute,
             moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in metrics.transfers()},
             usage=self.usage.by_model_and_tenant,
             reported=self._reports.snapshot,
@@ -354,9 +353,7 @@ class Server:
             self._memory.offer(self.engine, self.data.info if self.data is not None else None),
             self.boot_token,
             metrics,
-            lambda: replace(
-                self._stats(), server=server_stats(started, metrics, self._lag, self.usage, self.http_port)
-            ),
+            lambda: self._told_stats(started, metrics),
             self._permits,
             who,
             self._turns,
@@ -378,6 +375,13 @@ class Server:
         return dataclasses.replace(
             self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
         )
+
+    def _told_stats(self, started: float, metrics: RpcMetrics) -> PoolStats:
+        """What `Stats` answers."""
+        access = self._access
+        ends = {} if access is None else ends_of(access.credentials.value.tls)
+        server = server_stats(started, metrics, self._lag, self.usage, self.http_port, ends)
+        return dataclasses.replace(self._stats(), server=server, quotas=fullest(self.pool.quotas()))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from kvpool.server_stats import ServerStats, UsageStats
@@ -12,24 +14,34 @@ from kvpool_server.metrics import RpcMetrics
 from kvpool_server.usage import Usage
 
 
-def server_stats(started: float, metrics: RpcMetrics, lag: LoopLag, usage: Usage, http_port: int = 0) -> ServerStats:
+def server_stats(
+    started: float,
+    metrics: RpcMetrics,
+    lag: LoopLag,
+    usage: Usage,
+    http_port: int = 0,
+    ends: Mapping[str, dt.datetime] | None = None,
+) -> ServerStats:
     """A snapshot.
 
     Args:
         started: `time.monotonic` at the server's start.
         http_port: 0 if HTTP is off.
+        ends: of the server's certificates, by name.
     """
-    median_s, longest_s = lag.last_minute()
+    late = lag.last_minute()
     bounds, rpcs = metrics.rpcs()
     return ServerStats(
         version=__version__,
         uptime_seconds=time.monotonic() - started,
         unix_seconds=time.time(),
-        loop_lag_p50_seconds=median_s,
-        loop_lag_max_seconds=longest_s,
+        loop_lag_p50_seconds=late.p50,
+        loop_lag_p99_seconds=late.p99,
+        loop_lag_max_seconds=late.longest,
         rpc_seconds_bounds=bounds,
         rpcs=rpcs,
         transfers=metrics.transfers(),
         usage=tuple(UsageStats(**asdict(pair)) for pair in usage.by_model_and_tenant()),
         http_port=http_port,
+        certificate_ends={name: ends_at.timestamp() for name, ends_at in (ends or {}).items()},
     )

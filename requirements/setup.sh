@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel; and Chromium with its driver, without which the dashboard's tests
+# Python's venv, the libraries of the Mooncake wheel, systemd-analyze; and Chromium with its driver, without which the dashboard's tests
 # in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
 # without installing it, which would start a service.
 set -euo pipefail
@@ -16,6 +16,7 @@ for library in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.
   ldconfig -p | grep -q "${library%%:*}" || missing+=("${library##*:}")
 done
 command -v c++ >/dev/null || missing+=(g++)
+command -v systemd-analyze >/dev/null || missing+=(systemd)
 "$PYTHON" -c "import ensurepip" 2>/dev/null ||
   missing+=("$("$PYTHON" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')")
 if [ ${#missing[@]} -gt 0 ]; then

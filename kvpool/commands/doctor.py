@@ -18,11 +18,11 @@ from kvpool.commands.output import print_findings
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.doctor import engine, host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
-from kvpool.doctor.engines import engines
 from kvpool.doctor.examination import Check, examine, has_errors
 from kvpool.doctor.finding import Finding, Level, error, info, notes
+from kvpool.doctor.judgements import judgements
 from kvpool.doctor.namespaces import namespaces
-from kvpool.doctor.pool_state import pool_state
+from kvpool.doctor.server_state import SERVER_CERTIFICATE
 from kvpool.doctor.window import look_twice
 from kvpool.errors import InvalidRequestError, KVPoolError
 from kvpool.unix_socket import socket_path
@@ -114,9 +114,12 @@ def _of_http(client: Client, host_name: str, http: str | None, config: ClientCon
 
 
 def _of_stats(client: Client) -> list[Finding]:
-    stats, window = look_twice(client.admin.stats, lambda stats: bool(notes(pool_state(stats))))
+    stats, window = look_twice(client.admin.stats, lambda stats: bool(notes(judgements(stats))))
     clocks = [] if stats.server is None else reachability.clock(stats.server.unix_seconds)
-    return [*pool_state(stats, window), *engines(stats), *clocks]
+    config = client.rpc.config
+    shakes_hands = config.tls is not None and not socket_path(config.endpoint)
+    found = judgements(stats, window)  # The handshake has shown the server's certificate already.
+    return [*(each for each in found if not (shakes_hands and each.check == SERVER_CERTIFICATE)), *clocks]
 
 
 def _of_namespaces(client: Client) -> list[Finding]:

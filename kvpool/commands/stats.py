@@ -15,7 +15,8 @@ from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, s
 from kvpool.commands.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.doctor.finding import notes, problems
-from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window, look_twice
 from kvpool.reports import EngineState
 from kvpool.server_stats import ServerStats
@@ -27,7 +28,7 @@ BAR_CHARS = 30
 def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
     """Show what is wrong with the pool, what it holds and what it has done, under the names of its metrics."""
     with common.client_of(endpoint) as client:
-        snapshot, window = look_twice(client.admin.stats, lambda stats: bool(notes(pool_state(stats))))
+        snapshot, window = look_twice(client.admin.stats, lambda stats: bool(notes(judgements(stats))))
     if as_json:
         common.print_json(row_of(snapshot, window))
         return
@@ -45,25 +46,26 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
 
 def row_of(stats: PoolStats, window: Window | None = None) -> dict[str, Any]:
     """A snapshot as JSON; see docs/reference/commands.md."""
-    asked, found = tokens(stats)
-    state = pool_state(stats, window)
+    asked, hit = tokens(stats)
+    found = judgements(stats, window)
     return {
         **_metrics(stats),
         "tiers": [_metrics(tier) for tier in stats.tiers],
         "boot": f"{stats.boot_token:016x}",
         "lookup_tokens": asked,
-        "hit_tokens": found,
-        "hit_ratio": found / asked if asked else None,
+        "hit_tokens": hit,
+        "hit_ratio": hit / asked if asked else None,
         "engines": [_engine_row(each) for each in stats.engines],
+        "quotas": [dataclasses.asdict(each) for each in stats.quotas],
         "server": None if stats.server is None else _server_row(stats.server),
-        "problems": [dataclasses.asdict(finding) for finding in problems(state)],
-        "notes": [dataclasses.asdict(finding) for finding in notes(state)],
+        "problems": [dataclasses.asdict(finding) for finding in problems(found)],
+        "notes": [dataclasses.asdict(finding) for finding in notes(found)],
     }
 
 
 def _metrics(stats: PoolStats | TierStats) -> dict[str, Any]:
     """A snapshot by the names of the server's Prometheus metrics, without kvpool_, kvpool_tier_ and _total."""
-    others = ("tiers", "server", "boot_token", "engines")
+    others = ("tiers", "server", "boot_token", "engines", "quotas")
     fields = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats) if field.name not in others}
     return {name.removeprefix("num_"): value for name, value in fields.items()}
 
@@ -87,11 +89,11 @@ def _print_summary(endpoint: str, stats: PoolStats, window: Window | None) -> No
     if server is not None:
         version, since = f" {printable(server.version)}", f", up for {duration_text(server.uptime_seconds)}"
     say(f"kvpool-server{version} at {endpoint}{since}")
-    state = pool_state(stats, window)
-    print_findings(problems(state))
-    if not problems(state):
+    found = judgements(stats, window)
+    print_findings(problems(found))
+    if not problems(found):
         typer.echo("ok      nothing is wrong with the pool")
-    print_findings(notes(state))
+    print_findings(notes(found))
     for line in _summary(stats):
         typer.echo(line)
 

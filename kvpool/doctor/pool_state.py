@@ -1,4 +1,4 @@
-"""Checks of a pool's own numbers, for `kvpool stats`, `top` and `doctor`, and for the server's dashboard.
+"""Checks of a pool's own numbers.
 
 What is counted is a problem while the counter grows, and only worth knowing afterwards: see `window`.
 """
@@ -15,7 +15,6 @@ from kvpool.types import PoolStats, TierStats
 
 MIN_LOOKUP_BLOCKS = 1_000
 """Fewer blocks asked for say nothing about the hits to come."""
-SLOW_LAG_S = 0.1
 DROPPED_SHARE = 0.05
 """Of blocks on their way to a tier: the tier is too slow if it drops more."""
 INCOMPLETE = "incomplete blocks"
@@ -103,7 +102,7 @@ _COUNTED_OF_TIERS = (
 
 
 def pool_state(stats: PoolStats, window: Window | None = None) -> list[Finding]:
-    """What a snapshot says about the pool, its tiers and the server.
+    """What a snapshot says about the pool and its tiers.
 
     Args:
         window: None: it is not known which counters grow, so no counter is a problem.
@@ -113,7 +112,7 @@ def pool_state(stats: PoolStats, window: Window | None = None) -> list[Finding]:
         findings += _counted(rule, rule.check, (rule.counter,), stats, window)
     if not any(finding.check == "corruption" for finding in findings):
         findings.append(ok("corruption", "no block in the arena has changed"))
-    findings += [*_room(stats), *_loop(stats), *_hits(stats, window)]
+    findings += [*_room(stats), *_hits(stats, window)]
     for tier in stats.tiers:
         findings += _tier(tier, stats, window)
     return findings
@@ -150,21 +149,6 @@ def _room(stats: PoolStats) -> Iterator[Finding]:
         )
     used = stats.arena_bytes - stats.free_bytes
     yield ok("memory", f"{size_text(used)} of {size_text(stats.arena_bytes)} are used")
-
-
-def _loop(stats: PoolStats) -> list[Finding]:
-    if stats.server is None:
-        return []
-    longest_s = stats.server.loop_lag_max_seconds
-    if longest_s > SLOW_LAG_S:
-        return [
-            warning(
-                "loop lag",
-                f"the server's event loop was up to {longest_s * 1e3:,.0f} ms late in the last minute",
-                "give the server a core of its own; engines that compute on all cores take it away",
-            )
-        ]
-    return [ok("loop lag", f"the server's event loop was at most {longest_s * 1e3:.1f} ms late in the last minute")]
 
 
 def _hits(stats: PoolStats, window: Window | None) -> list[Finding]:

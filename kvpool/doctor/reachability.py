@@ -17,6 +17,7 @@ from kvpool.certificates import read_pem
 from kvpool.client import Client
 from kvpool.config import ClientConfig, is_loopback
 from kvpool.doctor.finding import Finding, error, ok, warning
+from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
 from kvpool.errors import KVPoolError, TransferError
 from kvpool.holdings import duration_text, printable
 from kvpool.memory_socket import memory_address, receive_memory
@@ -27,7 +28,6 @@ from kvpool.unix_socket import socket_path
 from kvpool.version import __version__
 
 CONNECT_S = 3.0
-ENDS_SOON_S = 14 * 86_400.0
 MAX_SKEW_S = 5.0
 MAX_BODY_BYTES = 1_024
 
@@ -148,9 +148,9 @@ def certificates(config: ClientConfig) -> list[Finding]:
             packed = wrapped.getpeercert(binary_form=True)
     except OSError as failed:
         fix = "see what `kvpool ping` says of the connection"
-        return [*found, error("certificate of the server", f"the TLS handshake failed: {failed}", fix)]
+        return [*found, error(SERVER_CERTIFICATE, f"the TLS handshake failed: {failed}", fix)]
     assert packed is not None, "the handshake verifies the server's certificate"
-    return [*found, _ends("certificate of the server", x509.load_der_x509_certificate(packed))]
+    return [*found, _ends(SERVER_CERTIFICATE, x509.load_der_x509_certificate(packed))]
 
 
 def clock(unix_seconds: float) -> list[Finding]:
@@ -163,14 +163,8 @@ def clock(unix_seconds: float) -> list[Finding]:
 
 
 def _ends(check: str, certificate: x509.Certificate) -> Finding:
-    ends_at = certificate.not_valid_after_utc
-    left_s = (ends_at - dt.datetime.now(dt.UTC)).total_seconds()
-    text = f"{'ends' if left_s > 0 else 'ENDED'} {ends_at:%Y-%m-%d %H:%M} UTC"
-    if left_s <= 0:
-        return error(check, text, "make a new one with `kvpool certs issue`")
-    if left_s < ENDS_SOON_S:
-        return warning(check, f"{text}, in {duration_text(left_s)}", "make a new one with `kvpool certs issue`")
-    return ok(check, f"{text}, in {duration_text(left_s)}")
+    left_s = (certificate.not_valid_after_utc - dt.datetime.now(dt.UTC)).total_seconds()
+    return certificate_end(check, left_s, "make a new one with `kvpool certs issue`")
 
 
 def _certificate(path: Path) -> x509.Certificate:

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from kvpool.commands.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
 from kvpool.doctor.finding import Level, problems
-from kvpool.doctor.pool_state import pool_state, tokens
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
 from kvpool.holdings import duration_text, printable
 from kvpool.quotas import size_text
@@ -60,7 +61,7 @@ def frame(view: View) -> RenderableType:
         parts.append(Text(printable(text), style=_STYLES[Level.ERROR]))
     if interval.restarted:
         parts.append(Text("the server has restarted: counts are those since its start", style=_STYLES[Level.WARNING]))
-    found = problems(pool_state(interval.now, view.window))
+    found = problems(judgements(interval.now, view.window))
     for each in found[:MAX_PROBLEMS]:
         parts.append(Text(printable(f"{MARKS[each.level]}{each.check}: {each.text}"), style=_STYLES[each.level]))
     if len(found) > MAX_PROBLEMS:

@@ -94,7 +94,7 @@ def now_document(now: Moment) -> dict[str, Any]:
             }
             for tier in stats.tiers
         ],
-        "loop_lag_max_seconds": instruments.loop_lag_max(),
+        "loop_lag_max_seconds": instruments.loop_lag().longest,
         "owners": _owners(instruments),
         "engines": [
             {

@@ -11,6 +11,7 @@ from kvpool.types import PoolStats, Quota
 from kvpool_server.cache.steps import Steps
 from kvpool_server.history import Key
 from kvpool_server.log_events import LogEvents
+from kvpool_server.loop_lag import Lag
 from kvpool_server.pairs import Pair
 from kvpool_server.reports.totals import Totals
 from kvpool_server.usage import PairUsage
@@ -24,7 +25,7 @@ class Instruments:
         state: "ok", or why the server does not serve.
         stats: of the pool and its tiers.
         lookup_seconds, loop_lag_seconds: buckets: by upper bound, how many observations were not above it.
-        loop_lag_max: the longest lag of the last minute or two, in seconds.
+        loop_lag: of the last minute.
         moved_bytes: payload that passed through the server, by transport and direction.
         usage: by model and tenant.
         reported: what engines report, by model and tenant.
@@ -39,7 +40,7 @@ class Instruments:
     stats: Callable[[], PoolStats]
     lookup_seconds: Callable[[], Mapping[str, float]]
     loop_lag_seconds: Callable[[], Mapping[str, float]]
-    loop_lag_max: Callable[[], float]
+    loop_lag: Callable[[], Lag]
     moved_bytes: Callable[[], Mapping[tuple[str, str], int]]
     usage: Callable[[], Sequence[PairUsage]]
     reported: Callable[[], Mapping[Pair, Totals]]

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvpool.doctor.finding import Level as Severity
 from kvpool.doctor.finding import problems
-from kvpool.doctor.pool_state import INCOMPLETE, pool_state
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.pool_state import INCOMPLETE
 from kvpool.doctor.window import RECENT_S, Window
-from kvpool.holdings import duration_text, escaped
-from kvpool.quotas import size_text
+from kvpool.holdings import escaped
+from kvpool.server_stats import ServerStats
 from kvpool.types import PoolStats
+from kvpool.version import __version__
 from kvpool_server.history import History, Key
 from kvpool_server.page.instruments import Instruments
 
 WINDOW_S = RECENT_S
 """Faults that are counted show for so long."""
-LATE_S = (0.01, 0.1)
-"""Lag of the event loop, its 99th percentile: of a warning, and of a fault."""
-LATE_WINDOW_S = 60.0
-MIN_PROBES = 1_000
-"""Probes of the loop before their quantile says something: those of 10 s."""
-ENDS_SOON = (dt.timedelta(days=14), dt.timedelta(days=2))
-"""Before a certificate's end: of a warning, and of a fault."""
-FULL_QUOTA = 0.98
 MAX_NAME_CHARS = 60
 
 Level = Literal["ok", "warning", "fault"]
-Grown = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +42,8 @@ def findings(
     Args:
         values: the sample of now.
     """
-
-    def grown(*key: str) -> int:
-        return int(history.grown(key, WINDOW_S, values.get(key, 0)))
-
-    found = [
-        *_of_state(instruments.state()),
-        *_of_pool(instruments.stats(), grown),
-        *_of_lag(values, history),
-        *_of_ends(instruments.ends(), now),
-        *_of_quotas(instruments, grown),
-        *_of_engines(instruments),
-    ]
+    window = Window(lambda key: int(history.grown(key, WINDOW_S, values.get(key, 0))), "in the last 10 minutes")
+    found = [*_of_state(instruments.state()), *_judged(_snapshot(instruments, now), window)]
     return sorted(found, key=lambda finding: finding.level != "fault")
 
 
@@ -69,10 +52,25 @@ def _of_state(state: str) -> Iterator[Finding]:
         yield Finding("fault", f"The server is {state}: it takes no new calls, and engines compute meanwhile.")
 
 
-def _of_pool(stats: PoolStats, grown: Grown) -> Iterator[Finding]:
+def _snapshot(instruments: Instruments, now: dt.datetime) -> PoolStats:
+    """What `Stats` would answer, as far as it is judged."""
+    lag = instruments.loop_lag()
+    server = ServerStats(
+        version=__version__,
+        unix_seconds=now.timestamp(),
+        loop_lag_p50_seconds=lag.p50,
+        loop_lag_p99_seconds=lag.p99,
+        loop_lag_max_seconds=lag.longest,
+        certificate_ends={name: ends_at.timestamp() for name, ends_at in instruments.ends().items()},
+    )
+    return replace(
+        instruments.stats(), server=server, engines=tuple(instruments.engines()), quotas=tuple(instruments.quotas())
+    )
+
+
+def _judged(stats: PoolStats, window: Window) -> Iterator[Finding]:
     """What `kvpool stats` says, over ten minutes."""
-    window = Window(lambda key: grown(*key), "in the last 10 minutes")
-    for found in problems(pool_state(stats, window)):
+    for found in problems(judgements(stats, window)):
         if found.check != INCOMPLETE:  # A page asks so often that it would find blocks between the puts of two ranks.
             text, fix = _sentence(f"{_short(found.check)}: {found.text}"), _sentence(found.fix)
             yield Finding("fault" if found.level is Severity.ERROR else "warning", f"{text} {fix}")
@@ -80,53 +78,6 @@ def _of_pool(stats: PoolStats, grown: Grown) -> Iterator[Finding]:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def _of_lag(values: Mapping[Key, float], history: History) -> Iterator[Finding]:
-    name = "loop_lag_seconds"
-    buckets = {key[1]: history.grown(key, LATE_WINDOW_S, value) for key, value in values.items() if key[0] == name}
-    total = buckets.get("+Inf", 0.0)
-    late_s = min((float(bound) for bound, count in buckets.items() if count >= 0.99 * total), default=0.0)
-    if total >= MIN_PROBES and late_s > LATE_S[0]:
-        shown = "5 s and more" if late_s == float("inf") else f"up to {late_s * 1_000:,.0f} ms"
-        yield Finding(
-            "fault" if late_s > LATE_S[1] else "warning",
-            f"The event loop was late in the last minute ({shown} at p99): requests wait. Look for other processes on "
-            "the server's cores, or raise its share of CPU.",
-        )
-
-
-def _of_ends(ends: Mapping[str, dt.datetime], now: dt.datetime) -> Iterator[Finding]:
-    for name, ends_at in ends.items():
-        left = ends_at - now
-        if left <= ENDS_SOON[0]:
-            whose = "The server's certificate" if name == "server" else "The certificate of the clients' authority"
-            when = f"ends in {duration_text(left.total_seconds())}" if left.total_seconds() > 0 else "has ended"
-            level: Level = "fault" if left <= ENDS_SOON[1] else "warning"
-            yield Finding(level, f"{whose} {when}: replace its file, which needs no restart.")
-
-
-def _of_quotas(instruments: Instruments, grown: Grown) -> Iterator[Finding]:
-    if not grown("quota_evicted_blocks"):
-        return  # A quota that is full and lasts is no fault.
-    for quota in instruments.quotas():
-        if quota.limit_bytes and quota.used_bytes >= FULL_QUOTA * quota.limit_bytes:
-            yield Finding(
-                "warning",
-                f"{_short(quota.subject)} has reached its quota of {size_text(quota.limit_bytes)}: its new blocks "
-                "evict its own. Raise it if its hit ratio has fallen: `kvpool quota`.",
-            )
-
-
-def _of_engines(instruments: Instruments) -> Iterator[Finding]:
-    away = [engine for engine in instruments.engines() if engine.breaker_open]
-    if away:
-        which = _short(away[0].engine) + (f" and {len(away) - 1} more" if len(away) > 1 else "")
-        yield Finding(
-            "warning",
-            f"Engines do without the pool because their calls failed ({which}): their circuit breakers are open. They "
-            "come back by themselves; if not, look at their logs and the network between.",
-        )
 
 
 def _short(name: str) -> str:

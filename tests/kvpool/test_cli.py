@@ -15,7 +15,7 @@ import pytest
 
 from kvpool.cli import main
 from kvpool.client import Client, Namespace
-from kvpool.doctor import pool_state
+from kvpool.doctor import server_state
 from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.quotas import size_text
@@ -62,7 +62,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(autouse=True)
 def _late_loops_are_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests make the machine busy, of which `kvpool stats` would warn."""
-    monkeypatch.setattr(pool_state, "SLOW_LAG_S", math.inf)
+    monkeypatch.setattr(server_state, "SLOW_LAG_S", math.inf)
+    monkeypatch.setattr(server_state, "LATE_S", (math.inf, math.inf))
 
 
 @pytest.fixture
@@ -238,7 +239,9 @@ def test_stats_begin_with_what_is_wrong(
     _, problem, fix, *_ = cli("stats").splitlines()
     assert problem == "warning quotas: 1 puts were refused since the server's start, because of a quota"
     assert fix.startswith("        fix: look at `kvpool quota`")
-    (told,) = json.loads(cli("stats", "--json"))["problems"]
+    found = json.loads(cli("stats", "--json"))
+    assert found["quotas"] == [{"subject": "tenant:acme", "limit_bytes": 1 << 20, "used_bytes": 1_000_000}]
+    (told,) = found["problems"]
     assert (told["check"], told["level"]) == ("quotas", "warning") and told["fix"]
 
 

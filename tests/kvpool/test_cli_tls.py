@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import re
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography import x509
 from typer.testing import CliRunner, Result
 
 from kvpool.certificates import Authority
@@ -95,6 +97,19 @@ def test_a_token_and_the_authority_alone_are_enough(tokens: Pool) -> None:
     command = (KVPOOL, "stats", "--endpoint", tokens.server.endpoint)
     ran = run_command(*command, KVPOOL_TLS=str(tokens.trust), KVPOOL_TOKEN_FILE=tokens.token)
     assert ran.returncode == 0 and "arena_bytes" in ran.stdout, ran.stderr
+
+
+def test_commands_tell_when_the_servers_certificates_end(certificates: Pool) -> None:
+    told = certificates.run("--tls", certificates.operator, "stats", "--json")
+    ends = json.loads(told.output)["server"]["certificate_ends"]
+    files = {"server": certificates.authority.issue_server([]) / "tls.crt", "client_ca": certificates.trust / "ca.crt"}
+    assert set(ends) == set(files)
+    for name, path in files.items():
+        ends_at = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+        assert ends[name] == pytest.approx(ends_at.timestamp(), abs=600), name
+    told = certificates.run("--tls", certificates.operator, "doctor", "--json")
+    checks = [each["check"] for each in json.loads(told.output)["findings"]]
+    assert checks.count("certificate of the server") == checks.count("certificate of the clients' authority") == 1
 
 
 @pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])

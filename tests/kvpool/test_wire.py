@@ -24,6 +24,7 @@ from kvpool.types import (
     PutGrant,
     PutReceipt,
     PutStatus,
+    Quota,
     RunHits,
     SegmentInfo,
     ShardRange,
@@ -68,9 +69,16 @@ servers = st.builds(
     *[seconds] * 4,
     st.lists(seconds, max_size=3).map(tuple),
     *(st.lists(each, max_size=2).map(tuple) for each in (rpc_stats, transfers, usages)),
+    loop_lag_p99_seconds=seconds,
+    certificate_ends=st.dictionaries(texts, seconds, max_size=2),
 )
 stats = st.builds(
-    PoolStats, *[u64] * 8, counters=st.dictionaries(texts, u64, max_size=4), server=st.none() | servers, boot_token=ids
+    PoolStats,
+    *[u64] * 8,
+    counters=st.dictionaries(texts, u64, max_size=4),
+    server=st.none() | servers,
+    boot_token=ids,
+    quotas=st.lists(st.builds(Quota, texts, u64, u64), max_size=2).map(tuple),
 )
 
 

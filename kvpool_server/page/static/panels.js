@@ -138,7 +138,7 @@ export function showTiles(now, minute, span) {
     ["loaded", "Loaded", format.bytesPerSecond(minute.rate("loaded_bytes")), `stored ${format.bytesPerSecond(minute.rate("stored_bytes"))}`],
     ["entries", "Blocks", format.count(pool.entries), `${format.count(pool.incomplete)} incomplete`],
     ["leases", "Leases", format.whole(pool.leases), `${format.whole(pool.tickets)} put tickets`],
-    ["lag", "Longest loop lag", format.seconds(now.loop_lag_max_seconds), "in a minute or two"],
+    ["lag", "Longest loop lag", format.seconds(now.loop_lag_max_seconds), "in the last minute"],
   ];
   if (reported.length) tiles.push(["saved", "GPU time saved", format.duration(Math.max(0, saved)), `${format.duration(Math.max(0, span.total("saved_seconds") - span.total("lost_seconds")))} in this span`]);
   fill(

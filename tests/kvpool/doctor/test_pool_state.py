@@ -6,11 +6,13 @@ import pytest
 
 from kvpool.doctor.engines import engines
 from kvpool.doctor.finding import Level, notes, problems
-from kvpool.doctor.pool_state import pool_state
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.quotas import quotas
+from kvpool.doctor.server_state import server_state
 from kvpool.doctor.window import RECENT_S, look_twice, window_of
 from kvpool.reports import EngineState
 from kvpool.server_stats import ServerStats
-from kvpool.types import PoolStats, TierStats
+from kvpool.types import PoolStats, Quota, TierStats
 
 WELL = PoolStats(
     arena_bytes=1 << 30,
@@ -31,7 +33,7 @@ def _tier(**fields: object) -> PoolStats:
 
 
 def test_a_healthy_pool_has_no_problem() -> None:
-    found = pool_state(WELL)
+    found = judgements(WELL)
     assert found and problems(found) == []
 
 
@@ -66,7 +68,7 @@ def test_a_healthy_pool_has_no_problem() -> None:
     ],
 )
 def test_each_problem_is_named_with_its_fix(stats: PoolStats, check: str, level: Level, says: str) -> None:
-    (found,) = problems(pool_state(stats, window_of(stats)))
+    (found,) = problems(judgements(stats, window_of(stats)))
     assert (found.check, found.level) == (check, level)
     assert says in found.text and found.fix
 
@@ -79,12 +81,12 @@ def test_what_no_longer_grows_is_a_note(name: str) -> None:
     before = dataclasses.replace(_with(**{name: 5}), server=OLD)
     assert window_of(before) is None
     for window, says in ((None, "since the server's start"), (window_of(before, before, 1), "(none in the last 1 s)")):
-        found = pool_state(before, window)
+        found = judgements(before, window)
         assert problems(found) == []
         (note,) = notes(found)
         assert note.text.startswith("5 ") and says in note.text
     now = dataclasses.replace(_with(**{name: 7}), server=OLD)
-    found = pool_state(now, window_of(now, before, 1))
+    found = judgements(now, window_of(now, before, 1))
     (grows,) = problems(found)
     assert grows.text.startswith("2 ") and "in the last 1 s" in grows.text and notes(found) == []
     assert window_of(dataclasses.replace(now, boot_token=2), before, 1) is None, "another run of the server"
@@ -93,9 +95,9 @@ def test_what_no_longer_grows_is_a_note(name: str) -> None:
 def test_what_a_tier_dropped_long_ago_is_a_note() -> None:
     before = dataclasses.replace(_tier(counters={"dropped_demotions": 9}), server=OLD)
     now = dataclasses.replace(_tier(counters={"dropped_demotions": 9, "demoted_blocks": 90}), server=OLD)
-    found = pool_state(now, window_of(now, before, 1))
+    found = judgements(now, window_of(now, before, 1))
     assert problems(found) == [] and "9 blocks of 99 were not written" in notes(found)[0].text
-    found = pool_state(before, window_of(before, dataclasses.replace(WELL, server=OLD, tiers=()), 1))
+    found = judgements(before, window_of(before, dataclasses.replace(WELL, server=OLD, tiers=()), 1))
     assert [each.level for each in problems(found)] == [Level.WARNING]
 
 
@@ -103,7 +105,7 @@ def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pyte
     monkeypatch.setattr("kvpool.doctor.window.LOOK_S", 0.0)
 
     def is_unclear(stats: PoolStats) -> bool:
-        return bool(notes(pool_state(stats)))
+        return bool(notes(judgements(stats)))
 
     old = dataclasses.replace(WELL, server=OLD)
     expired = dataclasses.replace(_with(expired_leases=1), server=OLD)
@@ -111,12 +113,12 @@ def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pyte
     for looks, says in (([_with(expired_leases=1)], "1 leases"), ([expired, more], "2 leases")):
         left = iter(looks)
         now, window = look_twice(lambda left=left: next(left), is_unclear)  # type: ignore[misc]
-        assert next(left, None) is None and problems(pool_state(now, window))[0].text.startswith(says)
+        assert next(left, None) is None and problems(judgements(now, window))[0].text.startswith(says)
     assert look_twice(iter([old]).__next__, is_unclear) == (old, None)
 
 
 def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:
-    assert problems(pool_state(dataclasses.replace(WELL, num_incomplete=1, num_tickets=1))) == []
+    assert problems(judgements(dataclasses.replace(WELL, num_incomplete=1, num_tickets=1))) == []
 
 
 ENGINE = EngineState("h:1", "1", "0.32", "shm", False, 1.0)
@@ -125,14 +127,43 @@ ENGINE = EngineState("h:1", "1", "0.32", "shm", False, 1.0)
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        (dataclasses.replace(ENGINE, breaker_open=True), "h:1 does without the pool"),
-        (dataclasses.replace(ENGINE, transport="grpc"), "h:1 moves bytes through gRPC"),
-        (dataclasses.replace(ENGINE, version="2"), "h:1 has kvpool 2, and the server 1"),
+        (dataclasses.replace(ENGINE, breaker_open=True), "do without the pool because their calls failed: h:2"),
+        (dataclasses.replace(ENGINE, transport="grpc"), "move bytes through gRPC, which is slow: h:2"),
+        (dataclasses.replace(ENGINE, version="2"), "have kvpool 2, and the server 1: h:2"),
     ],
 )
 def test_engines_with_a_problem_are_named(engine: EngineState, says: str) -> None:
+    engine = dataclasses.replace(engine, engine="h:2")
     (found,) = engines(dataclasses.replace(WELL, engines=(ENGINE, engine)))
-    assert found.level is Level.WARNING and says in found.text and found.fix
+    assert found.level is Level.WARNING and found.text.endswith(says) and found.fix
+    assert [found] == problems(judgements(dataclasses.replace(WELL, engines=(ENGINE, engine))))
+    (found,) = engines(dataclasses.replace(WELL, engines=(engine, ENGINE, engine, engine)))
+    assert found.text.endswith(f"{says} and 2 more")
+
+
+FULL = dataclasses.replace(
+    WELL,
+    quotas=(Quota("tenant:a", 100, 98), Quota("tenant:b", 100, 97)),
+    server=ServerStats("1", uptime_seconds=RECENT_S + 1),
+)
+
+
+def test_a_full_quota_is_a_problem_while_quotas_evict() -> None:
+    assert quotas(FULL) == []
+    evicting = dataclasses.replace(FULL, counters={**WELL.counters, "quota_evicted_blocks": 3})
+    (found,) = quotas(evicting)
+    assert found.level is Level.INFO and found.text.startswith("tenant:a has reached its quota of 100 B")
+    (found,) = quotas(evicting, window_of(evicting, FULL, 1))
+    assert found.level is Level.WARNING and "in the last 1 s" in found.text
+    (found,) = quotas(evicting, window_of(evicting, evicting, 1))
+    assert found.level is Level.INFO and "since the server's start" in found.text
+
+
+@pytest.mark.parametrize(("days", "level"), [(15, Level.OK), (13, Level.WARNING), (1, Level.ERROR), (-1, Level.ERROR)])
+def test_the_end_of_a_certificate(days: float, level: Level) -> None:
+    server = ServerStats("1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
+    (found,) = (each for each in server_state(dataclasses.replace(WELL, server=server)) if each.check != "loop lag")
+    assert (found.check, found.level) == ("certificate of the clients' authority", level)
 
 
 def test_engines_without_a_problem_are_counted() -> None:

@@ -148,7 +148,7 @@ def test_clocks_that_differ_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("ends_in", "level", "says"),
-    [(90 * DAY, Level.OK, "in 90 d"), (5 * DAY, Level.WARNING, "in 5 d"), (-DAY, Level.ERROR, "ENDED ")],
+    [(90 * DAY, Level.OK, "in 90 d"), (5 * DAY, Level.WARNING, "in 5 d"), (-DAY, Level.ERROR, "ended 24 h ago")],
 )
 def test_the_end_of_the_clients_certificate_is_told(
     tmp_path: Path, ends_in: dt.timedelta, level: Level, says: str

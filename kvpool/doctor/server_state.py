@@ -1,0 +1,63 @@
+"""Checks of a server's own state: its event loop, and the ends of its certificates."""
+
+from __future__ import annotations
+
+from kvpool.doctor.finding import Finding, error, ok, warning
+from kvpool.holdings import duration_text, escaped
+from kvpool.types import PoolStats
+
+LATE_S = (0.01, 0.1)
+"""Lag of the event loop, its 99th percentile: of a warning, and of an error."""
+SLOW_LAG_S = 0.1
+"""The longest lag of a minute that is no warning: every call waits for a pause of the loop."""
+ENDS_SOON_S = (14 * 86_400.0, 2 * 86_400.0)
+"""Before a certificate's end: of a warning, and of an error."""
+SERVER_CERTIFICATE = "certificate of the server"
+_CHECKS = {"server": SERVER_CERTIFICATE, "client_ca": "certificate of the clients' authority"}
+MAX_NAME_CHARS = 60
+
+
+def server_state(stats: PoolStats) -> list[Finding]:
+    """What a snapshot says about the server; empty if the server is too old to tell."""
+    if stats.server is None:
+        return []
+    now = stats.server.unix_seconds
+    return [
+        _lag(stats.server.loop_lag_p99_seconds, stats.server.loop_lag_max_seconds),
+        *(
+            certificate_end(
+                _CHECKS.get(name, f"certificate {escaped(name, MAX_NAME_CHARS)}"),
+                ends_at - now,
+                "replace its file, which needs no restart",
+            )
+            for name, ends_at in stats.server.certificate_ends.items()
+        ),
+    ]
+
+
+def _lag(p99_s: float, longest_s: float) -> Finding:
+    """Args: p99_s: 0 if it is not known."""
+    quantile = f" ({p99_s * 1e3:,.1f} ms at p99)" if p99_s else ""
+    if p99_s <= LATE_S[0] and longest_s <= SLOW_LAG_S:
+        text = f"the server's event loop was at most {longest_s * 1e3:.1f} ms late in the last minute{quantile}"
+        return ok("loop lag", text)
+    return (error if p99_s > LATE_S[1] else warning)(
+        "loop lag",
+        f"the server's event loop was up to {longest_s * 1e3:,.0f} ms late in the last minute{quantile}",
+        "give the server a core of its own; engines that compute on all cores take it away",
+    )
+
+
+def certificate_end(check: str, left_s: float, fix: str) -> Finding:
+    """Whether a certificate ends soon.
+
+    Args:
+        left_s: seconds until its end; negative after it.
+        fix: what to do if it does.
+    """
+    if left_s <= 0:
+        return error(check, f"the certificate ended {duration_text(-left_s)} ago", fix)
+    text = f"the certificate ends in {duration_text(left_s)}"
+    if left_s > ENDS_SOON_S[0]:
+        return ok(check, text)
+    return (error if left_s <= ENDS_SOON_S[1] else warning)(check, text, fix)

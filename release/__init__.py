@@ -1,0 +1,1 @@
+"""What a release needs besides the code; MAINTAINING.md says how one is made."""
