@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -25,7 +25,13 @@ from kvpool.types import PoolStats, TierStats
 BAR_CHARS = 30
 
 
-def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+def stats(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show metrics that are 0, too. JSON has them always.")
+    ] = False,
+) -> None:
     """Show what is wrong with the pool, what it holds and what it has done, under the names of its metrics."""
     with common.client_of(endpoint) as client:
         snapshot, window = look_twice(client.admin.stats, lambda stats: bool(notes(judgements(stats))))
@@ -34,14 +40,13 @@ def stats(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> Non
         return
     _print_summary(endpoint, snapshot, window)
     # What the snapshot has beside numbers has been printed.
-    pool = _metrics(snapshot)
-    console().print(_metrics_table("pool", pool, pool["counters"]))
+    _print_metrics("pool", _metrics(snapshot), show_all=show_all)
     if snapshot.server is not None:
         console().print(_rpc_table(snapshot.server))
     for tier in snapshot.tiers:
         metrics = _metrics(tier)
         metrics["up"] = "yes" if tier.up else "no: the tier failed, and is not called for a while"
-        console().print(_metrics_table(f"tier {metrics.pop('name')}", metrics, metrics["counters"]))
+        _print_metrics(f"tier {metrics.pop('name')}", metrics, show_all=show_all)
 
 
 def row_of(stats: PoolStats, window: Window | None = None) -> dict[str, Any]:
@@ -120,12 +125,18 @@ def _summary(stats: PoolStats) -> Iterator[str]:
             yield printable(f"{transport:<12}{sizes}")
 
 
-def _metrics_table(title: str, metrics: dict[str, Any], counters: dict[str, int]) -> Table:
+def _print_metrics(title: str, metrics: dict[str, Any], *, show_all: bool) -> None:
+    """A table of metrics; without `show_all` of those that are not 0, and a line that counts the others."""
     table = Table("metric", Column("value", justify="right"), title=escape(title), title_justify="left")
     values = {name: value for name, value in metrics.items() if name != "counters"}
-    for name, value in (*values.items(), *sorted(counters.items())):
-        table.add_row(name, escape(value) if isinstance(value, str) else _value_text(name, value))
-    return table
+    for name, value in (*values.items(), *sorted(metrics["counters"].items())):
+        if value or show_all:
+            table.add_row(name, escape(value) if isinstance(value, str) else _value_text(name, value))
+    num_left_out = len(values) + len(metrics["counters"]) - table.row_count
+    if table.row_count:
+        console().print(table)
+    if num_left_out:
+        say(f"{title}: {num_left_out} more metrics are 0; --all shows them")
 
 
 def _value_text(name: str, value: int) -> str:

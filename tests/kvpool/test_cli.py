@@ -211,13 +211,19 @@ def test_stats(cli: Cli, stored: object) -> None:
     found = json.loads(cli("stats", "--json"))
     assert (found["arena_bytes"], found["entries"]) == (8 << 20, 4)
     assert found["counters"]["put_completed_blocks"] >= 4
-    lines = cli("stats").splitlines()
+    lines = cli("stats", "--all").splitlines()
     numbers = {name: value for name, value in found.items() if isinstance(value, int) and not name.endswith("_tokens")}
     assert {"arena_bytes", "free_bytes", "entries", "leases"} <= set(numbers)
     for name, value in {**numbers, **found["counters"]}.items():
         shown = size_text(value) if name.endswith("_bytes") else f"{value:,}"
         assert any(name in line and shown in line for line in lines), name
     assert max(map(len, lines)) <= 80
+    counted = {**{name: value for name, value in found.items() if isinstance(value, int)}, **found["counters"]}
+    told = [line.split("│")[1].strip() for line in cli("stats").split("RPCs")[0].splitlines() if line.startswith("│")]
+    assert set(told) == {name for name in told if counted[name]} and {"entries", "put_completed_blocks"} <= set(told)
+    num_zeros = sum(counted[name] == 0 for name in counted if any(f"│ {name} " in line for line in lines))
+    assert num_zeros and f"pool: {num_zeros} more metrics are 0; --all shows them" in cli("stats").splitlines()
+    assert not any("--all" in line for line in lines)
 
 
 def test_stats_begin_with_what_is_wrong(
