@@ -48,10 +48,10 @@ class BareSocket:
 
 
 @contextlib.contextmanager
-def bare_socket(message_bytes: int) -> Iterator[BareSocket]:
-    """A server in another process, and a client of it here, for messages of up to `message_bytes`."""
+def bare_socket(memory_bytes: int) -> Iterator[BareSocket]:
+    """A server with so much memory in another process, and a client of it here, for messages of up to as many bytes."""
     port = free_port()
-    with process([sys.executable, "-m", "benchmarks.peers.bare_socket", str(port), str(message_bytes)]) as running:
+    with process([sys.executable, "-m", "benchmarks.peers.bare_socket", str(port), str(memory_bytes)]) as running:
         assert running.stdout is not None
         said = running.stdout
         wait_until(lambda: said.readline() == "ready\n", "the bare socket server", running)

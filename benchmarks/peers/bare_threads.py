@@ -59,9 +59,14 @@ class BareThreads:
 
 
 @contextlib.contextmanager
-def bare_threads(num_connections: int, message_bytes: int) -> Iterator[BareThreads]:
-    """Connections to servers in processes of their own, for messages of up to `message_bytes`."""
+def bare_threads(num_connections: int, message_bytes: int, memory_bytes: int = 0) -> Iterator[BareThreads]:
+    """Connections to servers in processes of their own, for messages of up to `message_bytes`.
+
+    Args:
+        memory_bytes: of all servers together; 0: one message each, which stays in the servers' caches.
+    """
+    each_bytes = max(message_bytes, memory_bytes // num_connections)
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(bare_socket(message_bytes)) for _ in range(num_connections)]
+        connections = [stack.enter_context(bare_socket(each_bytes)) for _ in range(num_connections)]
         threads = stack.enter_context(ThreadPoolExecutor(num_connections))
         yield BareThreads(connections, threads)
