@@ -18,13 +18,13 @@ Sources: see `miniature`; W. G. Cochran, Sampling Techniques, 1977, for strata.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.value import SIZES, ValueCurve, ValueEstimate
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 from kvpool_server.value.miniature import Miniature
-from kvpool_server.value.sample import SampledRun, Sampler
+from kvpool_server.value.sample import Sampled, SampledRun, Sampler
 from kvpool_server.value.tally import HITS, MISSES, Tally, groups_of
 from kvpool_server.value.uncertainty import uncertainties
 
@@ -49,6 +49,28 @@ class _Tenant:
             tally.fade(keep)
 
 
+class _Lookup(NamedTuple):
+    """A lookup of a sampled run.
+
+    Args:
+        parts: of the run.
+        in_tier: for each part, the keys that the tiers' miniature holds.
+        tenants: those in whose tallies the lookup counts.
+        num_hits: leading blocks that the pool has hit.
+        num_stored: leading blocks that are stored where a miniature lacks them.
+    """
+
+    run: SampledRun
+    parts: Sequence[Sampled]
+    in_tier: Sequence[frozenset[int]]
+    tenants: Sequence[_Tenant]
+    num_hits: int
+    num_stored: int
+    block_bytes: int
+    block_tokens: int
+    stores_all: bool
+
+
 class CurveSimulation:
     """The miniatures of a pool and what tenants hit in them. Not thread-safe.
 
@@ -61,7 +83,8 @@ class CurveSimulation:
 
     Attributes:
         arena_bytes: as given.
-        max_entries: as given; `halve_rates` lowers it.
+        max_entries: sampled blocks a size now: as given, or fewer after `halve_rates`.
+        wanted_entries: as given.
     """
 
     def __init__(
@@ -72,7 +95,7 @@ class CurveSimulation:
         max_entries: int = 2_048,
         sampler: Sampler | None = None,
     ):
-        self.max_entries = max_entries
+        self.max_entries = self.wanted_entries = max_entries
         self._policy = policy
         self.arena_bytes = arena_bytes
         self._tier_bytes = tier_bytes
@@ -130,49 +153,79 @@ class CurveSimulation:
         """
         yield from self._start(block_bytes)
         run = yield from self._sample(salt, parent_hash, hashes)
-        self._sampler.remember_end(salt, run, hashes, num_hits)
-        self._sampler.remember_end(salt, run, hashes, len(hashes))
+        yield from self._sampler.remember_end(salt, run, hashes, num_hits)
+        yield from self._sampler.remember_end(salt, run, hashes, len(hashes))
         if len(hashes) > STEP_BLOCKS:
             yield
         tenants = (self._all, self._tenant(tenant)) if counts else ()
         for each in tenants:
             each.tokens[HITS] += block_tokens * num_hits
             each.tokens[MISSES] += block_tokens * (len(hashes) - num_hits)
+        parts, tier = run.parts(), self._tier
+        in_tier: list[frozenset[int]] = []
+        for part in parts:
+            in_tier.append(frozenset() if tier is None else tier.held(part))
+            if len(parts) > 1:
+                yield
         num_stored = len(hashes) if stores_all else num_hits
-        tier = self._tier
-        in_tier = frozenset() if tier is None else tier.held(run.blocks)
+        lookup = _Lookup(run, parts, in_tier, tenants, num_hits, num_stored, block_bytes, block_tokens, stores_all)
         for nth, mini in enumerate(self._miniatures()):
-            blocks = [block for block in run.blocks if block[1] < mini.threshold]
-            leading = mini.leading(blocks)
-            if mini is not tier and tenants:
-                groups = groups_of(blocks)
+            yield from self._look_up(nth, mini, lookup)
+
+    def _look_up(self, nth: int, mini: Miniature, lookup: _Lookup) -> Steps[None]:
+        """A lookup in one miniature, the `nth` one."""
+        tier, tenants, num_hits = self._tier, () if mini is self._tier else lookup.tenants, lookup.num_hits
+        are_held = are_counted_held = are_either_held = True  # All blocks before this part.
+        last: tuple[int, int] | None = None
+        fits = yield from _fits(mini, lookup.parts, lookup.num_stored, lookup.block_bytes)
+        for part, in_tier in zip(lookup.parts, lookup.in_tier, strict=True):
+            blocks = [block for block in part if block[1] < mini.threshold]
+            leading, are_held = _leading(mini, blocks, are_held)
+            if tenants:
+                counted, found = blocks, leading
+                if mini.counted < mini.threshold:
+                    counted = [block for block in blocks if block[1] < mini.counted]
+                    found, are_counted_held = _leading(mini, counted, are_counted_held)
+                weight, groups = lookup.block_tokens / mini.counted_rate, groups_of(counted)
                 for each in tenants:
-                    each.in_memory[nth].count(blocks, groups, leading, num_hits, block_tokens / mini.rate)
-            if tier is not None and mini is not tier and tenants:
-                both = blocks if mini.rate <= tier.rate else [each for each in blocks if each[1] < tier.threshold]
-                found, groups = mini.leading(both, in_tier), groups_of(both)
-                weight = block_tokens / min(mini.rate, tier.rate)
-                for each in tenants:
-                    each.with_tiers[nth].count(both, groups, found, num_hits, weight)
-            mini.pass_time(1 if (leading if blocks else num_hits) else 0)
+                    each.in_memory[nth].count(counted, groups, found, num_hits, weight)
+                if tier is not None:
+                    if tier.counted < mini.counted:
+                        counted = [block for block in counted if block[1] < tier.counted]
+                        weight, groups = lookup.block_tokens / tier.counted_rate, groups_of(counted)
+                    found, are_either_held = _leading(mini, counted, are_either_held, in_tier)
+                    for each in tenants:
+                        each.with_tiers[nth].count(counted, groups, found, num_hits, weight)
+                if len(blocks) > STEP_BLOCKS:
+                    yield
+            if part is lookup.parts[0]:
+                mini.pass_time(1 if (leading if blocks else num_hits) else 0)
             mini.use(blocks, leading)
-            mini.pass_time(stores_all)
-            if blocks and blocks[0][0] < num_stored and (stores_all or leading < len(blocks)):
-                stored = blocks if stores_all else [block for block in blocks if block[0] < num_stored]
-                mini.store(run, stored, num_stored, block_bytes)
+            if part is lookup.parts[0]:
+                mini.pass_time(lookup.stores_all)
+            if fits and blocks and blocks[0][0] < lookup.num_stored and (lookup.stores_all or leading < len(blocks)):
+                stored = blocks if lookup.stores_all else [each for each in blocks if each[0] < lookup.num_stored]
+                yield from mini.store(lookup.run, stored, lookup.num_stored, lookup.block_bytes, last)
             if blocks:
+                last = blocks[-1]
                 yield
 
     def put(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes], block_bytes: int) -> Steps[None]:
         """A put of a run's blocks, whether or not the pool had them."""
         yield from self._start(block_bytes)
         run = yield from self._sample(salt, parent_hash, hashes)
-        self._sampler.remember_end(salt, run, hashes, len(hashes))
+        yield from self._sampler.remember_end(salt, run, hashes, len(hashes))
+        parts = run.parts()
         for mini in self._miniatures():
             mini.pass_time()
-            if blocks := [block for block in run.blocks if block[1] < mini.threshold]:
-                mini.store(run, blocks, len(hashes), block_bytes)
-                yield
+            if not (yield from _fits(mini, parts, len(hashes), block_bytes)):
+                continue
+            last: tuple[int, int] | None = None
+            for part in parts:
+                if blocks := [block for block in part if block[1] < mini.threshold]:
+                    yield from mini.store(run, blocks, len(hashes), block_bytes, last)
+                    last = blocks[-1]
+                    yield
 
     def _sample(self, salt: int, parent_hash: bytes, hashes: Sequence[bytes]) -> Steps[SampledRun]:
         return self._sampler.sample(salt, parent_hash, hashes, max(mini.threshold for mini in self._miniatures()))
@@ -191,11 +244,19 @@ class CurveSimulation:
             tenant.fade(keep)
 
     def halve_rates(self) -> Steps[None]:
-        """Halves the size of every sample, for good: the simulation takes about half the time then."""
+        """Halves the size of every sample: the simulation takes less time then."""
         self.max_entries //= 2
         for mini in self._miniatures():
             mini.max_entries = self.max_entries
-            mini.halve_rate()
+            yield from mini.halve_rate()
+            yield
+
+    def double_rates(self) -> Steps[None]:
+        """Doubles the samples that are smaller than they may be: after `halve_rates`, or because blocks got larger."""
+        self.max_entries = min(2 * self.max_entries, self.wanted_entries)
+        for mini in self._miniatures():
+            mini.max_entries = self.max_entries
+            mini.double_rate()
             yield
 
     def curves(self) -> list[ValueCurve]:
@@ -241,6 +302,29 @@ class CurveSimulation:
         total = sum(tokens)
         ratios = [tally.hit_tokens(tokens) / total for tally in tallies]
         errors = [tally.standard_error(tokens) / total for tally in tallies]
-        tier_rate = 1.0 if self._tier is None else self._tier.rate
-        samples = [(min(mini.rate, tier_rate), len(mini)) for mini in self._minis]
+        tier_rate = 1.0 if self._tier is None else self._tier.counted_rate
+        samples = [(min(mini.counted_rate, tier_rate), mini.num_counted) for mini in self._minis]
         return ratios, uncertainties(ratios, errors, samples, off)
+
+
+def _leading(
+    mini: Miniature, blocks: Sampled, are_held: bool, elsewhere: frozenset[int] = frozenset()
+) -> tuple[int, bool]:
+    """How many leading blocks of a part hit, and whether all blocks until the part's end are held.
+
+    Args:
+        are_held: whether all blocks before the part are.
+    """
+    count = mini.leading(blocks, elsewhere) if are_held else 0
+    return count, are_held and count == len(blocks)
+
+
+def _fits(mini: Miniature, parts: Sequence[Sampled], count: int, block_bytes: int) -> Steps[bool]:
+    """Whether a miniature can hold the first `count` blocks of a run; a put of more than fits stores none."""
+    if len(parts) == 1:
+        return True  # `store` says it.
+    sampled = 0
+    for part in parts:
+        sampled += sum(1 for position, key in part if key < mini.threshold and position < count)
+        yield
+    return mini.fits(sampled, block_bytes)

@@ -1,8 +1,11 @@
 """Feeds the miniatures from the pool's traffic, within a share of one core.
 
-Calls of clients only append to a queue. The event loop simulates what is queued, in steps of about a millisecond or
-less, when a bucket of CPU seconds that fills at `CPU_SHARE` allows it. If the queue is full, what comes is left out and
-counted, and all samples are halved (`CurveSimulation.halve_rates`): so the simulation soon follows all traffic again.
+Calls of clients only append to a queue. The event loop simulates what is queued, in steps of a few milliseconds at
+most, when a bucket of CPU seconds that fills at `CPU_SHARE` allows it. If the queue is full, what the tenant with most
+in it sent last is left out and counted (`fair_queue`).
+
+The size of the samples follows the load. It is halved if all tenants lose lookups, so that one tenant alone cannot make
+the curves of others coarser. It is doubled again, up to what was asked for, where half of the CPU share is left over.
 
 Not thread-safe: the event loop owns it.
 """
@@ -10,7 +13,6 @@ Not thread-safe: the event loop owns it.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.traffic import TrafficObserver
 from kvpool_server.value.curve import CurveSimulation
+from kvpool_server.value.fair_queue import FairQueue
 from kvpool_server.value.sample import KEYS, HashOf
 
 log = structlog.get_logger()
@@ -33,7 +36,10 @@ MAX_SAVED_S = 0.02
 TURN_S = 0.001
 """How long the steps of one turn may last; the loop runs what else is ready between two turns."""
 TURN_EVERY_S = 0.02
-MAX_QUEUED_BLOCKS = 65_536
+MAX_QUEUED_COST = 98_304
+"""In blocks. Bounds the memory of the queue, and how far the curve lags behind."""
+CALL_COST = 32
+"""What a lookup or put of no blocks would cost, in blocks."""
 HALF_LIFE_S = 3_600.0
 """After so long, what was counted weighs half: the curve is that of about the last hours."""
 FADE_EVERY_S = 60.0
@@ -41,6 +47,10 @@ MIN_ENTRIES = 256
 """Sampled blocks a size, below which samples are not halved."""
 HALVE_EVERY_S = 5.0
 """A queue that is full again so soon after samples were halved is one of before."""
+ACTIVE_S = 600.0
+"""Tenants that have sent something within so long have a say in whether samples are halved."""
+RECOVER_S = 120.0
+"""Samples are doubled once in so long, if they have been halved and may be doubled."""
 _PUT = -1
 
 Later = Callable[[float, Callable[[], None]], object]
@@ -78,12 +88,11 @@ class LiveValue(TrafficObserver):
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._hash_of = hash_of
-        self._queue: deque[_Event] = deque()
-        self._num_queued = 0
+        self._queue: FairQueue[_Event] = FairQueue(MAX_QUEUED_COST)
         self._steps: Steps[None] | None = None
         self._is_scheduled = False
-        self._halve = False
-        self._started = self._filled_at = self._faded_at = self._halved_at = clock()
+        self._filled_at = self._faded_at = self._checked_at = clock()
+        self._cpu_s_at_check, self._left_out_at_check = 0.0, 0
         self._saved_s = MAX_SAVED_S
         self._seconds = 0.0  # Of the traffic that was counted, faded as it is.
 
@@ -122,12 +131,8 @@ class LiveValue(TrafficObserver):
             self._enqueue(_Event(namespace, run, _PUT, False))
 
     def _enqueue(self, event: _Event) -> None:
-        if self._num_queued + len(event.run) > MAX_QUEUED_BLOCKS:
-            self.num_left_out += 1
-            self._halve = True
-            return
-        self._num_queued += len(event.run)
-        self._queue.append(event)
+        tenant, cost = event.namespace.spec.tenant, CALL_COST + len(event.run)
+        self.num_left_out += self._queue.push(tenant, event, cost, self._clock())
         if not self._is_scheduled:
             self._is_scheduled = True
             self._later(TURN_EVERY_S, self.turn)
@@ -144,7 +149,8 @@ class LiveValue(TrafficObserver):
         ends_at, spent = started + min(TURN_S, self._saved_s), 0.0
         try:
             while started + spent < ends_at and self._step(now):
-                spent = self._cpu_clock() - started
+                before, spent = spent, self._cpu_clock() - started
+                self._queue.charge(spent - before)
         except Exception:
             # An instrument must not end the server's loop; the event that failed is left out.
             log.exception("simulating other arena sizes failed; the lookup is left out of the curves")
@@ -164,19 +170,36 @@ class LiveValue(TrafficObserver):
     def _step(self, now: float) -> bool:
         """One step of the simulation; False if nothing is queued."""
         if self._steps is None:
-            if self._halve and now - self._halved_at >= HALVE_EVERY_S and self.simulation.max_entries > MIN_ENTRIES:
-                self._halved_at = now
-                self._steps = self.simulation.halve_rates()
-            elif self._queue:
-                event = self._queue.popleft()
-                self._num_queued -= len(event.run)
-                self._steps = self._simulate(event)
-            else:
+            self._steps = self._resize(now)
+        if self._steps is None:
+            event = self._queue.pop()
+            if event is None:
                 return False
-            self._halve = False
+            self._steps = self._simulate(event)
         if next(self._steps, _ENDED) is _ENDED:
             self._steps = None
         return True
+
+    def _resize(self, now: float) -> Steps[None] | None:
+        """Halves or doubles the samples if it is time to."""
+        elapsed = now - self._checked_at
+        if elapsed < HALVE_EVERY_S:
+            return None
+        is_lossy = self.num_left_out > self._left_out_at_check
+        if is_lossy and self._queue.have_all_lost(self._checked_at, now - ACTIVE_S):
+            if self.simulation.max_entries <= MIN_ENTRIES:
+                return None
+            self._check(now)
+            return self.simulation.halve_rates()
+        if elapsed < RECOVER_S:
+            return None
+        # Some tenants lose lookups, and others do not: these need not suffer, though no CPU time is left.
+        is_cheap = self.cpu_s - self._cpu_s_at_check <= CPU_SHARE / 2 * elapsed
+        self._check(now)
+        return self.simulation.double_rates() if is_cheap or is_lossy else None
+
+    def _check(self, now: float) -> None:
+        self._checked_at, self._cpu_s_at_check, self._left_out_at_check = now, self.cpu_s, self.num_left_out
 
     def _simulate(self, event: _Event) -> Steps[None]:
         namespace, run = event.namespace, event.run

@@ -7,6 +7,7 @@ can be the nearest sampled block at some rate.
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,6 +19,8 @@ KEYS = 1 << KEY_BITS
 """Keys of blocks are in [0, KEYS), uniformly distributed."""
 MAX_ENDS = 1_024
 """Ends of runs that are kept, the latest."""
+PART_BLOCKS = 512
+"""Sampled blocks of a run that are looked up, used or stored together, in less than about 2 ms."""
 _MASK = KEYS - 1
 
 HashOf = Callable[[bytes], int]
@@ -39,6 +42,12 @@ class SampledRun(NamedTuple):
     blocks: list[tuple[int, int]]
     depth: int
     before: tuple[int, ...]
+
+    def parts(self) -> Sequence[Sampled]:
+        """The sampled blocks, `PART_BLOCKS` at a time."""
+        if len(self.blocks) <= PART_BLOCKS:
+            return [self.blocks]
+        return [self.blocks[start : start + PART_BLOCKS] for start in range(0, len(self.blocks), PART_BLOCKS)]
 
     def parent_key(self, threshold: int) -> int | None:
         """The key of the nearest block before the run that is in the sample of a threshold."""
@@ -77,15 +86,19 @@ class Sampler:
             depth, before = self._ends.get((hash_of(parent_hash) ^ salt) & _MASK, (0, ()))
         return SampledRun(len(hashes), blocks, depth, before)
 
-    def remember_end(self, salt: int, run: SampledRun, hashes: Sequence[bytes], count: int) -> None:
+    def remember_end(self, salt: int, run: SampledRun, hashes: Sequence[bytes], count: int) -> Steps[None]:
         """Keeps what precedes a later run that goes on after the first `count` blocks of this one."""
         if not count:
             return
         keys: list[int] = []
-        for position, key in reversed(run.blocks):
-            if position < count and (not keys or key < keys[-1]):
-                keys.append(key)
-        keys += [key for key in run.before if not keys or key < keys[-1]]
+        least = KEYS
+        for nth in range(bisect.bisect_left(run.blocks, (count,)) - 1, -1, -1):
+            key = run.blocks[nth][1]
+            if key < least:
+                keys.append(least := key)
+            if nth % PART_BLOCKS == PART_BLOCKS - 1:
+                yield
+        keys += [key for key in run.before if key < least]
         end = (self._hash_of(hashes[count - 1]) ^ salt) & _MASK
         self._ends[end] = run.depth + count, tuple(keys)
         self._ends.move_to_end(end)

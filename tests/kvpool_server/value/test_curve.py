@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import xxhash
@@ -12,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.value import SIZES
-from kvpool_server.cache.steps import STEP_BLOCKS, finish
-from kvpool_server.replay.replay import replay
+from kvpool_server.cache.steps import finish
+from kvpool_server.replay.replay import make_pool, put, replay
+from kvpool_server.replay.replay import run_of as replay_run
 from kvpool_server.replay.trace import Request, num_blocks
 from kvpool_server.value.curve import MAX_TENANTS, CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
@@ -153,11 +156,70 @@ def test_hostile_sizes_and_tenants_are_bounded() -> None:
     assert not simulation.curve_of(f"tenant {2 * MAX_TENANTS}").estimates
 
 
-def test_a_long_run_holds_the_loop_in_steps() -> None:
-    simulation = made(entries=64)
-    hashes = [nth.to_bytes(32, "big") for nth in range(8_192)]
-    steps = simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16)
-    assert sum(1 for _ in steps) >= len(hashes) // STEP_BLOCKS + len(SIZES) - 1
+class Work:
+    """Counts the lines of Python that run: how long a step takes, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+
+    def __enter__(self) -> Work:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+        self.num_lines += event == "line"
+        return self._trace
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+
+def hashes_of(prompt: int, length: int) -> list[bytes]:
+    return [(prompt << 32 | nth).to_bytes(32, "big") for nth in range(length)]
+
+
+def fragments() -> Iterator[tuple[list[bytes], int, int]]:
+    """Prompts whose blocks came one by one, without what was before them: each block is a leaf that may be evicted."""
+    for prompt in range(4):
+        hashes = hashes_of(prompt, 512)
+        yield from (([block], 0, BLOCK_BYTES) for block in hashes)
+        yield hashes, 512, BLOCK_BYTES
+        yield hashes_of(prompt + 100, 512), 512, BLOCK_BYTES
+
+
+def long_prompts() -> Iterator[tuple[list[bytes], int, int]]:
+    """As long as a lookup may be nearly: more than the sample holds, more than the arena holds, and half of it."""
+    for nth, length in enumerate((16_384, 1_024, 1_024, 1_024, 16_384)):
+        yield hashes_of(nth, length), length if nth % 2 else 0, BLOCK_BYTES
+
+
+def small_after_large() -> Iterator[tuple[list[bytes], int, int]]:
+    """The sample was made for large blocks, and small ones overfill it."""
+    yield hashes_of(0, 4), 0, 100 * BLOCK_BYTES
+    yield hashes_of(1, 16_384), 16_384, BLOCK_BYTES
+
+
+@pytest.mark.parametrize("prompts", [fragments, long_prompts, small_after_large])
+@pytest.mark.parametrize("policy", sorted(SAMPLED_POLICIES))
+@pytest.mark.parametrize("tier", [0, None])
+def test_no_prompt_makes_a_long_step(
+    prompts: Callable[[], Iterator[tuple[list[bytes], int, int]]], policy: str, tier: int | None
+) -> None:
+    simulation = made(policy, arena_blocks=4_096, tier_bytes=tier, entries=1_024)
+    longest = 0
+    for hashes, hits, block_bytes in prompts():
+        stores_all = len(hashes) > 1
+        steps = simulation.lookup("", 0, b"", hashes, hits, block_bytes, 16, stores_all=stores_all)
+        if len(hashes) == 1:
+            steps = simulation.put(0, b"", hashes, block_bytes)
+        while True:
+            with Work() as work:
+                ended = next(steps, "ended") == "ended"
+            longest = max(longest, work.num_lines)
+            if ended:
+                break
+    assert longest <= 25_000  # About 2 ms. In one step for each size it was up to 793,000.
 
 
 def test_a_tier_adds_what_memory_has_evicted() -> None:
@@ -190,3 +252,25 @@ def test_halved_samples_keep_following_the_traffic() -> None:
     assert simulation.max_entries == 1_000
     truth = replay(requests, 8_000, "lru") / num_blocks(requests)
     assert simulation.curves()[0].estimates[-1].hit_ratio == pytest.approx(truth, abs=0.1)
+
+
+def test_keys_that_join_a_sample_do_not_count_as_misses() -> None:
+    requests, capacity = chats(1_500), 300
+    simulation = made("lru", arena_blocks=capacity, entries=600)
+    pool, fingerprint = make_pool(capacity, "lru", lambda: 0.0)
+    for nth, request in enumerate(requests):
+        if nth in (300, 310):
+            finish(simulation.halve_rates())
+        if nth in (700, 1_000):
+            finish(simulation.double_rates())
+        run = replay_run(request)
+        found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=1_000)
+        put(pool, fingerprint, run)
+        pool.release([found.lease_id])
+        hits = found.hits[0].num_leading
+        finish(simulation.lookup("", 0, b"", run.block_hashes, hits, BLOCK_BYTES, 16, stores_all=True))
+    for estimate in simulation.curves()[0].estimates:
+        truth = replay(requests, int(capacity * estimate.size), "lru") / num_blocks(requests)
+        assert abs(estimate.hit_ratio - truth) <= 0.025, (
+            estimate
+        )  # Counted at once, they cost the largest size 6 points.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from kvpool.types import BlockRun
 from kvpool_server.replay.replay import make_pool, put
 from kvpool_server.value.curve import CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
-from kvpool_server.value.live import CPU_SHARE, MAX_QUEUED_BLOCKS, MAX_SAVED_S, MIN_ENTRIES, LiveValue
+from kvpool_server.value.live import (
+    ACTIVE_S,
+    CPU_SHARE,
+    MAX_QUEUED_COST,
+    MAX_SAVED_S,
+    MIN_ENTRIES,
+    RECOVER_S,
+    LiveValue,
+)
 from tests.support.clock import FakeClock
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
@@ -25,6 +34,10 @@ class Bench:
         self.clock, self.cpu, self.step_s = FakeClock(), 0.0, step_s
         self.due: list[object] = []
         self.pool, self.fingerprint = make_pool(256, "lru", self.clock)
+        spec = self.pool.namespace(self.fingerprint).spec
+        self.fingerprints = {"": self.fingerprint} | {
+            tenant: self.pool.open_namespace(dataclasses.replace(spec, tenant=tenant))[0].fingerprint for tenant in "ab"
+        }
         simulation = CurveSimulation(SAMPLED_POLICIES["lru"], self.pool.arena.arena_bytes, max_entries=1_024)
         self.live = LiveValue(simulation, lambda _, turn: self.due.append(turn), self.clock, self._cpu_clock)
         self.pool.observe_traffic(self.live)
@@ -33,12 +46,24 @@ class Bench:
         self.cpu += self.step_s
         return self.cpu
 
-    def look(self, name: object, length: int = 4) -> int:
+    def look(self, name: object, length: int = 4, tenant: str = "") -> int:
         run = BlockRun(0, run_of(*((name, nth) for nth in range(length))).block_hashes)
-        found = self.pool.lookup(self.fingerprint, [run], prefix_only=True, lease_ttl_ms=1_000)
-        put(self.pool, self.fingerprint, run)
+        found = self.pool.lookup(self.fingerprints[tenant], [run], prefix_only=True, lease_ttl_ms=1_000)
+        put(self.pool, self.fingerprints[tenant], run)
         self.pool.release([found.lease_id])
         return found.hits[0].num_leading
+
+    def flood(self, tenant: str = "") -> None:
+        """More lookups than the queue holds."""
+        for nth in range(MAX_QUEUED_COST // 128 + 2):
+            self.look(nth % 2, 128, tenant)
+
+    def run(self, seconds: float) -> None:
+        """Turns, as the event loop does them."""
+        ends_at = self.clock() + seconds
+        while self.clock() < ends_at:
+            self.clock.advance(0.02)
+            self.live.turn()
 
 
 def test_calls_only_queue_and_turns_keep_to_their_share() -> None:
@@ -64,14 +89,53 @@ def test_the_curve_at_the_present_size_is_what_the_pool_counted() -> None:
     assert curve.estimates[2].hit_ratio == pytest.approx(curve.hit_ratio, abs=0.01)
 
 
-def test_a_flood_is_left_out_and_halves_the_samples() -> None:
+def test_a_flood_of_all_tenants_is_left_out_and_halves_the_samples() -> None:
     bench = Bench()
-    for nth in range(MAX_QUEUED_BLOCKS // 128 + 2):
-        bench.look(nth % 2, 128)
+    bench.flood("a")
+    bench.flood("b")
     assert bench.live.num_left_out
     bench.clock.advance(10)
     bench.live.finish()
     assert MIN_ENTRIES <= bench.live.simulation.max_entries == 512
+
+
+def test_a_flood_of_one_tenant_neither_coarsens_nor_delays_the_curve_of_another() -> None:
+    bench = Bench()
+    bench.look("of b", tenant="b")
+    for _ in range(3):
+        bench.flood("a")
+        for nth in range(20):
+            bench.look(nth, tenant="b")
+        bench.run(6)
+    simulation = bench.live.simulation
+    assert bench.live.num_left_out and not bench.live.is_idle  # Of tenant a.
+    assert simulation.curve_of("b").lookup_tokens == (1 + 3 * 20) * 4 * 512
+    assert simulation.max_entries == 1_024
+
+
+def test_a_tenant_that_left_long_ago_does_not_keep_the_samples_of_others_large() -> None:
+    bench = Bench()
+    bench.look("of b", tenant="b")
+    bench.clock.advance(ACTIVE_S + 1)
+    bench.flood("a")
+    bench.live.finish()
+    assert bench.live.simulation.max_entries == 512
+
+
+def test_samples_recover_after_a_flood() -> None:
+    bench = Bench(step_s=0.00001)
+    for _ in range(2):
+        bench.flood()
+        bench.clock.advance(10)
+        bench.live.finish()
+    assert bench.live.simulation.max_entries == 256
+    rates = bench.live.simulation.rates
+    for nth in range(8):
+        bench.clock.advance(RECOVER_S / 2)
+        bench.look(nth % 2, 128)
+        bench.run(1)
+    assert bench.live.simulation.max_entries == 1_024
+    assert bench.live.simulation.rates[-1] == pytest.approx(4 * rates[-1])
 
 
 def test_a_fault_of_the_simulation_does_not_reach_the_pool() -> None:
