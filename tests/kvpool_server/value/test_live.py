@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
@@ -22,6 +23,7 @@ from kvpool_server.value.live import (
     RECOVER_S,
     LiveValue,
 )
+from kvpool_server.value.sample import Sampler
 from tests.support.clock import FakeClock
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
@@ -38,8 +40,15 @@ class Bench:
         self.fingerprints = {"": self.fingerprint} | {
             tenant: self.pool.open_namespace(dataclasses.replace(spec, tenant=tenant))[0].fingerprint for tenant in "ab"
         }
-        simulation = CurveSimulation(SAMPLED_POLICIES["lru"], self.pool.arena.arena_bytes, max_entries=1_024)
-        self.live = LiveValue(simulation, lambda _, turn: self.due.append(turn), self.clock, self._cpu_clock)
+        arena_bytes, sampler = self.pool.arena.arena_bytes, Sampler(xxhash.xxh3_64_intdigest)
+        simulation = CurveSimulation(SAMPLED_POLICIES["lru"], arena_bytes, max_entries=1_024, sampler=sampler)
+        self.live = LiveValue(
+            simulation,
+            lambda _, turn: self.due.append(turn),
+            self.clock,
+            self._cpu_clock,
+            xxhash.xxh3_64_intdigest,
+        )
         self.pool.observe_traffic(self.live)
 
     def _cpu_clock(self) -> float:
