@@ -35,28 +35,44 @@ def replay(
 
     A request with more blocks than the pool can hold stores none, because an engine's put of them would fail.
     """
-    now = 0.0
-    pool, fingerprint = make_pool(capacity, policy, lambda: now)
+    replayed = ReplayedPool(capacity, policy)
     hits = 0
     for nth, request in enumerate(requests):
         if nth % REQUESTS_PER_STEP == 0:
             advance()
-        if not request.ids:
-            continue
-        now = max(now, request.at_s)
-        run = run_of(request)
-        lease_id, num_stored = 0, len(request.stored)
-        if not request.is_put:
-            found = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
-            lease_id, leading = found.lease_id, found.hits[0].num_leading
-            hits += leading
-            if request.hits is not None and leading >= num_stored:
-                num_stored = 0
-        if num_stored:
-            put(pool, fingerprint, BlockRun(0, run.block_hashes[:num_stored], run.parent_hash))
-        if lease_id:
-            pool.release([lease_id])
+        hits += replayed.play(request)
     return hits
+
+
+class ReplayedPool:
+    """A pool of `capacity` blocks at the times of a trace.
+
+    Attributes:
+        pool: the pool.
+        now_s: the time of the last request.
+    """
+
+    def __init__(self, capacity: int, policy: str):
+        self.now_s = 0.0
+        self.pool, self._fingerprint = make_pool(capacity, policy, lambda: self.now_s)
+
+    def play(self, request: Request) -> int:
+        """Looks up and stores as the request did; returns the leading blocks that hit."""
+        if not request.ids:
+            return 0
+        self.now_s = max(self.now_s, request.at_s)
+        run = run_of(request)
+        lease_id, leading, num_stored = 0, 0, len(request.stored)
+        if not request.is_put:
+            found = self.pool.lookup(self._fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS)
+            lease_id, leading = found.lease_id, found.hits[0].num_leading
+            if request.hits is not None and leading >= num_stored:
+                num_stored = 0  # The recorded pool has had no put either: a put that it had is a request of its own.
+        if num_stored:
+            put(self.pool, self._fingerprint, BlockRun(0, run.block_hashes[:num_stored], run.parent_hash))
+        if lease_id:
+            self.pool.release([lease_id])
+        return leading
 
 
 def run_of(request: Request) -> BlockRun:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvpool.types import BlockRun
 from kvpool.value import ValueCurve
-from kvpool_server.replay.replay import LEASE_MS, REQUESTS_PER_STEP, make_pool, put, run_of
+from kvpool_server.replay.replay import REQUESTS_PER_STEP, ReplayedPool
 from kvpool_server.replay.trace import Request
 from kvpool_server.value.curve import CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
@@ -50,28 +49,17 @@ def simulate(
     def hash_of(block_hash: bytes) -> int:
         return xxhash.xxh3_64_intdigest(block_hash, seed)
 
-    now = cpu_s = 0.0
-    pool, fingerprint = make_pool(capacity, policy, lambda: now)
-    arena_bytes = pool.arena.arena_bytes
+    replayed, cpu_s = ReplayedPool(capacity, policy), 0.0
+    arena_bytes = replayed.pool.arena.arena_bytes
     simulation = CurveSimulation(
         SAMPLED_POLICIES[policy], arena_bytes, max_entries=max_entries, sampler=Sampler(hash_of)
     )
-    live = LiveValue(simulation, lambda seconds, turn: None, lambda: now, hash_of=hash_of)
-    pool.observe_traffic(live)
+    live = LiveValue(simulation, lambda seconds, turn: None, lambda: replayed.now_s, hash_of=hash_of)
+    replayed.pool.observe_traffic(live)
     for nth, request in enumerate(requests):
         if nth % REQUESTS_PER_STEP == 0:
             advance()
-        if not request.ids:
-            continue
-        now = max(now, request.at_s)
-        run = run_of(request)
-        lease_id, num_stored = 0, len(request.stored)
-        if not request.is_put:
-            lease_id = pool.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=LEASE_MS).lease_id
-        if num_stored:
-            put(pool, fingerprint, BlockRun(0, run.block_hashes[:num_stored], run.parent_hash))
-        if lease_id:
-            pool.release([lease_id])
+        replayed.play(request)
         started = time.process_time()
         live.finish()
         cpu_s += time.process_time() - started

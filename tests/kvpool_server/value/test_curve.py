@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvpool.value import SIZES
 from kvpool_server.cache.steps import finish
-from kvpool_server.replay.replay import make_pool, put, replay
+from kvpool_server.replay.replay import BLOCK_TOKENS, make_pool, put, replay
 from kvpool_server.replay.replay import run_of as replay_run
 from kvpool_server.replay.trace import Request, num_blocks
 from kvpool_server.value.curve import MAX_TENANTS, CurveSimulation
@@ -138,6 +138,20 @@ def test_more_memory_never_hurts_lru(lookups: list[tuple[int, int]]) -> None:
         look(simulation, name, min(length, 8))  # A prompt that fits no size stores nothing there.
     ratios = [each.hit_ratio for each in simulation.curves()[0].estimates]
     assert ratios == sorted(ratios)
+
+
+@pytest.mark.parametrize("policy", sorted(SAMPLED_POLICIES))
+def test_the_present_size_of_a_recording_hits_what_a_replay_of_it_does(policy: str) -> None:
+    picks = random.Random(2)
+    requests = []
+    for nth in range(1_000):
+        prompt = int(picks.paretovariate(0.6)) % 120
+        ids = [100 * prompt + depth for depth in range(picks.randint(3, 12))]
+        requests.append(Request(nth / 4, ids, hits=picks.randint(0, len(ids))))
+        if picks.random() < 0.5:
+            requests.append(Request(nth / 4, ids, is_put=True))
+    found = simulate(requests, 150, policy, 640)
+    assert found.curve.hit_tokens == replay(requests, 150, policy) * BLOCK_TOKENS
 
 
 def test_without_traffic_a_curve_has_no_estimates() -> None:
