@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool.errors import PermissionDeniedError, UnauthenticatedError
+from kvpool.holdings import escaped
 
 LOOP_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 16
@@ -38,13 +39,15 @@ MAX_THREADS = 2 * MAX_CONNECTIONS
 CONNECTION_S = 5.0
 """How long one connection may last."""
 CLOSE_EVERY_S = 0.25
+MAX_PATH_CHARS = 60
+"""Of a path that is named in errors and in the audit log."""
 SERVING, DRAINING = "ok", "draining"
 TEXT = "text/plain"
 
 Value = TypeVar("Value")
-Gate = Callable[[str, bytes | None, Sequence[str]], None]
-"""Called with a client's address, its certificate (DER) and its Authorization headers. Raises UnauthenticatedError and
-PermissionDeniedError for those who may not read /metrics."""
+Gate = Callable[[str, str, bytes | None, Sequence[str]], None]
+"""Called with the path of numbers, as it may be logged, a client's address, its certificate (DER) and its Authorization
+headers. Raises UnauthenticatedError and PermissionDeniedError for those who may not read the numbers."""
 METHODS = "GET, HEAD"
 
 
@@ -249,7 +252,8 @@ class OperatorHttp:
                 if gate is not None:
                     is_tls = isinstance(self.connection, ssl.SSLSocket)
                     certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
-                    gate(self.client_address[0], certificate, self.headers.get_all("Authorization", []))
+                    path = escaped(self.path.partition("?")[0], MAX_PATH_CHARS)
+                    gate(path, self.client_address[0], certificate, self.headers.get_all("Authorization", []))
 
             def _answer(self, response: Response) -> None:
                 self.send_response(response.status)

@@ -28,10 +28,10 @@ def check_call(principal: Principal, method: str) -> None:
         )
 
 
-def check_scrape(principal: Principal) -> None:
-    """Raises PermissionDeniedError unless the principal may read /metrics, which shows all tenants."""
+def check_scrape(principal: Principal, path: str) -> None:
+    """Raises PermissionDeniedError unless the principal may read a path of numbers, which are those of all tenants."""
     if principal.role not in SCRAPERS:
-        raise PermissionDeniedError(f"{principal} may not read /metrics; it needs role {' or '.join(SCRAPERS)}")
+        raise PermissionDeniedError(f"{principal} may not read {path}; it needs role {' or '.join(SCRAPERS)}")
 
 
 def own_tenant() -> str | None:

@@ -122,20 +122,20 @@ class AccessControl:
         """Reads files that have changed now. For signal handlers."""
         self._watch.look_at_once()
 
-    def check_scrape(self, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
-        """Raises UnauthenticatedError and PermissionDeniedError for a client that may not read /metrics.
+    def check_scrape(self, path: str, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
+        """Raises UnauthenticatedError and PermissionDeniedError for a client that may not read the server's numbers.
 
         HTTP's threads call it. The arguments are those of `http.Gate`.
         """
         caller = None
         try:
             caller = self.who.of_request(certificate, authorization).principal
-            check_scrape(caller)
+            check_scrape(caller, path)
         except KVPoolError as error:
             if self._audit is not None:
                 caller = error.principal if isinstance(error, RefusedCredentialError) else caller
                 status = status_of(error).name
-                self._audit.write("/metrics", status, caller=caller, peer=address, why=str(error))
+                self._audit.write(path, status, caller=caller, peer=address, why=str(error))
             raise
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ CALLS: dict[Role, frozenset[str]] = {
 """By role: the methods of the Pool service."""
 
 SCRAPERS = (Role.METRICS, Role.OPERATOR)
-"""Roles that may read /metrics, which shows all tenants."""
+"""Roles that may read /metrics and the dashboard's numbers, which are those of all tenants."""
 
 
 def may_call(role: Role, method: str) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvpool.certificates import Authority
+from kvpool.errors import PermissionDeniedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
 from kvpool.tokens import append_record, create_token
@@ -85,6 +89,42 @@ def test_metrics_are_for_the_roles_that_may_see_all_tenants(secured: Secured, ro
         mine = str(_principal(role))
         (refused,) = wait_for(lambda: [each for each in entries(secured.audit) if each["caller"] == mine], "the line")
         assert (refused["call"], refused["outcome"]) == ("/metrics", "PERMISSION_DENIED")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/api/v1/now", "/api/v1/history"])
+def test_the_audit_log_names_the_path_that_was_refused(secured: Secured, path: str) -> None:
+    def refusals() -> list[dict[str, Any]]:
+        return [each for each in entries(secured.audit) if each["call"] == path and each["caller"] == mine]
+
+    mine, files = str(_principal(Role.ENGINE_WRITE)), secured.files(Role.ENGINE_WRITE)
+    before = len(refusals())
+    status, text = _get(f"{secured.url}{path}?span={'x' * 1_000}", secured.ca, files)
+    assert status == 403 and f"may not read {path};" in text
+    wait_for(lambda: len(refusals()) > before, "the line")
+    assert refusals()[-1]["outcome"] == "PERMISSION_DENIED" and "xxx" not in json.dumps(refusals())
+
+
+def test_a_refused_path_is_short_and_printable() -> None:
+    refused: list[str] = []
+
+    class EveryPath:
+        def answer(self, request: http.Request, check: Callable[[], None]) -> http.Response | None:
+            check()
+            return None
+
+    def gate(path: str, *_: object) -> None:
+        refused.append(path)
+        raise PermissionDeniedError("no")
+
+    served = http.OperatorHttp("127.0.0.1", 0, CollectorRegistry(), lambda: "ok", gate=gate, pages=EveryPath())
+    try:
+        with socket.create_connection(("127.0.0.1", served.port), TIMEOUT_S) as connection:
+            connection.sendall(b"GET /\x1b[31m" + b"x" * 5_000 + b"?secret HTTP/1.0\r\n\r\n")
+            assert b" 403 " in connection.recv(4_096)
+    finally:
+        served.close()
+    (path,) = refused
+    assert path.startswith("/\\x1b[31mxxx") and path.isprintable() and len(path) < 80 and "secret" not in path
 
 
 def test_a_denied_scraper_is_named_in_the_audit_log(tmp_path: Path) -> None:
