@@ -15,7 +15,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -45,11 +45,12 @@ class Tracing:
 
     Args:
         service: the service's name, unless OTEL_SERVICE_NAME is set.
+        sampling: makes the sampler from that of the environment; None: it is that one.
 
     Raises ConfigError without the packages of the extra `otel`, or with an environment that they cannot use.
     """
 
-    def __init__(self, service: str):
+    def __init__(self, service: str, sampling: Callable[[Any], Any] | None = None):
         try:
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -64,7 +65,8 @@ class Tracing:
             ) from None
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
         try:
-            self._provider = TracerProvider(resource=Resource.create(named))
+            sampler = sampling and sampling(TracerProvider(shutdown_on_exit=False).sampler)
+            self._provider = TracerProvider(sampler, Resource.create(named))
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"otel: OpenTelemetry refuses the OTEL_* variables of the environment: {error}") from None

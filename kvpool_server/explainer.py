@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvpool.errors import InvalidRequestError
 from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
 from kvpool.types import BlockRun
-from kvpool_server.access.caller import is_visible
+from kvpool_server.access.caller import own_tenant
 from kvpool_server.cache.explanations import add_range, most_ranges
 from kvpool_server.cache.steps import Run
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -34,7 +34,8 @@ class Explainer:
         """Raises InvalidRequestError for too many runs, and as a lookup."""
         if len(runs) > MAX_RUNS:
             raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
-        found = await self._run(self._tiered.pool.explanations.explain_in_steps(fingerprint, runs))
+        steps = self._tiered.pool.explanations.explain_in_steps(fingerprint, runs, _told_to(own_tenant()))
+        found = await self._run(steps)
         explained, away, most = [], dict[str, None](), most_ranges(len(runs))
         for run, each in zip(runs, found.runs, strict=True):
             names = [
@@ -47,7 +48,7 @@ class Explainer:
             away.update(dict.fromkeys(silent))
             ranges: list[BlockRange] = []
             for part in _with_tiers(each, tiers):
-                add_range(ranges, _hidden(part))
+                add_range(ranges, part)
                 if len(ranges) > most:
                     break
             explained.append(replace(each, ranges=tuple(ranges[:most])))
@@ -80,9 +81,12 @@ def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> Iterator[BlockRang
             first += count
 
 
-def _hidden(part: BlockRange) -> BlockRange:
-    """The same without names of another tenant than the caller's."""
-    whose = part.evicted_for
-    if whose is None or is_visible(whose.tenant):
-        return part
-    return replace(part, evicted_for=EvictedFor(is_hidden=True))
+def _told_to(tenant: str | None) -> Callable[[EvictedFor], EvictedFor] | None:
+    """What callers of a tenant may know of whom a block was evicted for: no other tenant's name. None: all."""
+    if tenant is None:
+        return None
+
+    def told(whose: EvictedFor) -> EvictedFor:
+        return whose if whose.tenant == tenant else EvictedFor(is_hidden=True)
+
+    return told

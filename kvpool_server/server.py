@@ -142,7 +142,7 @@ class Server:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         if config.otel:
-            self._tracing = Tracing(SERVER_SERVICE)
+            self._tracing = Tracing(SERVER_SERVICE, _own_sampling if config.tls_cert else None)
             self._open.push_async_callback(asyncio.to_thread, self._tracing.close)
         check_exposure(config)
         check_unix_mode(config)
@@ -463,3 +463,10 @@ class Server:
             await self._tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()
         log.info("stopped")
+
+
+def _own_sampling(sampler: Any) -> Any:
+    """The sampler of a server whose callers are authenticated, made from that of the environment."""
+    from kvpool_server.span_sampling import OwnSampling  # OpenTelemetry is installed where there is tracing alone.
+
+    return OwnSampling(sampler)

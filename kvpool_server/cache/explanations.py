@@ -71,14 +71,21 @@ class Explanations:
         self._use_times = use_times
         self._clock = clock
 
-    def explain_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[Explained]:
-        """Raises UnknownNamespaceError, and InvalidRequestError as a lookup does."""
+    def explain_in_steps(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], told: Callable[[EvictedFor], EvictedFor] | None = None
+    ) -> Steps[Explained]:
+        """Raises UnknownNamespaceError, and InvalidRequestError as a lookup does.
+
+        Args:
+            told: what the caller may know of whom a block was evicted for; None: all. Ranges are joined and counted by
+                that: where they are cut must not show that other tenants took turns.
+        """
         namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
         yield
         explained, first_missing = [], []
         most = most_ranges(len(runs))
         for group, run in zip(groups, runs, strict=True):
-            ranges = yield from self._ranges(group, run, most)
+            ranges = yield from self._ranges(group, run, most, told)
             first = ranges[0].stop if ranges[0].state is BlockState.COMPLETE else 0
             first_missing.append(first)
             explained.append(RunExplanation(run.group_idx, tuple(ranges), _other_children(group, run, first)))
@@ -86,11 +93,15 @@ class Explanations:
         memory = yield from self._departures.memory_in_steps()
         return Explained(namespace, tuple(explained), tuple(first_missing), elsewhere, memory)
 
-    def _ranges(self, group: Group, run: BlockRun, most: int) -> Steps[list[BlockRange]]:
+    def _ranges(
+        self, group: Group, run: BlockRun, most: int, told: Callable[[EvictedFor], EvictedFor] | None
+    ) -> Steps[list[BlockRange]]:
         """The first ranges of a run, at most `most`. It yields before it returns, so that runs never share a step."""
         ranges: list[BlockRange] = []
         for at in range(0, len(run), PART_BLOCKS):
             for each in self._part_ranges(group, run.block_hashes[at : at + PART_BLOCKS], at):
+                if told is not None and each.evicted_for is not None:
+                    each = replace(each, evicted_for=told(each.evicted_for))
                 add_range(ranges, each)
                 if len(ranges) > most:
                     break

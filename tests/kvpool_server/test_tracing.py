@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvpool import tracing as module
+from kvpool.certificates import Authority
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, KVPoolError
+from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tracing import Tracing, shared_tracing, valid_traceparent
+from tests.support.certificates import files_in, server_flags
 from tests.support.otlp_collector import Collector, collecting
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
@@ -107,6 +110,28 @@ def test_a_call_that_fails_says_so(collector: Collector, client: Client) -> None
         client.admin.clear(bytes(32))
     wait_for(lambda: len(collector.named("kvpool.v1.Pool/Clear")) == 2, "both spans")
     assert {span.failed for span in collector.named("kvpool.v1.Pool/Clear")} == {"NOT_FOUND", "UnknownNamespaceError"}
+
+
+@pytest.mark.parametrize("is_authenticated", [False, True])
+def test_callers_do_not_decide_what_a_server_that_knows_them_exports(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_authenticated: bool
+) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    flags = server_flags(authority.issue_server([])) if is_authenticated else []
+    tls = files_in(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE))) if is_authenticated else None
+    monkeypatch.setenv("OTEL_SERVICE_NAME", name := f"sampled {is_authenticated}")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    admin = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR))) if is_authenticated else None
+    server = ServerProcess(tmp_path, "--otel", *flags, tls=admin)
+    try:
+        with Client(ClientConfig(server.endpoint, otel=True, transport="grpc", tls=tls)) as client:
+            spec = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="acme")
+            client.lookup(client.open_namespace(spec), [run_of("a")])
+    finally:
+        server.stop()  # Exports its last spans.
+    names = {span.name for span in collector.spans if span.service == name}
+    assert names == set() if is_authenticated else {"kvpool.lookup", "kvpool.v1.Pool/OpenNamespace"} <= names
 
 
 @pytest.mark.parametrize(

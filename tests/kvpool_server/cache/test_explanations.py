@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -134,6 +135,28 @@ def test_explaining_counts_as_no_use_and_ranges_are_bounded() -> None:
     except StopIteration as end:
         (run,) = end.value.runs
     assert len(run.ranges) == MAX_RANGES and num_steps > 2
+
+
+def test_where_ranges_are_cut_does_not_show_that_others_took_turns() -> None:
+    count = 2 * MAX_RANGES
+    bench = Bench(Limits(), num_slots=count)
+    names = list(range(count))
+    for start in range(0, count, 128):
+        bench.store(*names[start : start + 128], parent=names[start - 1] if start else None)
+    own, group = bench.name, bench.group.spec
+    bench.seconds(60)
+    others = [bench.pool.open_namespace(namespace_spec(group, tenant=each))[0].fingerprint for each in "bc"]
+    for nth in range(count):
+        bench.name = others[nth % 2]
+        bench.start(f"{nth}", ttl_ms=10_000)
+
+    def found(told: Callable[[EvictedFor], EvictedFor] | None) -> list[BlockRange]:
+        (run,) = finish(bench.pool.explanations.explain_in_steps(own, [run_of(*names)], told)).runs
+        return list(run.ranges)
+
+    assert len(found(None)) == MAX_RANGES and {part.evicted_for.tenant for part in found(None)} == {"b", "c"}  # type: ignore[union-attr]
+    (hidden,) = found(lambda whose: EvictedFor(is_hidden=True))
+    assert (hidden.count, hidden.evicted_for) == (count, EvictedFor(is_hidden=True))
 
 
 @pytest.mark.parametrize("seed", range(effort(10)))
