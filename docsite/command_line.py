@@ -13,7 +13,8 @@ from kvpool_server.cli import serve
 
 def kvpool_command() -> Any:
     """`kvpool`, a group of click's, with the commands that other packages register."""
-    whole = typer.Typer(callback=app.registered_callback.callback if app.registered_callback else None)
+    common = app.registered_callback.callback if app.registered_callback else None
+    whole = typer.Typer(callback=common, help=app.info.help)
     whole.registered_commands = [*app.registered_commands]
     whole.registered_groups = [*app.registered_groups]
     for point in importlib.metadata.entry_points(group="kvpool.commands"):

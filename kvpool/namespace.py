@@ -42,7 +42,8 @@ class GroupSpec:
         kind: "full_attention", "sliding_window", "mamba", ...; 1 to 64 of a-z, 0-9 and _.
         block_tokens: tokens in a block.
         num_kv_heads: of the whole model, not of one rank; 0: not sharded by heads, each rank has blocks of its own.
-        head_size_k, head_size_v: elements, of the first layer; 0 for states.
+        head_size_k: elements of a key, of the first layer; 0 for states.
+        head_size_v: elements of a value, likewise.
         num_shards: chunks in a block, 1 to `MAX_SHARDS`.
         chunk_bytes: bytes of one chunk.
         layer_names: in the order their bytes have in a chunk.
@@ -71,13 +72,16 @@ class NamespaceSpec:
     """What names a namespace. Every field is part of its identity.
 
     Args:
-        model, revision: name or path as served, and its commit. Labels only where `weights_digest` is set.
+        model: name or path as served. A label only where `weights_digest` is set.
+        revision: the model's commit. A label only where `weights_digest` is set.
         groups: in the engine's order; `group_idx` counts them from 0.
         weights_digest: digest of the weights, where it is known.
         weights_epoch: free text; change it and no block stored before is read again.
         page_format: how one KV head's page is packed, where a platform packs its own.
         pipeline_stage: whose layers the groups have; each stage has a namespace of its own.
-        hash_algorithm, hash_seed, hash_block_tokens: how block hashes are made.
+        hash_algorithm: how block hashes are made, such as "sha256_cbor".
+        hash_seed: first link of every chain of hashes.
+        hash_block_tokens: tokens that one block hash covers.
         extra: anything else that changes KV values, sorted by key.
     """
 
