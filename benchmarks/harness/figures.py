@@ -21,6 +21,8 @@ from pathlib import Path
 from benchmarks.harness.measuring import RESULTS
 
 ROOT = Path(__file__).parents[2]
+GENERATED = ("benchmarks.md", "cli.md", "rpcs.md")
+"""Pages whose numbers come from results or from the code already."""
 FACTORS = {
     ("ms", "s"): 1e-3,
     ("", "%"): 100.0,
@@ -34,7 +36,9 @@ FACTORS = {
 _NUMBER = r"(?P<number>\d[\d,]*(?:\.\d+)?)"
 _UNIT = r"(?P<unit>ms|µs|s|seconds?|minutes?|hours?|[KMGT]iB|[KMGT]?B/s|[KMGT]B|bytes|%|x|times)"
 NUMBER = re.compile(rf"(?<![\w.,-]){_NUMBER}(?: |-)?{_UNIT}(?![\w/])")
-MEASURED = re.compile(rf"{_NUMBER}(?: {_UNIT}(?!\w)|[^\d<>]{{0,30}}?)\s*<!-- (?P<result>[\w-]+): (?P<row>.+?) -->")
+MEASURED = re.compile(
+    rf"{_NUMBER}(?: {_UNIT}(?!\w)|[^\d<>]{{0,30}}?)\s*<!-- (?!run: )(?P<result>[\w-]+): (?P<row>.+?) -->"
+)
 _TABLE = re.compile(r"^<!-- begin (?P<name>\w+) -->\n.*?^<!-- end (?P=name) -->", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 
@@ -42,7 +46,7 @@ _CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 def documents() -> list[Path]:
     """Every page that is written by hand."""
     pages = sorted((ROOT / "docs").rglob("*.md"))
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *(page for page in pages if page.name != "benchmarks.md")]
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *(page for page in pages if page.name not in GENERATED)]
 
 
 def refresh(text: str, tables: Mapping[str, Callable[[], str]] | None = None) -> str:

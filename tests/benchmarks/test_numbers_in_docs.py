@@ -46,6 +46,11 @@ SETTINGS: dict[str, dict[str, str]] = {
         "loads 128 MiB from a file tier": "benchmarks.cases.mooncake_tier: PROMPT_BYTES",
         "with steps of 50 ms": ELSEWHERE,
     },
+    "eviction.md": {"Where 2 % of the blocks fit": ELSEWHERE},
+    "write-a-client.md": {
+        "a block hash of 32 bytes": "kvpool.types: HASH_BYTES",
+        "any 32 bytes that name": "kvpool.types: HASH_BYTES",
+    },
     "explain.md": {
         "and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S",
         "at most 512 requests, or 48 KiB of them": "kvpool.reports: MAX_REQUESTS_BYTES",
