@@ -22,8 +22,8 @@ INTRODUCTION = """# RPCs
 <!-- python -m docsite.generated writes this page. -->
 
 Every call of the service `kvpool.v1.Pool` and every message, from
-[`pool.proto`](../../proto/kvpool/v1/pool.proto). [The protocol](protocol.md) tells how the calls belong together, and what
-the server and its clients check; [write a client](../how-to/write-a-client.md) begins with the simplest ones.
+[`pool.proto`](../../proto/kvpool/v1/pool.proto). [The protocol](protocol.md) tells how the calls belong together, and
+what the server and its clients check; [write a client](../how-to/write-a-client.md) begins with the simplest ones.
 """
 
 
