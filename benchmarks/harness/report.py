@@ -105,6 +105,7 @@ tier that does not answer (Mooncake's, with a stopped master).""",
 the same blocks, in batches of as many bytes, from and to registered buffers. The tier stages its bytes, so each is
 copied once more, and verified on its way up. Then a client of a server whose arena is empty loads prompts from the
 cluster, part by part as blocks come up, or all at once when the last one is up.""",
+    "mooncake_tier-16-cores": """The same on a GPU's host, pinned to 16 of its 32 cores (`taskset -c 0-15`).""",
     "promotion": """What a request waits for whose blocks lie in a file tier, and no longer in the arena. First, when an
 engine learns that they are up, by the length of its steps: each step asks again, or a lookup waits at the server. Then
 a client that loads a prompt as its blocks come up, beside one that waits for all of them.""",
@@ -114,9 +115,11 @@ compared with the expected byte; at the end no slot, lease or ticket may be held
     "network": """How much of what its wires carry the data port moves: one client by connections, four clients, and
 shared memory, beside bare sockets and beside threads that copy and sum. "Without sums": the checksums come from
 elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
-    "network-16-cores": """The same on a GPU's host, with 16 cores. There the threads that sum set the rate: the bare
-sockets with sums are the limit of the puts and gets with sums. "Without sums" went in small batches, so the turns of
-eight threads in one interpreter set the rate, and four threads moved more.""",
+    "network-16-cores": """The same on a GPU's host, with 16 cores, which clients, data workers and bare servers share.
+What bounds the puts: memory (bare servers that keep a batch, as a pool does, take 1.1 to 1.2 times as long), the calls
+before and after the bytes, whose figure is that of blocks of 64 bytes, and with sums the threads that sum. Twice as
+many data workers change nothing. Two ranks share what the host's loopback carries: two bare ones get half of one's
+rate each, so a rank of two over a rank alone says nothing of kvpool there.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,
 no netem; `testbed.link`). A put makes two round trips besides its bytes, and a get one: the lookup, which says where
@@ -135,8 +138,8 @@ connector over TCP. Warm: another process loads what one process stored, checksu
     "interference": """What loads cost a thread that works in the same process, on a host of many cores: steps of Python
 and calls that give up its lock, beside loads into staging that nobody sums, as an engine with a GPU makes them.""",
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
-Rows that name a number of connections come from `--connections`, from engines one after the other. In this run a
-load took four connections of its own accord; since then it takes eight where the engine computes nothing meanwhile.""",
+Rows that name a number of connections come from `--connections`, from engines one after the other. A load takes eight
+connections where its engine computes nothing meanwhile, and four beside requests that decode.""",
     "gpu_tenants": """The price of trust on a GPU: certificates, a tenant's own memory, a Unix socket and names
 under the tenant's key, beside a pool of one domain; shared memory, one host, another process loads.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
@@ -146,8 +149,9 @@ questions after three minutes, when the benchmark ended it.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is over its whole load, from the call for the blocks' regions to the last checksum. The parts of a load
 that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares.""",
-    "gpu_parallel-tcp": """The same over TCP (loopback, one host), as if the pool were on another host:
-`python -m benchmarks.cases.gpu_parallel --transport tcp`; the changes are against shared memory on another host.""",
+    "gpu_parallel-tcp": """The same over TCP (loopback, one host of 32 cores), as if the pool were on another host:
+`python -m benchmarks.cases.gpu_parallel --transport tcp`; the changes are against shared memory on another host. The
+ranks and the server share the host's loopback and memory, see the two ranks of network-16-cores.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
 }
 
