@@ -76,7 +76,7 @@ class LedgerPage:
     """One answer of a server.
 
     Args:
-        measured: since the server's start, whatever hours were asked for.
+        measured: in the hours that were asked for, also those of parts that follow.
         is_persistent: the rows outlive the server.
         begins: Unix time, seconds: nothing before it is known.
         next_since: rows of this hour and of later ones are left out; 0: none are.

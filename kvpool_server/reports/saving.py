@@ -20,7 +20,7 @@ from statistics import NormalDist
 from kvpool.ledger import MeasuredSaving
 from kvpool.reports import FirstTokenTimes
 from kvpool_server.pairs import Pair
-from kvpool_server.reports.totals import Totals
+from kvpool_server.reports.totals import Measurements
 
 MIN_REQUESTS = 20
 """Of each kind in a size class that is compared: with fewer, the variance of such skewed times is not known."""
@@ -29,9 +29,9 @@ MAX_SAVED_S = 1e9
 _QUANTILE = NormalDist().inv_cdf(0.975)
 
 
-def measured(pair: Pair, totals: Totals) -> MeasuredSaving | None:
+def measured(pair: Pair, measurements: Measurements) -> MeasuredSaving | None:
     """What is known of a model and tenant; None if nothing was measured. `num_compared` is 0 where too little was."""
-    times = totals.first_token_times
+    times = measurements.first_token_times
     if not times:
         return None
     loaded = {size: each for (size, is_held_out), each in times.items() if not is_held_out}
@@ -55,7 +55,7 @@ def measured(pair: Pair, totals: Totals) -> MeasuredSaving | None:
         saved_seconds=_bounded(saved_s),
         low_seconds=_bounded(saved_s - half_s),
         high_seconds=_bounded(saved_s + half_s),
-        agreement=totals.agreement,
+        agreement=measurements.agreement,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvpool.reports import MAX_AMOUNT, NO_AGREEMENT, Agreement, EngineReport, FirstTokenTimes
@@ -23,8 +24,6 @@ class Totals:
     saved_seconds: float = 0.0
     lost_seconds: float = 0.0
     num_requests: int = 0
-    first_token_times: dict[tuple[int, bool], FirstTokenTimes] = field(default_factory=dict)
-    agreement: Agreement = NO_AGREEMENT
 
     def add(self, report: EngineReport) -> None:
         for cause, tokens in report.computed_tokens.items():
@@ -34,7 +33,20 @@ class Totals:
         self.saved_seconds = min(MAX_AMOUNT, self.saved_seconds + report.saved_seconds)
         self.lost_seconds = min(MAX_AMOUNT, self.lost_seconds + report.lost_seconds)
         self.num_requests = min(MAX_TOTAL, self.num_requests + report.num_requests)
-        for times in report.first_token_times:
+
+    def copy(self) -> Totals:
+        return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())
+
+
+@dataclass(slots=True)
+class Measurements:
+    """What held-out hits have measured: times to the first token by size class, loaded or held out; and agreement."""
+
+    first_token_times: dict[tuple[int, bool], FirstTokenTimes] = field(default_factory=dict)
+    agreement: Agreement = NO_AGREEMENT
+
+    def add(self, first_token_times: Iterable[FirstTokenTimes], agreement: Agreement = NO_AGREEMENT) -> None:
+        for times in first_token_times:
             key = times.size_class, times.held_out
             known = self.first_token_times.get(key, FirstTokenTimes(*key))
             self.first_token_times[key] = FirstTokenTimes(
@@ -44,10 +56,5 @@ class Totals:
                 known.sum_square_seconds + times.sum_square_seconds,
             )
         self.agreement = Agreement(
-            *(min(MAX_TOTAL, count) for count in dataclasses.astuple(self.agreement + report.agreement))
-        )
-
-    def copy(self) -> Totals:
-        return dataclasses.replace(
-            self, computed_tokens=self.computed_tokens.copy(), first_token_times=dict(self.first_token_times)
+            *(min(MAX_TOTAL, count) for count in dataclasses.astuple(self.agreement + agreement))
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,8 @@ from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
-from kvpool_server.reports.saving import measured
+from kvpool_server.reports.saving import measured as saving_of
+from kvpool_server.reports.totals import Measurements
 from kvpool_server.usage import PairUsage
 
 log = structlog.get_logger()
@@ -42,6 +43,7 @@ class _Pending:
 
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
     computed_tokens: Counter[str] = field(default_factory=Counter)
+    measured: Measurements = field(default_factory=Measurements)
 
 
 class UsageLedger:
@@ -100,6 +102,7 @@ class UsageLedger:
         row.sums["loaded_tokens"] += report.loaded_tokens
         row.sums["num_requests"] += report.num_requests
         row.computed_tokens.update(report.computed_tokens)
+        row.measured.add(report.first_token_times, report.agreement)
         self._reporters.pop((tenant, report.reporter), None)  # The last to report is last.
         self._reporters[tenant, report.reporter] = report.sequence
         if len(self._reporters) > 2 * ledger_file.MAX_REPORTERS:
@@ -150,9 +153,10 @@ class UsageLedger:
                 for (hour, pair), each in pending.items()
                 if any(each.sums.values()) or each.computed_tokens
             ]
+            measured = {key: each.measured for key, each in pending.items()}
             now = int(self._unix_clock())
             try:
-                await self._in_thread(lambda: self._file.add(rows, reporters, now))
+                await self._in_thread(lambda: self._file.add(rows, reporters, now, measured))
             except Exception as error:
                 if not self._is_failing:
                     log.warning("the ledger cannot be written, its figures wait in memory", error=str(error))
@@ -169,6 +173,7 @@ class UsageLedger:
             for name, value in each.sums.items():
                 known.sums[name] += value
             known.computed_tokens.update(each.computed_tokens)
+            known.measured.add(each.measured.first_token_times.values(), each.measured.agreement)
         self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
         self._reporters = {
             **{key: reporters[key] for key in reporters if key not in self._reporters},
@@ -185,7 +190,9 @@ class UsageLedger:
                 del self._reporters[key]
 
     async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
-        """The rows of hours that end after `since` and begin before `until`, and what was measured.
+        """The rows of hours that end after `since` and begin before `until`, and what was measured in them.
+
+        What was measured is that of all of these hours, also of those whose rows are left to a further answer.
 
         Args:
             tenant: whose figures the caller may see; None: all.
@@ -193,26 +200,14 @@ class UsageLedger:
         await self.flush()
         until = until or int(self._unix_clock()) + 1
         rows, next_since = await self._in_thread(lambda: self._file.rows(since, until, tenant, MAX_LEDGER_ROWS))
+        found = await self._in_thread(lambda: self._file.measured(since, until, tenant))
         return LedgerPage(
             tuple(row for row in rows if _may_see(tenant, row.tenant, row.model)),
-            tuple(self._measured(tenant)),
+            tuple(_measured(found, tenant)),
             self._is_persistent,
             self._file.begins,
             next_since,
         )
-
-    def _measured(self, tenant: str | None) -> Iterator[MeasuredSaving]:
-        """What was measured of each model and tenant that the caller may see. A failure leaves one of them out."""
-        for pair, totals in self._reports.totals.items():
-            if not _may_see(tenant, pair.tenant, pair.model):
-                continue
-            try:
-                found = measured(pair, totals)
-            except ArithmeticError as error:
-                log.warning("the saving cannot be worked out", model=pair.model, tenant=pair.tenant, error=str(error))
-                continue
-            if found is not None:
-                yield found
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -223,6 +218,20 @@ class UsageLedger:
         await self.flush()
         await self._in_thread(self._file.close)
         await asyncio.to_thread(self._thread.shutdown)
+
+
+def _measured(found: Mapping[Pair, Measurements], tenant: str | None) -> Iterator[MeasuredSaving]:
+    """What was measured of each model and tenant that the caller may see. A failure leaves one of them out."""
+    for pair, each in found.items():
+        if not _may_see(tenant, pair.tenant, pair.model):
+            continue
+        try:
+            saving = saving_of(pair, each)
+        except ArithmeticError as error:
+            log.warning("the saving cannot be worked out", model=pair.model, tenant=pair.tenant, error=str(error))
+            continue
+        if saving is not None:
+            yield saving
 
 
 def _fields(pending: _Pending) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from statistics import NormalDist
 
 import pytest
 
-from kvpool.reports import MAX_SIZE_CLASS, EngineReport, FirstTokenTimes
+from kvpool.reports import MAX_SIZE_CLASS, FirstTokenTimes
 from kvpool_server.pairs import Pair
 from kvpool_server.reports.saving import MAX_SAVED_S, MIN_REQUESTS, measured, t_quantile
-from kvpool_server.reports.totals import MAX_TOTAL, Totals
+from kvpool_server.reports.totals import MAX_TOTAL, Measurements
 
 PAIR = Pair("model", "acme")
 
@@ -20,10 +20,10 @@ def times(size_class: int, is_held_out: bool, values: list[float]) -> FirstToken
     return FirstTokenTimes(size_class, is_held_out, len(values), sum(values), sum(each * each for each in values))
 
 
-def totals(*classes: FirstTokenTimes) -> Totals:
-    found = Totals()
+def totals(*classes: FirstTokenTimes) -> Measurements:
+    found = Measurements()
     for each in classes:  # As many reports: they add up.
-        found.add(EngineReport(bytes(16), 1, first_token_times=(each,)))
+        found.add([each])
     return found
 
 
@@ -53,7 +53,7 @@ def test_too_few_requests_give_no_number() -> None:
     assert found is not None
     assert found.num_compared == 0 and found.saved_seconds == found.low_seconds == found.high_seconds == 0
     assert (found.num_loaded, found.num_held_out) == (4 * MIN_REQUESTS, len(few))
-    assert measured(PAIR, Totals()) is None
+    assert measured(PAIR, Measurements()) is None
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -104,9 +104,7 @@ def test_counts_of_all_size_classes_together_have_64_bits() -> None:
     for size_class in range(MAX_SIZE_CLASS + 1):
         for is_held_out in (False, True):
             added.first_token_times[size_class, is_held_out] = FirstTokenTimes(size_class, is_held_out, MAX_TOTAL)
-            added.add(
-                EngineReport(bytes(16), 1, first_token_times=(FirstTokenTimes(size_class, is_held_out, 1 << 40),))
-            )
+            added.add([FirstTokenTimes(size_class, is_held_out, 1 << 40)])
     found = measured(PAIR, added)
     assert found is not None
     assert found.num_compared == found.num_loaded == found.num_held_out < 1 << 64
