@@ -116,9 +116,9 @@ compared with the expected byte; at the end no slot, lease or ticket may be held
 shared memory, beside bare sockets and beside threads that copy and sum. "Without sums": the checksums come from
 elsewhere, as on a GPU. A bare server sends from one place in its cache; kvpool moves a whole pool's memory.""",
     "network-16-cores": """The same on a GPU's host, with 16 cores, which clients, data workers and bare servers share.
-What bounds the puts: memory (bare servers that keep a batch, as a pool does, take 1.1 to 1.2 times as long), the calls
-before and after the bytes, whose figure is that of blocks of 64 bytes, and with sums the threads that sum. Twice as
-many data workers change nothing. Two ranks share what the host's loopback carries: two bare ones get half of one's
+What bounds the puts: memory (bare servers that keep a batch, as a pool does, are slower, too), the calls before and
+after the bytes, whose time is that of puts of tiny blocks, and with sums the threads that sum. Twice as many data
+workers change nothing. Two ranks share what the host's loopback carries: two bare ones get half of one's
 rate each, so a rank of two over a rank alone says nothing of kvpool there.""",
     "wan": """How fast blocks travel between two machines with delay and loss on the way, beside one
 bare TCP connection over the same link: two network namespaces, joined by a process that carries packets (no privileges,

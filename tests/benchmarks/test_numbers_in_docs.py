@@ -88,7 +88,11 @@ SETTINGS: dict[str, dict[str, str]] = {
         "than the uncertainty, or by 1 %": "kvpool.advice: TIE_SHARE",
     },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
+    "commands.md": {
+        "still answers 10 s after the deadline": "kvpool.commands.drain: LATE_S",
+    },
     "operations.md": {
+        "`drain_ms` and 5 s together": "kvpool_server.server: HANDOVER_S",
         "less than 16 MiB for each gRPC call": ELSEWHERE,
         "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
         "more than `drain_ms` and 5 s": "kvpool_server.server: HANDOVER_S",
