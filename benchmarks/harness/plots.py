@@ -62,8 +62,12 @@ def draw(name: str, result: Result, folder: Path) -> Path | None:
     figure = PLOTS[name](result) if name in PLOTS else None
     if figure is None:
         return None
-    path = folder / f"{name}.svg"
-    folder.mkdir(parents=True, exist_ok=True)
+    return write(figure, folder / f"{name}.svg")
+
+
+def write(figure: Figure, path: Path) -> Path:
+    """Writes a plot as SVG, the same bytes each time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
     # Matplotlib ends lines with spaces, which editors and hooks take away.
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from benchmarks.cases import kv_bytes, weights
-from benchmarks.harness import figures
+from benchmarks.harness import figures, glance
 from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE, change, spread, verdict
 from benchmarks.harness.plots import draw
 
@@ -21,7 +21,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "benchmarks.md"
 TABLES = {"memory": kv_bytes.table, "digest": weights.table}
 PLOTS = DOCUMENT.parents[1] / "plots"
 
-INTRODUCTION = """# Benchmarks
+TITLE = "# Benchmarks\n"
+INTRODUCTION = """## How these are measured
 
 `make bench` runs all benchmarks that need no GPU, in a quarter of an hour, and `make bench-gpu` the others, with the
 python3, vLLM and kvpool that are installed. `python -m benchmarks.cases.NAME` runs one: it prints a table beside the
@@ -169,7 +170,7 @@ def main() -> None:
 
 def page() -> str:
     """docs/explanation/benchmarks.md; draws its plots."""
-    parts = [INTRODUCTION]
+    parts = [TITLE, *glance.section(RESULTS, PLOTS, DOCUMENT), INTRODUCTION]
     for name, question in QUESTIONS.items():
         path = RESULTS / f"{name}.json"
         if path.exists():

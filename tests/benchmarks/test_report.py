@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.cases.sweep import LIMITS
-from benchmarks.harness import figures, plots, report
+from benchmarks.harness import figures, glance, plots, report
 from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE
 
 MACHINE = {"cpu": "some", "cores": 2, "memory_gib": 8.0}
@@ -101,6 +101,25 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     assert "| 64 blocks, TP 1: kvpool p50 | 1 ms |  | <= 2 | (yes) |  |" in page
     assert "commit 0123456789ab-dirty, on the same kind of machine" in page
     assert "| kvpool shm | 1 | 2 |" in page
+
+
+def test_the_first_screen_has_the_best_of_each_kind(tmp_path):
+    question = glance.QUESTIONS[0]
+    rows = [
+        _row(bar.row, figure) for bar, figure in zip(question.bars, (600.0, 900.0, 110.0, 102.0, 38.0), strict=True)
+    ]
+    rows.append(_row("other", 1.0, met=False))
+    (tmp_path / "gpu.json").write_text(json.dumps({"rows": rows}))
+    lines = glance.section(tmp_path, tmp_path / "docs" / "plots", tmp_path / "docs" / "some" / "page.md")
+    assert f"| {question.title} | **102 ms** | 110 ms | 600 ms | 38 ms | [gpu](#gpu) |" in lines
+    assert f"![{question.title}](../plots/glance-first-token.svg)" in lines
+    assert any(line.startswith("1 targets were set before measuring: 0 are met, 1 are not") for line in lines)
+    (tmp_path / "gpu.json").write_text(json.dumps({"rows": rows[1:]}))
+    assert glance.section(tmp_path, tmp_path / "docs" / "plots", tmp_path / "docs" / "page.md") == []
+
+
+def test_the_first_screen_finds_all_of_its_rows():
+    assert all(glance._figures(question, RESULTS) for question in glance.QUESTIONS)
 
 
 def test_every_committed_result_is_on_the_page():

@@ -1,0 +1,185 @@
+"""The first screen of docs/explanation/benchmarks.md: one table and three plots, of kvpool, its peers and the limit.
+
+Each bar is one row of a committed result, which the table names. A question without its results is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks.harness.plots import BLUE, DARK, GREY, ORANGE, write
+
+OURS, PEER, NONE, LIMIT = "kvpool", "peer", "without a pool", "limit"
+COLOURS = {OURS: BLUE, PEER: ORANGE, NONE: GREY, LIMIT: DARK}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One row of the question's result.
+
+    Attributes:
+        kind: OURS, PEER, NONE or LIMIT.
+    """
+
+    label: str
+    row: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One plot, and one row of the table.
+
+    Attributes:
+        result: name of the result's file.
+        is_time: less is better.
+        told: how it was measured, in a sentence.
+    """
+
+    name: str
+    title: str
+    result: str
+    is_time: bool
+    bars: tuple[Bar, ...]
+    told: str
+
+
+QUESTIONS = (
+    Question(
+        "first-token",
+        "How long until the first token of a prompt of 20,000 tokens?",
+        "gpu",
+        True,
+        (
+            Bar("computed, no pool", "cold TTFT, alone", NONE),
+            Bar("Mooncake's connector, over TCP", "warm TTFT, Mooncake", PEER),
+            Bar("vLLM offloading, in one process", "warm TTFT, vLLM offloading", PEER),
+            Bar("kvpool, from another process", "warm TTFT, kvpool, another process", OURS),
+            Bar("limit: the engine's own cache", "own cache TTFT, alone", LIMIT),
+        ),
+        "One GPU, a model of Llama 3.1 8B's shape. Offloading shares nothing with other processes. Mooncake's connector "
+        "went over TCP; RDMA was not measured.",
+    ),
+    Question(
+        "bytes",
+        "How fast does one client load blocks over TCP?",
+        "transport-16-cores",
+        False,
+        (
+            Bar("Mooncake Store", "Mooncake Store, TCP get", PEER),
+            Bar("a bare gRPC stream", "bare gRPC stream get", PEER),
+            Bar("kvpool", "tcp get", OURS),
+            Bar("limit: a bare socket", "bare socket get", LIMIT),
+        ),
+        "A host with 16 cores, loopback. kvpool verifies checksums; the others do not. Shared memory on one "
+        "host is faster: see the section.",
+    ),
+    Question(
+        "lookup",
+        "How long does a lookup of 8,192 blocks take, for eight tensor-parallel ranks?",
+        "lookup",
+        True,
+        (
+            Bar("Mooncake Store", "8192 blocks, TP 8: mooncake p50", PEER),
+            Bar("kvpool", "8192 blocks, TP 8: kvpool p50, beside mooncake", OURS),
+            Bar("limit: a call that does nothing", "a call that does nothing (Ping): p50", LIMIT),
+        ),
+        "Two cores, a million entries. kvpool is asked once for all ranks, and gives a lease; Mooncake is asked for each "
+        "rank's keys, without a lease.",
+    ),
+)
+
+
+def section(results: Path, plots: Path, page: Path) -> list[str]:
+    """Lines of the page: the table, the plots, and how many targets were met.
+
+    Args:
+        results: folder of the results' files.
+        plots: folder that gets the plots.
+        page: which links to them.
+    """
+    asked = [(question, figures) for question in QUESTIONS if (figures := _figures(question, results))]
+    if not asked:
+        return []
+    lines = [
+        "## At a glance",
+        "",
+        "| question | kvpool | best peer | without a pool | limit | result |",
+        "|---|---|---|---|---|---|",
+        *(_row(question, figures) for question, figures in asked),
+        "",
+        _targets(results),
+        "",
+    ]
+    for question, figures in asked:
+        path = write(_plot(question, figures), plots / f"glance-{question.name}.svg")
+        lines += [f"![{question.title}]({os.path.relpath(path, page.parent)})", "", question.told, ""]
+    return lines
+
+
+def _figures(question: Question, results: Path) -> dict[str, tuple[float, str]]:
+    """Row -> figure and unit of all bars; empty if the result or a row is missing."""
+    path = results / f"{question.result}.json"
+    if not path.exists():
+        return {}
+    rows = {row["what"]: (row["figure"], row["unit"]) for row in json.loads(path.read_text())["rows"]}
+    found = {bar.row: rows[bar.row] for bar in question.bars if bar.row in rows}
+    return found if len(found) == len(question.bars) else {}
+
+
+def _row(question: Question, figures: dict[str, tuple[float, str]]) -> str:
+    cells = [_best(question, figures, kind) for kind in (OURS, PEER, NONE, LIMIT)]
+    return f"| {question.title} | **{cells[0]}** | {' | '.join(cells[1:])} | [{question.result}](#{question.result}) |"
+
+
+def _best(question: Question, figures: dict[str, tuple[float, str]], kind: str) -> str:
+    """The best figure of a kind: of limits the hardest one to reach."""
+    found = [figures[bar.row] for bar in question.bars if bar.kind == kind]
+    if not found:
+        return ""
+    return _text(*(min(found) if question.is_time else max(found)))
+
+
+def _text(figure: float, unit: str) -> str:
+    return f"{figure:,.0f} {unit}" if figure >= 100 else f"{figure:.3g} {unit}"
+
+
+def _plot(question: Question, figures: dict[str, tuple[float, str]]) -> Figure:
+    figure = Figure(figsize=(9, 1.1 + 0.42 * len(question.bars)), layout="constrained")
+    figure.suptitle(question.title, x=0.01, ha="left")
+    axes = figure.subplots()
+    values = [figures[bar.row] for bar in question.bars]
+    drawn = axes.barh(
+        [bar.label for bar in question.bars],
+        [value for value, _ in values],
+        color=[COLOURS[bar.kind] for bar in question.bars],
+    )
+    axes.bar_label(drawn, [_text(value, unit) for value, unit in values], padding=4)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"{values[0][1]} ({'less' if question.is_time else 'more'} is better)")
+    return figure
+
+
+def _targets(results: Path) -> str:
+    """How many of the targets that were set before measuring have been met."""
+    verdicts = list(_verdicts(results))
+    met, missed = verdicts.count("yes"), verdicts.count("no")
+    return (
+        f"{len(verdicts)} targets were set before measuring: {met} are met, {missed} are not, and "
+        f"{len(verdicts) - met - missed} lie within the noise. Each section below names those that were missed."
+    )
+
+
+def _verdicts(results: Path) -> Iterator[str]:
+    for path in sorted(results.glob("*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            if row["met"] is not None:
+                yield {True: "yes", False: "no"}.get(row["met"], "noise")
