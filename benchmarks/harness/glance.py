@@ -63,8 +63,8 @@ QUESTIONS = (
             Bar("kvpool, from another process", "warm TTFT, kvpool, another process", OURS),
             Bar("limit: the engine's own cache", "own cache TTFT, alone", LIMIT),
         ),
-        "One GPU, a model of Llama 3.1 8B's shape. Offloading shares nothing with other processes. Mooncake's connector "
-        "went over TCP; RDMA was not measured.",
+        "One GPU, a model of Llama 3.1 8B's shape. Offloading shares nothing with other processes. Mooncake's "
+        "connector went over TCP; RDMA was not measured.",
     ),
     Question(
         "bytes",
@@ -90,8 +90,8 @@ QUESTIONS = (
             Bar("kvpool", "8192 blocks, TP 8: kvpool p50, beside mooncake", OURS),
             Bar("limit: a call that does nothing", "a call that does nothing (Ping): p50", LIMIT),
         ),
-        "Two cores, a million entries. kvpool is asked once for all ranks, and gives a lease; Mooncake is asked for each "
-        "rank's keys, without a lease.",
+        "Two cores, a million entries. kvpool is asked once for all ranks, and gives a lease; Mooncake is asked for "
+        "each rank's keys, without a lease.",
     ),
 )
 
