@@ -514,12 +514,45 @@ class PoolStats:
     num_quarantined: int = 0
     num_leases: int = 0
     num_tickets: int = 0
+    pinned_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     tiers: tuple[TierStats, ...] = ()
     server: ServerStats | None = None
     boot_token: int = 0
     engines: tuple[EngineState, ...] = ()
     quotas: tuple[Quota, ...] = ()
+
+
+class HintKind(enum.IntEnum):
+    """What a client says of a prefix: keep it, it is needed no more, bring it up from a tier."""
+
+    PIN = 1
+    EXPIRE = 2
+    PREFETCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HintResult:
+    """What became of a hint, in blocks.
+
+    Args:
+        num_blocks: that are pinned, or expired, or of a prefetch in the arena already.
+        num_refused: that are stored and were not pinned: beyond the tenant's budget, or behind such a block.
+        num_pending: of a prefetch: on their way up, as far as is known; more may follow.
+    """
+
+    num_blocks: int
+    num_refused: int = 0
+    num_pending: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinBudget:
+    """What a tenant may pin, and has pinned, in bytes of slots."""
+
+    tenant: str
+    limit_bytes: int
+    used_bytes: int
 
 
 def check_hash(value: bytes, what: str) -> None:

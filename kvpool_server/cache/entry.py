@@ -142,7 +142,9 @@ class Entry:
         pending_until: the latest deadline of all tickets that ever covered it.
         checksums: xxh3-64 of each present shard.
         leases: how many live leases cover it.
-        used: the stamp of its last use: the number of the pool's call and, below `TICK`, the policy's kind of use.
+        used: the stamp of its last use: the number of the pool's call and, below `TICK`, the policy's kind of use;
+            `EXPIRED` if a client has said since that it is not needed any more.
+        pinned_until: until when it is evicted after others, in seconds of the pool's clock; 0: it was never pinned.
         depth: how many ancestors it had when it was made.
         queued: the evictor that holds it as a candidate; None: no evictor does.
     """
@@ -160,6 +162,7 @@ class Entry:
         "parent_hash",
         "pending",
         "pending_until",
+        "pinned_until",
         "present",
         "queued",
         "used",
@@ -178,6 +181,7 @@ class Entry:
         self.present = 0
         self.pending = 0
         self.pending_until = 0.0
+        self.pinned_until = 0
         self.checksums = array("Q", bytes(8 * group.spec.num_shards))
         self.leases = 0
         self.used = used

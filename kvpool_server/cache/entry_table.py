@@ -22,6 +22,7 @@ from kvpool_server.cache.block_index import BlockIndex
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Group, Observer, Record
 from kvpool_server.cache.leases import Ticket
+from kvpool_server.cache.pins import Pins
 from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
@@ -33,6 +34,7 @@ class EntryTable:
         departures: told of the entries that leave, and why.
         clock: monotonic seconds.
         grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
+        pins: told of the pinned entries that leave.
 
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
@@ -47,6 +49,7 @@ class EntryTable:
         clock: Callable[[], float],
         grace_ms: int,
         counters: dict[str, int],
+        pins: Pins,
     ):
         self.num_live = 0
         self.num_complete = 0
@@ -57,6 +60,7 @@ class EntryTable:
         self._clock = clock
         self._grace_s = grace_ms / 1000
         self._counters = counters
+        self._pins = pins
         self._observers: list[Observer] = []
 
     def observe(self, observer: Observer) -> None:
@@ -157,6 +161,8 @@ class EntryTable:
     def evict(self, victims: Sequence[Entry], evicted_for: Group | None = None) -> None:
         """Drops entries to free their slots, for a put into a group or in advance."""
         for victim in victims:
+            if victim.pinned_until and victim.pinned_until > self._clock():
+                self._counters["pin_given_back_blocks"] += 1
             if victim.complete:
                 for observer in self._observers:
                     observer.evicted(victim)
@@ -169,6 +175,8 @@ class EntryTable:
         assert entry.live
         entry.live = False
         self._placement.evictor(entry.group).dropped(entry)
+        if entry.pinned_until:
+            self._pins.dropped(entry)
         entry.group.forget(entry)
         self.num_live -= 1
         if entry.complete:

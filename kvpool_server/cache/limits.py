@@ -53,6 +53,7 @@ class Limits:
         max_spec_bytes, max_specs_bytes: of one namespace's specification, and of all open ones together.
         max_quotas: in force at once, and in one request.
         max_streams: streams of lookups at once; beyond it the one that has been idle longest is ended.
+        pin_share: of the arena, that each tenant may pin: 0 to 1.
     """
 
     max_batch_blocks: int = 8_192
@@ -72,3 +73,4 @@ class Limits:
     max_specs_bytes: int = 16 << 20
     max_quotas: int = 256
     max_streams: int = 2_048
+    pin_share: float = 0.1

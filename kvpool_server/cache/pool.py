@@ -46,6 +46,7 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.explanations import Explanations
+from kvpool_server.cache.hints import Hints
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import NOBODY, Found, Owner, Ticket
@@ -53,6 +54,7 @@ from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups
 from kvpool_server.cache.misses import Misses
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
+from kvpool_server.cache.pins import Pins
 from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
@@ -82,6 +84,8 @@ class Pool:
         misses: says why blocks are not found.
         explanations: say what is known of a prompt's blocks.
         use_times: when a stamp of an entry's use was given.
+        pins: what clients have pinned.
+        hints: what clients say of prefixes.
     """
 
     def __init__(
@@ -100,18 +104,20 @@ class Pool:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.new_id = new_id
         longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
-        self.placement = Placement(arena, policy, self.counters, longest_hold_s)
+        self.placement = Placement(arena, policy, self.counters, longest_hold_s, clock)
         self._quarantine = Quarantine()
         self.use_times = UseTimes(clock())
+        self.pins = Pins(int(arena.arena_bytes * self.limits.pin_share))
         departures = Departures(clock, self.use_times)
         self.entry_table = EntryTable(
-            arena, self.placement, self._quarantine, departures, clock, self.limits.grace_ms, self.counters
+            arena, self.placement, self._quarantine, departures, clock, self.limits.grace_ms, self.counters, self.pins
         )
         self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self._clock = clock
         self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
         self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
+        self.hints = Hints(self._namespaces, self.placement, self.pins, clock, self.counters)
         self.misses = Misses(self._namespaces, departures)
         self.explanations = Explanations(self._namespaces, departures, self.misses, self.use_times, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
@@ -503,6 +509,8 @@ class Pool:
         now = self._clock()
         if now >= self.use_times.next_mark:
             self.use_times.mark(now, self.placement.stamp)
+        if now >= self.pins.next_end:
+            self.pins.expire(now)
         self._settle(now, SETTLED_PER_CALL)
         return now
 
@@ -548,6 +556,7 @@ class Pool:
             num_quarantined=len(self._quarantine),
             num_leases=len(self.leases),
             num_tickets=len(self.tickets),
+            pinned_bytes=self.pins.pinned_bytes(),
             counters=dict(self.counters),
         )
 
@@ -560,6 +569,9 @@ class Pool:
         check_slots(self.arena, entries, quarantined)
         check_holds(entries, list(quarantined.values()), self._holds.all_leases(), self._holds.all_tickets())
         check_prefixes(entries)
+        now = self._clock()
+        self.pins.expire(now)
+        self.pins.check(entries, now)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
 

@@ -45,7 +45,7 @@ class MiniEntry:
 
     __slots__ = ("block_hash", "children", "depth", "live", "nbytes", "parent", "queued", "used")
 
-    leases = pending = 0
+    leases = pending = pinned_until = 0
     group = None
 
     def __init__(self, key: int, parent: MiniEntry | None, depth: int, nbytes: int, used: int):

@@ -12,6 +12,7 @@ from typing import TypeVar
 from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 
 SAMPLED_SLOTS = 32
@@ -32,6 +33,7 @@ class Donations:
 
     Args:
         last_used: the stamp of the last use of each tenant's slot size.
+        clock: of pins, in seconds.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Donations:
         superseded: Superseded,
         drain: ExtentDrain,
         last_used: Mapping[tuple[str, int], int],
+        clock: Callable[[], float],
     ):
         self._arena = arena
         self._superseded = superseded
         self._drain = drain
         self._last_used = last_used
+        self._clock = clock
 
     def share(self, tenant: str) -> int:
         """How many extents each tenant has if all of them, and this one, have the same."""
@@ -111,12 +115,14 @@ class Donations:
             yield extent
         num_shared = max(arena.num_held(tenant), min(self.share(tenant), arena.limit(tenant)))
         share, before = max(1, num_shared // (len(num_extents) + 1)), dict(num_extents)
-        our_oldest = oldest_stamp(mine, victims)
+        our_oldest, now = oldest_stamp(mine, victims), self._clock()
         last_used = {size: self._last_used.get((tenant, size), 0) for size in num_extents}
         colder = [] if our_oldest is None else [size for size in num_extents if last_used[size] < our_oldest]
         for size in sorted(colder, key=last_used.__getitem__):
             del num_extents[size]
             for extent in self._unheld(arena.extents(size, tenant), given, searched):
+                if last_pin_end(extent) > now:
+                    break  # As those behind it; what this size holds itself is evicted before.
                 num_mine += 1
                 yield extent
         surplus = self._surplus(num_extents, share, lambda size: arena.extents(size, tenant), given, searched)
@@ -154,8 +160,13 @@ class Donations:
                 yield extent
 
     def _unheld(self, extents: Iterable[Extent], given: Container[int], searched: Searched) -> Iterator[Extent]:
-        """Those of some extents without a leased or pending entry, coldest first, except those already given."""
-        for extent in sorted((each for each in extents if each.start not in given), key=last_use):
+        """Those of some extents without a leased or pending entry, coldest first, except those already given.
+
+        Those with pinned entries come last.
+        """
+        now = self._clock()
+        candidates = (each for each in extents if each.start not in given)
+        for extent in sorted(candidates, key=lambda each: (last_pin_end(each) > now, last_use(each))):
             if extent.num_used > MAX_DONATED_SLOTS or searched.is_unheld(extent):
                 yield extent
 
@@ -175,5 +186,14 @@ class Searched:
 
 def last_use(extent: Extent) -> int:
     """The stamp of the last use of an extent, of some of its slots."""
+    return max((owner.used for owner in _sample(extent)), default=0)
+
+
+def last_pin_end(extent: Extent) -> int:
+    """When the last pin of an extent ends, of some of its slots."""
+    return max((owner.pinned_until for owner in _sample(extent)), default=0)
+
+
+def _sample(extent: Extent) -> list[Entry]:
     step = max(1, len(extent.owners) // SAMPLED_SLOTS)
-    return max((owner.used for owner in extent.owners[::step] if owner is not None), default=0)
+    return [owner for owner in extent.owners[::step] if owner is not None]

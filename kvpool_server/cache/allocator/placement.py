@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
@@ -29,7 +30,14 @@ from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
-from kvpool_server.cache.eviction.partitions import Partition, Partitions, Victims, choose_victims
+from kvpool_server.cache.eviction.partitions import (
+    Partition,
+    Partitions,
+    Victims,
+    choose_pinned,
+    choose_unpinned,
+    choose_victims,
+)
 from kvpool_server.cache.quotas import Account
 
 MAX_COUNTED_SLOTS = 1_024
@@ -65,24 +73,36 @@ class Placement:
 
     Args:
         longest_hold_s: how long a slot can stay held after its entry was dropped.
+        clock: of pins, in seconds.
     """
 
     def __init__(
-        self, arena: Arena, policy: Callable[[], Policy], counters: dict[str, int], longest_hold_s: float = 0.0
+        self,
+        arena: Arena,
+        policy: Callable[[], Policy],
+        counters: dict[str, int],
+        longest_hold_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._arena = arena
         self._superseded = Superseded()
         self._drain = ExtentDrain(arena, longest_hold_s)
-        self._partitions = Partitions(policy)
+        self._partitions = Partitions(policy, clock)
         self._counters = counters
         self._last_used: dict[tuple[str, int], int] = {}
-        self._donations = Donations(arena, self._superseded, self._drain, self._last_used)
+        self._donations = Donations(arena, self._superseded, self._drain, self._last_used, clock)
         self._stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
     def evictor(self, group: Group) -> Evictor:
         """Chooses victims among a group's entries, and those that share its slot size and its quotas."""
         return self._partitions.of(group).evictor
+
+    def expire(self, entry: Entry) -> None:
+        """Has an entry evicted before others, unless it is used before."""
+        partition = self._partitions.of(entry.group)
+        partition.evictor.expire(entry)
+        partition.forget_worth()
 
     @property
     def stamp(self) -> int:
@@ -276,12 +296,13 @@ class Placement:
         over -= victims.nbytes(account.groups.__contains__)
         partitions = self._partitions.of_account(account)
         sizes = sorted({partition.slot_bytes for partition in partitions}, key=lambda size: (size != slot_bytes, -size))
-        for size in sizes:
-            if over <= 0:
-                break
-            alike = [partition for partition in partitions if partition.slot_bytes == size]
-            wanted = -(-over // size)
-            over -= size * self._choose(alike, wanted if most is None else min(wanted, most), victims)
+        for choose in (self._choose_unpinned, choose_pinned):
+            for size in sizes:
+                if over <= 0:
+                    break
+                alike = [partition for partition in partitions if partition.slot_bytes == size]
+                wanted = -(-over // size)
+                over -= size * choose(alike, wanted if most is None else min(wanted, most), victims)
         return max(over, 0)
 
     def _choose_surplus(self, tenant: str, victims: Victims, most: int) -> None:
@@ -296,10 +317,10 @@ class Placement:
             chosen = (owner for owner in owners if owner.live and not owner.pending)
             victims.add(itertools.islice(chosen, max(0, most - len(victims.entries))))
 
-    def _choose(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
+    def _choose_unpinned(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
         taken = self._choose_superseded(partitions, count, victims)
-        return taken + choose_victims(partitions, count - taken, victims, self._stamp) if taken < count else taken
+        return taken + choose_unpinned(partitions, count - taken, victims, self._stamp) if taken < count else taken
 
     def _choose_superseded(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()

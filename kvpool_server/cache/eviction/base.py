@@ -17,6 +17,8 @@ from kvpool_server.cache.entry import Entry
 
 TICK = 64
 """Stamps from one call of the pool to the next."""
+EXPIRED = -TICK
+"""In place of the stamp of an entry that clients need no more; its next use replaces it. It has the kind 0."""
 
 
 class VictimQueue(ABC):

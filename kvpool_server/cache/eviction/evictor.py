@@ -12,20 +12,31 @@ more than half of a queue, each further drop visits a few queued entries. So no 
 
 An entry whose group moves to another evictor stays in the old queue, too, where it counts as dropped.
 
+Hints of clients (`cache/hints.py`) come before the policy's order:
+- **Expired** candidates are chosen first. They stay in the queue as well, so that a use has nothing to undo.
+- **Pinned** candidates are chosen last, and only when they are asked for. One that the queue brings up is **parked**:
+  it leaves the queue until its pin ends, so that each pin costs one step, however many there are and however often
+  the evictor chooses. The ends of pins are looked for when the evictor chooses, some entries at a time.
+
 Source: SGLang's RadixAttention evicts the leaves of its radix tree first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.eviction.base import TICK, Policy
+from kvpool_server.cache.eviction.base import EXPIRED, TICK, Policy
 
 MIN_DEAD_TO_SWEEP = 1_000
 """Dropped entries in a queue: with fewer the queue is not swept, however short it is."""
 SWEPT_PER_DROP = 8
 """Queued entries that a drop visits while the queue is swept: at least one in three of them was dropped."""
+UNPARKED_AT_ONCE = 64
+"""Parked entries whose pin has ended that a choice queues again; more only where it finds no other candidate."""
 VICTIM = -1
 """In a `Chosen`: the entry itself is a victim. No entry has so many children."""
 
@@ -34,14 +45,23 @@ Chosen = dict[Entry, int]
 
 
 class Evictor:
-    """The entries under one policy. Decides only: the caller drops the victims, or gives them back with `restore`."""
+    """The entries under one policy. Decides only: the caller drops the victims, or gives them back with `restore`.
 
-    def __init__(self, policy: Policy):
+    Args:
+        clock: of pins, in seconds.
+    """
+
+    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic):
         self._policy = policy
+        self._clock = clock
         self._queue = policy.queue
         self._num_entries = 0
         self._num_queued = 0
         self._num_dead = 0  # Entries in the queue that were dropped, or have moved to another evictor.
+        self._expired: dict[Entry, None] = {}  # Some may have been used since, or be no candidates any more.
+        self._unpopped: set[Entry] = set()  # Victims that were chosen as expired ones, and are still in the queue.
+        self._parked: dict[int, dict[Entry, None]] = {}  # By the end of their pins.
+        self._pin_ends: list[int] = []  # A heap: the keys of `_parked`.
 
     def __len__(self) -> int:
         """Queued entries, with those that were dropped since."""
@@ -61,7 +81,7 @@ class Evictor:
 
     def dropped(self, entry: Entry) -> None:
         if entry.queued is not None:
-            entry.queued._num_dead += 1
+            entry.queued._forget(entry)
         if self._num_dead > self._num_queued // 2 + MIN_DEAD_TO_SWEEP:
             removed = self._queue.sweep(SWEPT_PER_DROP, self._holds)
             self._num_queued -= removed
@@ -71,15 +91,40 @@ class Evictor:
 
     def add(self, entry: Entry) -> None:
         """Queues an entry that may have become a candidate."""
+        if entry.used < 0:
+            self._expired[entry] = None
         if entry.queued is not self:
             if entry.queued is not None:
-                entry.queued._num_dead += 1
+                entry.queued._forget(entry)
             entry.queued = self
             self._num_queued += 1
             self._queue.push(entry)
 
+    def expire(self, entry: Entry) -> None:
+        """Has an entry chosen before others, once it is a candidate and unless it is used before."""
+        entry.used = EXPIRED
+        if entry.queued is self:
+            self.pin_changed(entry, entry.pinned_until)  # A pin that has ended may have left it parked.
+            self._expired[entry] = None
+
+    def pin_changed(self, entry: Entry, before: int) -> None:
+        """The end of an entry's pin has changed."""
+        if (parked := self._parked.get(before)) and parked.pop(entry, self) is None:
+            entry.queued = None
+            self.add(entry)
+
     def _holds(self, entry: Entry) -> bool:
         return entry.live and entry.queued is self
+
+    def _forget(self, entry: Entry) -> None:
+        """An entry that is queued or parked here was dropped, or is queued elsewhere from now on."""
+        if entry.pinned_until and self._parked.get(entry.pinned_until, {}).pop(entry, self) is None:
+            return
+        if self._expired:
+            self._expired.pop(entry, None)
+        if self._unpopped:
+            self._unpopped.discard(entry)
+        self._num_dead += 1
 
     def move_from(self, other: Evictor | None, num_entries: int, stamp: int) -> None:
         """Takes over the entries of a group, but for the candidates: give them to `requeue`."""
@@ -94,19 +139,28 @@ class Evictor:
             if not entry.children and not entry.pending:
                 self.add(entry)
 
-    def choose(self, count: int, chosen: Chosen) -> list[Entry]:
+    def choose(self, count: int, chosen: Chosen, pinned: bool = False) -> list[Entry]:
         """Chooses up to `count` victims, children before their parents, and adds them to `chosen`, the victims so far.
 
         No later call chooses them again.
+
+        Args:
+            pinned: also pinned ones, when there are no others.
         """
         victims: list[Entry] = []
         leased: list[Entry] = []
+        num_popped = 0
+        self._unpark()
         while len(victims) < count:
-            victim = self._pop(chosen, leased)
+            victim = self._pop(chosen, leased, pinned)
             if victim is None:
                 break
             chosen[victim] = VICTIM
-            victim.queued = self  # Dropping its children before it must not queue it.
+            if victim.queued is self:
+                self._unpopped.add(victim)
+            else:
+                num_popped += 1
+                victim.queued = self  # Dropping its children before it must not queue it.
             victims.append(victim)
             parent = victim.parent
             if parent is not None and parent.live and (before := chosen.get(parent, 0)) != VICTIM:
@@ -114,20 +168,30 @@ class Evictor:
                 if parent.children == before + 1:
                     self.add(parent)
         self._add_all(leased)
-        self._num_dead -= len(victims)  # `dropped` will count them, and they are not in the queue.
+        self._num_dead -= num_popped  # `dropped` will count them, and they are not in the queue.
         return victims
 
     def restore(self, victims: Sequence[Entry]) -> None:
         """Makes victims that are not dropped after all candidates again."""
-        self._num_dead += len(victims)
         for victim in victims:
-            victim.queued = None
+            if victim in self._unpopped:
+                self._unpopped.remove(victim)
+            else:
+                self._num_dead += 1
+                victim.queued = None
         self._add_all(victims)
 
     def least_worth(self, chosen: Chosen, stamp: int) -> float | None:
-        """What the next victim is worth; None if there is no candidate."""
+        """What the next victim is worth; None if there is no candidate but pinned ones."""
         victim = self._next_victim(chosen)
-        return None if victim is None else self._policy.worth(victim, stamp)
+        if victim is None:
+            return None
+        return -math.inf if victim.used < 0 else self._policy.worth(victim, stamp)
+
+    @property
+    def first_pin_end(self) -> float:
+        """A time at which or after which the first pin of a parked entry ends; infinite if none is parked."""
+        return self._pin_ends[0] if self._pin_ends else math.inf
 
     def oldest_stamp(self, chosen: Chosen) -> int | None:
         """A stamp before which no candidate was used; None if there is no candidate."""
@@ -139,12 +203,36 @@ class Evictor:
         self._add_all(leased if victim is None else [victim, *leased])
         return victim
 
-    def _pop(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
+    def _pop(self, chosen: Chosen, leased: list[Entry], pinned: bool = False) -> Entry | None:
         # The caller adds the leased entries again once it has popped all it needs.
+        if self._expired and (victim := self._pop_expired(chosen, leased)) is not None:
+            return victim
+        while True:
+            if (victim := self._pop_queued(chosen, leased)) is not None:
+                return victim
+            if not self._unpark():
+                return self._pop_parked(chosen, leased) if pinned else None
+
+    def _pop_expired(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
+        """An expired candidate, which stays in the queue."""
+        while self._expired:
+            entry, _ = self._expired.popitem()
+            if entry.used >= 0 or not self._holds(entry) or entry.pending or entry.children != chosen.get(entry, 0):
+                continue
+            if not entry.leases:
+                return entry
+            leased.append(entry)
+        return None
+
+    def _pop_queued(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
         while (item := self._queue.pop()) is not None:
             stamp, entry = item
             self._num_queued -= 1
             if not self._holds(entry):
+                self._num_dead -= 1
+                continue
+            if entry in self._unpopped:  # A victim already, which is in the queue no longer.
+                self._unpopped.remove(entry)
                 self._num_dead -= 1
                 continue
             entry.queued = None
@@ -152,10 +240,51 @@ class Evictor:
                 continue
             if entry.used != stamp:
                 self.add(entry)
+            elif entry.pinned_until and entry.pinned_until > self._clock():
+                self._park(entry)
             elif entry.leases:
                 leased.append(entry)
             else:
                 return entry
+        return None
+
+    def _park(self, entry: Entry) -> None:
+        ends_at = entry.pinned_until
+        if (parked := self._parked.get(ends_at)) is None:
+            parked = self._parked[ends_at] = {}
+            heapq.heappush(self._pin_ends, ends_at)
+        parked[entry] = None
+        entry.queued = self
+
+    def _unpark(self) -> bool:
+        """Queues some of the parked entries whose pin has ended; False if there are none."""
+        if not self._pin_ends or self._pin_ends[0] > (now := self._clock()):
+            return False
+        num_left = UNPARKED_AT_ONCE
+        while num_left and self._pin_ends and self._pin_ends[0] <= now:
+            parked = self._parked[self._pin_ends[0]]
+            while num_left and parked:
+                entry, _ = parked.popitem()
+                entry.queued = None
+                self.add(entry)
+                num_left -= 1
+            if not parked:
+                del self._parked[heapq.heappop(self._pin_ends)]
+        return True
+
+    def _pop_parked(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
+        """A parked candidate, of the pin that ends first."""
+        while self._pin_ends:
+            parked = self._parked[self._pin_ends[0]]
+            while parked:
+                entry, _ = parked.popitem()
+                entry.queued = None
+                if entry.pending or entry.children != chosen.get(entry, 0):
+                    continue
+                if not entry.leases:
+                    return entry
+                leased.append(entry)
+            del self._parked[heapq.heappop(self._pin_ends)]
         return None
 
     def _add_all(self, entries: Sequence[Entry]) -> None:

@@ -283,14 +283,15 @@ class HitDensity(Policy):
             if depth >= first:
                 observed.setdefault(entries[depth - first].used, []).append(weight)
         for used, weights in observed.items():
-            self._model.hit(used % TICK, used // TICK, now, sum(weights), len(weights))
+            if used >= 0:  # Else its wait was ended by a hint, and is not what others are like.
+                self._model.hit(used % TICK, used // TICK, now, sum(weights), len(weights))
             self._model.start(kind, now, sum(weights), len(weights))
         stamp |= kind
         for entry in entries:
             entry.used = stamp
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
-        if entry.depth in SAMPLES:
+        if entry.depth in SAMPLES and entry.used >= 0:
             self._ghosts[entry.group, entry.block_hash] = entry.used
             for _ in range(MAX_FORGOTTEN):
                 if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:

@@ -8,6 +8,7 @@ an arena that has tenants.
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpool_server.cache.entry import Entry, Group
@@ -34,9 +35,9 @@ class Victims:
         self._by_evictor: list[tuple[Evictor, list[Entry]]] = []
         self._added: list[Entry] = []
 
-    def choose(self, evictor: Evictor, count: int) -> int:
-        """Adds up to `count` victims that an evictor chooses; returns how many."""
-        victims = evictor.choose(count, self.chosen)
+    def choose(self, evictor: Evictor, count: int, pinned: bool = False) -> int:
+        """Adds up to `count` victims that an evictor chooses, with `pinned` also pinned ones; returns how many."""
+        victims = evictor.choose(count, self.chosen, pinned)
         self._by_evictor.append((evictor, victims))
         self.entries += victims
         return len(victims)
@@ -95,12 +96,21 @@ class Partition:
             return self.worth(chosen, stamp)
         return self._worth
 
+    def forget_worth(self) -> None:
+        """Has `recent_worth` look again: a hint has changed which victim is next."""
+        self._worth = None
+
 
 class Partitions:
-    """The partition of every group of an open namespace."""
+    """The partition of every group of an open namespace.
 
-    def __init__(self, policy: Callable[[], Policy]):
+    Args:
+        clock: of pins, in seconds.
+    """
+
+    def __init__(self, policy: Callable[[], Policy], clock: Callable[[], float] = time.monotonic):
         self._policy = policy
+        self._clock = clock
         self._by_key: dict[tuple[tuple[str, int], tuple[Account, ...]], Partition] = {}
         self._by_group: dict[Group, Partition] = {}
 
@@ -138,7 +148,7 @@ class Partitions:
         key = (group.slot_class, accounts)
         partition = self._by_key.get(key)
         if partition is None:
-            partition = self._by_key[key] = Partition(*key, Evictor(self._policy()))
+            partition = self._by_key[key] = Partition(*key, Evictor(self._policy(), self._clock))
         partition.groups.add(group)
         for account in accounts:
             account.groups.add(group)
@@ -161,7 +171,25 @@ def oldest_stamp(partitions: Sequence[Partition], victims: Victims) -> int | Non
 
 
 def choose_victims(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
-    """Adds up to `count` victims of partitions of one slot size, those worth least first; returns how many."""
+    """Adds up to `count` victims of partitions of one slot size, those worth least first; returns how many.
+
+    Pinned ones come last.
+    """
+    num_chosen = choose_unpinned(partitions, count, victims, stamp)
+    return num_chosen + choose_pinned(partitions, count - num_chosen, victims) if num_chosen < count else num_chosen
+
+
+def choose_pinned(partitions: Sequence[Partition], count: int, victims: Victims) -> int:
+    """As `choose_unpinned`, where no unpinned victims are left: those first whose pin ends first."""
+    num_chosen = 0
+    for partition in sorted(partitions, key=lambda each: each.evictor.first_pin_end):
+        if num_chosen < count:
+            num_chosen += victims.choose(partition.evictor, count - num_chosen, pinned=True)
+    return num_chosen
+
+
+def choose_unpinned(partitions: Sequence[Partition], count: int, victims: Victims, stamp: int) -> int:
+    """As `choose_victims`, without pinned ones."""
     if len(partitions) == 1:
         return victims.choose(partitions[0].evictor, count)
     ranked: list[tuple[float, int]] = []

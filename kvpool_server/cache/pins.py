@@ -1,0 +1,157 @@
+"""Pins: which entries are evicted after others because a client has asked for it, until when, on whose budget.
+
+A pin is soft: it has an entry evicted after all that are not pinned, and keeps nothing from being evicted. An entry
+records when its pin ends, nothing else; what the pins of a namespace take is counted by their ends, so that a pin that
+ends costs no visit of its entries. Not thread-safe: the pool's event loop owns it.
+
+Invariants:
+- A pinned entry's parent, if it is live, is pinned at least as long: only leaves are evicted, so that a pin on a
+  prefix's end alone would keep the whole prefix, whatever the budget.
+- The bytes that count for a tenant are those of the slots of its pinned entries, and never more than its budget.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from kvpool.types import PinBudget
+from kvpool_server.cache.entry import Entry
+
+MAX_PIN_S = 86_400
+"""A longer pin is cut to it."""
+ENDS_PER_DOUBLING = 64
+"""Pins end at one of so many times in the second half of their time, which bounds what is counted apart: a pin lasts up
+to 1/64 longer than asked for, and 1 s at least."""
+
+
+class _Share:
+    """What the pins of one namespace take: bytes by the end of the pins, each of which is in `Pins._ends` once."""
+
+    __slots__ = ("by_end", "nbytes", "tenant")
+
+    def __init__(self, tenant: str):
+        self.tenant = tenant
+        self.by_end: Counter[int] = Counter()
+        self.nbytes = 0
+
+
+class Pins:
+    """Those of one pool.
+
+    Args:
+        budget_bytes: that each tenant may pin.
+
+    Attributes:
+        next_end: the time from which on `expire` is worth a call.
+    """
+
+    def __init__(self, budget_bytes: int):
+        self._budget_bytes = budget_bytes
+        self._by_namespace: dict[bytes, _Share] = {}
+        self._by_tenant: Counter[str] = Counter()
+        self._ends: list[tuple[int, bytes]] = []
+        self.next_end = math.inf
+
+    def pin(self, entry: Entry, until: int, now: float) -> bool:
+        """Pins an entry, or prolongs its pin; False if its tenant's budget is exceeded or its parent is not pinned."""
+        parent, before = entry.parent, entry.pinned_until
+        if parent is not None and parent.live:
+            until = min(until, parent.pinned_until)
+        if until <= before or until <= now:
+            return before > now
+        group = entry.group
+        if before > now:
+            self._uncharge(entry)
+        elif self._by_tenant[group.declared_tenant] + group.spec.slot_bytes > self._budget_bytes:
+            return False
+        self._charge(entry, until)
+        return True
+
+    def unpin(self, entry: Entry) -> None:
+        """Ends an entry's pin; none of its children may be pinned."""
+        self._uncharge(entry)
+        self._set(entry, 0)
+
+    def dropped(self, entry: Entry) -> None:
+        """A pinned entry has left the pool; its pin may have ended before."""
+        self._uncharge(entry)
+        entry.pinned_until = 0
+
+    def expire(self, now: float) -> None:
+        """Counts the pins that have ended no longer."""
+        while self._ends and self._ends[0][0] <= now:
+            end, fingerprint = heapq.heappop(self._ends)
+            if (share := self._by_namespace.get(fingerprint)) is not None:
+                self._take(share, share.by_end.pop(end, 0))
+                if not share.by_end:
+                    del self._by_namespace[fingerprint]
+        self.next_end = self._ends[0][0] if self._ends else math.inf
+
+    def pinned_bytes(self, fingerprint: bytes | None = None) -> int:
+        """Bytes of slots of a namespace's pinned entries, or of all."""
+        if fingerprint is None:
+            return self._by_tenant.total()
+        share = self._by_namespace.get(fingerprint)
+        return 0 if share is None else share.nbytes
+
+    def budgets(self, tenants: Iterable[str]) -> list[PinBudget]:
+        """What these tenants may pin, and have pinned, by tenant."""
+        used = self._by_tenant
+        return [PinBudget(each, self._budget_bytes, used.get(each, 0)) for each in sorted(set(tenants))]
+
+    def check(self, entries: Iterable[Entry], now: float) -> None:
+        """Recomputes the invariants from scratch, once `expire` has been called; raises AssertionError."""
+        pinned = [entry for entry in entries if entry.pinned_until > now]
+        nbytes: Counter[bytes] = Counter()
+        for entry in pinned:
+            nbytes[entry.group.fingerprint] += entry.group.spec.slot_bytes
+            parent = entry.parent
+            is_kept = parent is None or not parent.live or parent.pinned_until >= entry.pinned_until
+            assert is_kept, "a pin outlives that of a block before it"
+        counted = {fingerprint: share.nbytes for fingerprint, share in self._by_namespace.items() if share.nbytes}
+        assert counted == dict(nbytes), "the bytes of pins are off"
+        assert all(sum(share.by_end.values()) == share.nbytes for share in self._by_namespace.values()), "ends are off"
+        for budget in self.budgets(self._by_tenant):
+            assert budget.used_bytes <= budget.limit_bytes, "a tenant has pinned more than its budget"
+
+    def _charge(self, entry: Entry, until: int) -> None:
+        group = entry.group
+        if (share := self._by_namespace.get(group.fingerprint)) is None:
+            share = self._by_namespace[group.fingerprint] = _Share(group.declared_tenant)
+        if until not in share.by_end:
+            heapq.heappush(self._ends, (until, group.fingerprint))
+            self.next_end = self._ends[0][0]
+        share.by_end[until] += group.spec.slot_bytes
+        share.nbytes += group.spec.slot_bytes
+        self._by_tenant[share.tenant] += group.spec.slot_bytes
+        self._set(entry, until)
+
+    def _uncharge(self, entry: Entry) -> None:
+        """An entry's pin is counted no longer, if it is; `expire` may have seen to that."""
+        nbytes = entry.group.spec.slot_bytes
+        share = self._by_namespace.get(entry.group.fingerprint)
+        if share is not None and share.by_end.get(entry.pinned_until, 0):
+            share.by_end[entry.pinned_until] -= nbytes
+            self._take(share, nbytes)
+
+    def _take(self, share: _Share, nbytes: int) -> None:
+        share.nbytes -= nbytes
+        self._by_tenant[share.tenant] -= nbytes
+        if not self._by_tenant[share.tenant]:
+            del self._by_tenant[share.tenant]
+
+    @staticmethod
+    def _set(entry: Entry, until: int) -> None:
+        before, entry.pinned_until = entry.pinned_until, until
+        if entry.queued is not None:
+            entry.queued.pin_changed(entry, before)
+
+
+def pin_end(seconds: int, now: float) -> int:
+    """When a pin of so many seconds ends: at one of few times, not before they have passed."""
+    seconds = min(seconds, MAX_PIN_S)
+    step = 1 << max(0, seconds.bit_length() - ENDS_PER_DOUBLING.bit_length())
+    return -(-math.ceil(now + seconds) // step) * step
