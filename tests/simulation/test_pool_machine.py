@@ -135,6 +135,23 @@ class PoolMachine(RuleBasedStateMachine):
         if really == 0:  # Rare, for it ends most of what could go wrong.
             self.world.clear(space)
 
+    @rule(group=groups, names=names, seconds=st.sampled_from([0, 1, 2, 600]))
+    def pin(self, group: Group, names: list[int], seconds: int) -> None:
+        if seconds:
+            self.world.pin(group, names, seconds)
+        else:
+            self.world.unpin(group, names)
+
+    @precondition(lambda self: self.world.stored)
+    @rule(data=st.data(), seconds=st.sampled_from([1, 600]))
+    def pin_stored(self, data: st.DataObject, seconds: int) -> None:
+        group, name = data.draw(st.sampled_from(list(self.world.stored)))
+        self.world.pin(group, [name], seconds)
+
+    @rule(group=groups, names=names)
+    def expire(self, group: Group, names: list[int]) -> None:
+        self.world.expire(group, names)
+
     @rule(space=st.sampled_from(range(len(SPECS))))
     def open(self, space: int) -> None:
         self.world.open(space)
@@ -306,6 +323,32 @@ class SlotsChargedOnly(_Unchecked):
         self.arena.set_limits({})
 
 
+class PinsIgnored(_Unchecked):
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
+        for namespace in self.open_namespaces():
+            for entry in namespace.entries():
+                entry.pinned_until = 0
+        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+
+
+class PinsWithoutBudget(_Unchecked):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.pins._budget_bytes = 1 << 60
+
+
+class ExpiredLikeOthers(_Unchecked):
+    def put_start(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
+    ) -> PutGrant:
+        for namespace in self.open_namespaces():
+            for entry in namespace.entries():
+                entry.used = max(entry.used, self.placement.stamp)
+        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+
+
 class QuarantineUncharged(_Unchecked):
     def expire(self) -> float:
         now = super().expire()
@@ -442,6 +485,28 @@ def _a_quota_and_late_writers(world: World) -> None:
         world.check()
 
 
+def _a_full_pool_with_pins(world: World) -> None:
+    for name in range(8):
+        _store(world, name)
+    world.pin(PLAIN, [0, 2, 4, 6], 600)
+    world.check()
+    _store(world, 8, 9, 10, 11)
+
+
+def _more_pins_than_the_budget(world: World) -> None:
+    _store(world, *range(8))
+    world.pin(PLAIN, range(8), 600)
+    world.check()
+
+
+def _a_full_pool_with_an_expired_prefix(world: World) -> None:
+    for name in range(8):
+        _store(world, name)
+    world.expire(PLAIN, [6])
+    world.check()
+    _store(world, 8)
+
+
 SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     GraceIgnored: _a_late_writer,
     LeaseIgnoredByEviction: _a_full_pool_with_a_reader,
@@ -459,6 +524,9 @@ SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
     ExtentsOfEverybody: _an_extent_that_changes_hands,
     SlotsChargedOnly: _a_quota_and_many_sizes,
     QuarantineUncharged: _a_quota_and_late_writers,
+    PinsIgnored: _a_full_pool_with_pins,
+    PinsWithoutBudget: _more_pins_than_the_budget,
+    ExpiredLikeOthers: _a_full_pool_with_an_expired_prefix,
 }
 OF_TENANTS = {_an_extent_that_changes_hands, _a_quota_and_many_sizes}
 """Scenarios of a pool whose extents belong to tenants."""

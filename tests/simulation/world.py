@@ -22,6 +22,7 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
 
@@ -33,6 +34,7 @@ LIMITS = Limits(
     default_ticket_ttl_ms=100,
     grace_ms=200,
     max_leases=20,
+    pin_share=0.4,
 )
 GRACE_S = LIMITS.grace_ms / 1000
 POISON = 0xDD
@@ -163,6 +165,10 @@ class World:
         self.reads: list[OpenRead] = []
         self.superseded: set[int] = set()
         self.quotas: dict[str, int] = {}
+        self.pins: dict[Block, tuple[int, float]] = {}
+        """Of pinned blocks: the slot, and when the pin ends."""
+        self.expired: dict[Block, int] = {}
+        """Of blocks that a client needs no more and nobody has used since: the slot."""
         self.allowed: dict[str, int] = {}
         """What a subject may hold: its quota, or, where that was lowered under readers and writers, what is left."""
         self._ids = itertools.count(1)
@@ -263,6 +269,7 @@ class World:
         leases_before = len(self.leases)
         if ttl_ms:
             self.superseded.discard(group[0])
+            self._used(group, names)
         found = self.pool.lookup(
             self.fingerprints[group[0]], [self._run(group, names)], prefix_only=prefix_only, lease_ttl_ms=ttl_ms
         )
@@ -293,6 +300,8 @@ class World:
         idle = not self._busy() and not self.pool.stats().num_quarantined
         before, blocks_before = self._observe(), set(self.stored)
         self.superseded.discard(group[0])
+        self._used(group, names)
+        candidates = self._candidates(group, names if parent is None else [*names, parent])
         try:
             grant = self.pool.put_start(self.fingerprints[group[0]], [self._run(group, names, parent)], shards, ttl_ms)
         except OutOfSpaceError as error:
@@ -300,6 +309,7 @@ class World:
             self._check_refusal(group, str(error), alone=idle and len(names) == 1 and parent is None)
             raise
         self._check_superseded_went_first(group, blocks_before - self.stored.keys())
+        self._check_hints_were_heeded(group, candidates, blocks_before)
         chunk_bytes = self._chunk_bytes(group)
         granted: list[tuple[int, int]] = []
         offsets = iter(grant.offsets)
@@ -330,6 +340,83 @@ class World:
             ttl_s = grant.ticket_ttl_ms / 1000
             self.tickets.append(HeldTicket(grant.ticket_id, self.clock() + ttl_s, group, shards, granted))
         return list(grant.statuses)
+
+    def pin(self, group: Group, names: Sequence[int], seconds: int) -> None:
+        """Pins blocks, one by one, as a prefix that begins with the first."""
+        self._expire()
+        for name in names:
+            block = group, name
+            is_there = self._seen_complete(block)
+            steps = self.pool.hints.pin_in_steps(self.fingerprints[group[0]], [self._run(group, [name])], seconds)
+            told = finish(steps)
+            assert told.num_blocks + told.num_refused == is_there, f"{block} is {is_there * 'not '}there: {told}"
+            if told.num_blocks:
+                self.pins[block] = self.stored[block].slot, self._entry(block).pinned_until
+                self.expired.pop(block, None)
+
+    def unpin(self, group: Group, names: Sequence[int]) -> None:
+        """Ends pins, from the end of a prefix."""
+        self._expire()
+        finish(self.pool.hints.unpin_in_steps(self.fingerprints[group[0]], [self._run(group, names)]))
+        for name in names:
+            if (group, name) in self.stored and not self._entry((group, name)).pinned_until:
+                self.pins.pop((group, name), None)
+
+    def expire(self, group: Group, names: Sequence[int]) -> None:
+        """Says that a prefix is needed no more."""
+        self._expire()
+        expired = [block for block in self.pins if self._is_pinned(block)]
+        told = finish(self.pool.hints.expire_in_steps(self.fingerprints[group[0]], [self._run(group, names)]))
+        now_expired = [name for name in names if (group, name) in self.stored and self._entry((group, name)).used < 0]
+        assert told.num_blocks <= len(now_expired)
+        assert not {(group, name) for name in now_expired} & set(expired), "a pinned block was expired"
+        for name in now_expired:
+            self.expired[group, name] = self.stored[group, name].slot
+
+    def _used(self, group: Group, names: Sequence[int]) -> None:
+        for name in names:
+            self.expired.pop((group, name), None)
+
+    def _is_pinned(self, block: Block) -> bool:
+        slot, until = self.pins.get(block, (-1, 0.0))
+        return until > self.clock() and block in self.stored and self.stored[block].slot == slot
+
+    def _entry(self, block: Block) -> Entry:
+        namespace = self.pool.namespace(self.fingerprints[block[0][0]])
+        assert namespace is not None
+        entry = namespace.groups[block[0][1]].index.get(block_hash(block[1]))
+        assert entry is not None
+        return entry
+
+    def _rank(self, block: Block) -> int:
+        """How late a block is evicted, by the hints for it."""
+        if self._is_pinned(block):
+            return 2
+        return 0 if self.expired.get(block) == self.stored[block].slot else 1
+
+    def _candidates(self, group: Group, named: Sequence[int]) -> dict[Block, tuple[int, bool]]:
+        """The rank of each block of a slot size, and whether it may be evicted at once, before a put."""
+        found = {}
+        for block in self.stored:
+            if self._slot_bytes(block[0]) == self._slot_bytes(group) and self._shares_arena(block[0], group):
+                entry = self._entry(block)
+                is_named = block[0] == group and block[1] in named
+                found[block] = self._rank(block), entry.movable and not entry.children and not is_named
+        return found
+
+    def _shares_arena(self, one: Group, other: Group) -> bool:
+        return not self.has_tenants or SPECS[one[0]].tenant == SPECS[other[0]].tenant
+
+    def _check_hints_were_heeded(
+        self, group: Group, before: dict[Block, tuple[int, bool]], blocks_before: set[Block]
+    ) -> None:
+        """Asserts that a put evicted no block while one stayed that hints put before it."""
+        if self.quotas or self.pool.placement._drain.is_active:
+            return  # Evictions for a quota, or to drain an extent, are of those that hold too much.
+        gone = {block for block in before if block not in self.stored and block[0][0] not in self.superseded}
+        stayed = [rank for block, (rank, is_free) in before.items() if is_free and block in self.stored]
+        for block in gone & blocks_before:
+            assert before[block][0] <= min(stayed, default=2), f"{block} went before others: {before}"
 
     def put_end(self, ticket: HeldTicket) -> PutReceipt | None:
         """Writes the ticket's bytes and commits them. None if the ticket was not live."""
@@ -509,8 +596,16 @@ class World:
             assert held <= told[subject].used_bytes, f"{subject} holds {held} bytes, and {told[subject]} is told"
             self.allowed[subject] = max(limit_bytes, held)
 
+    def check_pins(self) -> None:
+        """No tenant has pinned more than its budget."""
+        for tenant in TENANTS:
+            pinned = [each for each, _ in filter(self._is_pinned, self.pins) if SPECS[each[0]].tenant == tenant]
+            nbytes, most = sum(map(self._slot_bytes, pinned)), LIMITS.pin_share * EXTENT_BYTES * NUM_EXTENTS
+            assert nbytes <= most, f"tenant {tenant!r} has pinned {nbytes} of {most} bytes"
+
     def check(self) -> None:
         """What holds after every step."""
+        self.check_pins()
         self.check_quotas()
         self.pool.check_integrity()
         assert {idx for idx, info in enumerate(self.pool.namespaces()) if info.superseded} == self.superseded

@@ -116,3 +116,181 @@ def test_entries_dropped_without_being_chosen_do_not_pile_up(evictor: Evictor) -
         evictor.add(one)
         drop(evictor, one)
         assert len(evictor) <= 3 * MIN_DEAD_TO_SWEEP
+
+
+class _Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> _Clock:
+    return _Clock()
+
+
+@pytest.fixture(params=POLICIES)
+def pinning(request: pytest.FixtureRequest, clock: _Clock) -> Evictor:
+    """An evictor whose clock stands still."""
+    return Evictor(POLICIES[request.param](), clock)
+
+
+def _pin(entry: Entry, until: int) -> None:
+    before, entry.pinned_until = entry.pinned_until, until
+    if entry.queued is not None:
+        entry.queued.pin_changed(entry, before)
+
+
+def test_pinned_entries_are_chosen_last_and_only_if_asked_for(pinning: Evictor) -> None:
+    a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
+    _stored(pinning, TICK, [a], [b], [c])
+    _pin(a, 200)
+    _pin(b, 150)
+    assert pinning.choose(3, {}) == [c]
+    assert pinning.choose(3, {}, pinned=True) == [b, a], "the pin that ends first is given back first"
+
+
+def test_a_pin_that_has_ended_protects_nothing(pinning: Evictor, clock: _Clock) -> None:
+    a, b = make_entry("a"), make_entry("b")
+    _stored(pinning, TICK, [a], [b])
+    _pin(a, 200)
+    _pin(b, 300)
+    assert evict(pinning, 1) is None
+    clock.now = 200.0
+    assert evict(pinning, 2) is None
+    assert evict(pinning, 1) == [a]
+
+
+def test_a_pin_can_be_prolonged_and_ended_while_its_entry_is_parked(pinning: Evictor, clock: _Clock) -> None:
+    a, b = make_entry("a"), make_entry("b")
+    _stored(pinning, TICK, [a], [b])
+    _pin(a, 200)
+    _pin(b, 200)
+    assert evict(pinning, 1) is None
+    _pin(a, 300)
+    clock.now = 250.0
+    assert evict(pinning, 2) is None
+    assert evict(pinning, 1) == [b]
+    _pin(a, 0)
+    assert evict(pinning, 1) == [a]
+
+
+def test_a_pinned_prefix_is_given_back_from_its_end(pinning: Evictor) -> None:
+    prefix = make_chain("p", 0, 0, 0)
+    _stored(pinning, TICK, prefix)
+    for each in prefix:
+        _pin(each, 200)
+    assert pinning.choose(3, {}) == []
+    assert pinning.choose(2, {}, pinned=True) == [prefix[2], prefix[1]]
+
+
+def test_parked_entries_that_are_leased_or_dropped_are_not_chosen(pinning: Evictor) -> None:
+    a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
+    _stored(pinning, TICK, [a], [b], [c])
+    for each in (a, b, c):
+        _pin(each, 200)
+    assert pinning.choose(1, {}) == []
+    a.leases = 1
+    drop(pinning, b)
+    assert pinning.choose(3, {}, pinned=True) == [c]
+    a.leases = 0
+    assert pinning.choose(3, {}, pinned=True) == [a]
+
+
+def test_choosing_visits_each_pinned_entry_once(pinning: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = [make_entry(nth) for nth in range(5_000)]
+    for each in pinned:
+        _stored(pinning, TICK, [each])
+        _pin(each, 200)
+    pops = 0
+    pop = pinning._queue.pop
+
+    def counted() -> object:
+        nonlocal pops
+        pops += 1
+        return pop()
+
+    monkeypatch.setattr(pinning._queue, "pop", counted)
+    for nth in range(100):
+        fresh = make_entry(f"fresh{nth}")
+        _stored(pinning, (2 + nth) * TICK, [fresh])
+        assert pinning.choose(1, {}) == [fresh]
+        drop(pinning, fresh)
+    assert pops < len(pinned) + 1_000
+
+
+def test_many_pins_that_end_at_once_are_queued_some_at_a_time(pinning: Evictor, clock: _Clock) -> None:
+    pinned = [make_entry(nth) for nth in range(1_000)]
+    for each in pinned:
+        _stored(pinning, TICK, [each])
+        _pin(each, 200)
+    assert pinning.choose(1, {}) == []
+    clock.now = 200.0
+    victims = pinning.choose(1, {})
+    assert len(victims) == 1 and len(pinning) < 200
+    drop(pinning, *victims)
+    assert len(pinning.choose(999, {})) == 999, "the others are found when they are needed"
+
+
+def test_expired_entries_are_chosen_first(pinning: Evictor) -> None:
+    a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
+    _stored(pinning, TICK, [a])
+    _stored(pinning, 2 * TICK, [b])
+    _stored(pinning, 3 * TICK, [c])
+    pinning.expire(c)
+    assert pinning.least_worth({}, 4 * TICK) == float("-inf")
+    victims = evict(pinning, 1)
+    assert victims == [c]
+    pinning.restore([c])
+    assert evict(pinning, 3) is not None
+    drop(pinning, a, b, c)
+    assert len(pinning) == pinning._num_dead, "what is left in the queue is dead"
+
+
+def test_an_expired_prefix_is_chosen_from_its_end(pinning: Evictor) -> None:
+    other, prefix = make_entry("o"), make_chain("p", 0, 0, 0)
+    _stored(pinning, TICK, [other])
+    _stored(pinning, 2 * TICK, prefix)
+    for each in prefix[1:]:
+        pinning.expire(each)
+    assert evict(pinning, 2) == [prefix[2], prefix[1]]
+
+
+def test_a_use_ends_an_expiry(pinning: Evictor) -> None:
+    a, b = make_entry("a"), make_entry("b")
+    _stored(pinning, TICK, [a])
+    _stored(pinning, 2 * TICK, [b])
+    pinning.expire(b)
+    pinning.used([b], 3 * TICK)
+    assert pinning.least_worth({}, 4 * TICK) != float("-inf")
+    victims = evict(pinning, 2)
+    assert victims is not None and set(victims) == {a, b}
+
+
+def test_leased_expired_entries_are_skipped_and_kept(pinning: Evictor) -> None:
+    a, b = make_entry("a"), make_entry("b")
+    _stored(pinning, TICK, [a], [b])
+    pinning.expire(a)
+    a.leases = 1
+    assert evict(pinning, 1) == [b]
+    a.leases = 0
+    assert evict(pinning, 1) == [a]
+
+
+def test_hints_leave_nothing_behind(pinning: Evictor, clock: _Clock) -> None:
+    for nth in range(3_000):
+        one = make_entry(nth)
+        pinning.stored([one], nth * TICK + TICK)
+        pinning.add(one)
+        if nth % 3 == 0:
+            _pin(one, int(clock.now) + 1 + nth % 5)
+        elif nth % 3 == 1:
+            pinning.expire(one)
+        if nth % 7 == 0:
+            pinning.restore(pinning.choose(1, {}))
+        clock.now += 0.5
+        drop(pinning, one)
+    pinning.choose(1, {}, pinned=True)
+    assert not pinning._expired and not pinning._unpopped and not any(pinning._parked.values())
+    assert len(pinning._pin_ends) == len(pinning._parked) <= 3
