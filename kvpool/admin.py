@@ -14,7 +14,7 @@ from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.request_trace import RequestTrace
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.transport.choice import Choice, choose
-from kvpool.types import BlockRun, PoolStats, Quota, WhoAmI
+from kvpool.types import BlockRun, HintKind, HintResult, PinBudget, PoolStats, Quota, WhoAmI
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.value import ValueReport
 
@@ -64,6 +64,10 @@ class Admin:
     def quotas(self) -> list[Quota]:
         """Every quota, by subject."""
         return replies.quotas(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).quotas)
+
+    def pin_budgets(self) -> list[PinBudget]:
+        """What each tenant with open namespaces may pin, and has pinned; none from a server of an older release."""
+        return replies.pin_budgets(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).pin_budgets)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
         """Sets quotas, and deletes those of 0 bytes; returns all quotas after that.
@@ -126,6 +130,18 @@ class Admin:
     def is_draining(self) -> bool:
         """Whether the server refuses new leases and tickets, and stops soon."""
         return bool(self._rpc.ping().draining)
+
+    def hint(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        kind: HintKind,
+        *,
+        pin_seconds: int = 0,
+        timeout_ms: int | None = None,
+    ) -> HintResult:
+        """As `Hints`, of blocks given under their names on the wire. A pin of 0 s ends pins."""
+        return self._rpc.hint(fingerprint, wire.encode_runs(runs), kind, pin_seconds, timeout_ms)
 
     def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
         """Drops blocks; returns how many of them the pool had."""

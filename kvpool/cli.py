@@ -18,6 +18,7 @@ from kvpool.commands.doctor import doctor
 from kvpool.commands.drain import drain
 from kvpool.commands.events import events
 from kvpool.commands.explain import explain
+from kvpool.commands.hint import expire, pin, prefetch
 from kvpool.commands.ledger import ledger
 from kvpool.commands.namespaces import namespaces
 from kvpool.commands.ping import ping
@@ -71,7 +72,8 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-for _command in (ping, whoami, stats, top, doctor, namespaces, quota, drain, events, explain, value, advise, ledger):
+_INSPECTING = (ping, whoami, stats, top, doctor, namespaces, quota, drain, events, explain, value, advise, ledger)
+for _command in (*_INSPECTING, pin, expire, prefetch):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
 app.add_typer(certs.app, name="certs")

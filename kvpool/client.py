@@ -32,6 +32,7 @@ from kvpool.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, I
 from kvpool.channel import RenewedChannel
 from kvpool.config import ClientConfig
 from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError
+from kvpool.hints import Hints
 from kvpool.inline_chunks import InlineChunks
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.rpc import Namespace, PoolRpc
@@ -81,6 +82,7 @@ class Client:
         self.rpc = rpc or PoolRpc.connect(self.config)
         self.admin = Admin(self.rpc)
         self.chunks = InlineChunks(self.rpc)
+        self.hints = Hints(self.rpc)
         self.attachment = Attachment(lambda offer: choose(self.config, offer, self.rpc.channel))
 
     def __repr__(self) -> str:

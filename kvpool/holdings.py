@@ -35,6 +35,7 @@ class NamespaceInfo:
         opened_by: host of the client that opened the namespace first on this server; empty if unknown.
         computed_tokens: prompt tokens that engines have computed since the server's start, by cause, as they report.
         saved_seconds, lost_seconds: what loads have saved and lost since then, as engines estimate.
+        pinned_bytes: of slots of its pinned blocks.
     """
 
     spec: NamespaceSpec
@@ -51,6 +52,7 @@ class NamespaceInfo:
     computed_tokens: Mapping[str, int] = field(default_factory=dict)
     saved_seconds: float = 0.0
     lost_seconds: float = 0.0
+    pinned_bytes: int = 0
 
     @property
     def hit_ratio(self) -> float | None:

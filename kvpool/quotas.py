@@ -50,11 +50,21 @@ def fullest(quotas: Iterable[Quota], most: int = MAX_TOLD) -> tuple[Quota, ...]:
     return tuple(heapq.nlargest(most, quotas, key=lambda quota: quota.used_bytes / max(1, quota.limit_bytes)))
 
 
-def _nbytes(text: str, size: str) -> int:
+def parse_size(size: str) -> int:
+    """Bytes of a size such as 512MiB or 1.5 TiB. Raises InvalidRequestError."""
     match = _SIZE.fullmatch(size.strip())
     if match is None or match[2].lower() not in _BY_LOWER:
-        raise InvalidRequestError(f"quota {text!r}: {size!r} is not a size; give bytes, or 512MiB, 20GiB, 1.5TiB")
-    nbytes = int(Fraction(match[1]) * _BY_LOWER[match[2].lower()])
+        raise InvalidRequestError(f"{size!r} is not a size; give bytes, or 512MiB, 20GiB, 1.5TiB")
+    return int(Fraction(match[1]) * _BY_LOWER[match[2].lower()])
+
+
+def _nbytes(text: str, size: str) -> int:
+    match = _SIZE.fullmatch(size.strip())
+    try:
+        nbytes = parse_size(size)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"quota {text!r}: {error}") from None
+    assert match is not None
     if nbytes >= 1 << 63 or (nbytes == 0 and Fraction(match[1])):
         raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
     return nbytes

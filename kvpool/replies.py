@@ -36,11 +36,13 @@ from kvpool.types import (
     MAX_MISSES,
     BlockRun,
     Chunk,
+    HintResult,
     Located,
     Lookup,
     MissCause,
     Offer,
     OpenedNamespace,
+    PinBudget,
     PoolKey,
     PoolStats,
     PutGrant,
@@ -509,6 +511,23 @@ def _causes(computed_tokens: Mapping[str, int]) -> None:
         _text("cause", cause, 64)
         if not cause.isidentifier():
             raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
+
+
+def hint(reply: pb.HintResponse, num_blocks: int) -> HintResult:
+    """What became of a hint that named so many blocks."""
+    for name in ("num_blocks", "num_refused", "num_pending"):
+        count(name, getattr(reply, name), num_blocks)
+    return wire.decode_hint_result(reply)
+
+
+def pin_budgets(messages: Iterable[pb.PinBudget]) -> list[PinBudget]:
+    """Budgets whose tenants can be printed."""
+    decoded = []
+    for budget in wire.decode_pin_budgets(messages):
+        _text("tenant", budget.tenant)
+        decoded.append(replace(budget, tenant=_shown(budget.tenant)))
+        _in("number of pin budgets", len(decoded), 0, MAX_ENTRIES)
+    return decoded
 
 
 def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:

@@ -34,7 +34,19 @@ from kvpool.replies import LookupQuestion
 from kvpool.reports import EngineReport
 from kvpool.tracing import tracing_of
 from kvpool.transport.base import Transport
-from kvpool.types import MAX_BATCH_CHUNKS, BlockRun, Located, Lookup, OpenedNamespace, PutGrant, PutReceipt, ShardRange
+from kvpool.types import (
+    HASH_BYTES,
+    MAX_BATCH_CHUNKS,
+    BlockRun,
+    HintKind,
+    HintResult,
+    Located,
+    Lookup,
+    OpenedNamespace,
+    PutGrant,
+    PutReceipt,
+    ShardRange,
+)
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
@@ -367,6 +379,28 @@ class PoolRpc:
         if live:
             with contextlib.suppress(ValueError):  # The channel is closed.
                 self._lookups.release(live)
+
+    # Hints
+
+    def hint(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[pb.BlockRun],
+        kind: HintKind,
+        pin_seconds: int = 0,
+        timeout_ms: int | None = None,
+    ) -> HintResult:
+        """Says something of a prefix, whose runs are encoded. A pin of 0 s ends pins.
+
+        Raises UnknownNamespaceError, InvalidRequestError and PermissionDeniedError; OutOfSpaceError for a prefetch if
+        too many are under way.
+        """
+        reply = self.call(self.stub.Hint, wire.encode_hint(fingerprint, runs, kind, pin_seconds), timeout_ms)
+        return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
+
+    def hint_quietly(self, fingerprint: bytes, runs: Sequence[BlockRun], kind: HintKind, pin_seconds: int = 0) -> Any:
+        """As `hint`, without waiting; returns a `grpc.Future`. Raises UnavailableError if the connection is closed."""
+        return self.send(self.stub.Hint, wire.encode_hint(fingerprint, self.encode_runs(runs), kind, pin_seconds))
 
     # Reports
 

@@ -38,6 +38,8 @@ from kvpool.types import (
     BlockRun,
     Chunk,
     DataPortInfo,
+    HintKind,
+    HintResult,
     Located,
     Lookup,
     Miss,
@@ -46,6 +48,7 @@ from kvpool.types import (
     Offer,
     OpenedNamespace,
     Piece,
+    PinBudget,
     PoolKey,
     PoolStats,
     PutGrant,
@@ -506,6 +509,37 @@ def decode_value(message: pb.ValueResponse) -> ValueReport:
         for curve in message.curves
     )
     return _decode(ValueReport, message, curves=curves)
+
+
+def encode_pin_budgets(budgets: Iterable[PinBudget]) -> list[pb.PinBudget]:
+    return [_encode(budget, pb.PinBudget) for budget in budgets]
+
+
+def decode_pin_budgets(messages: Iterable[pb.PinBudget]) -> list[PinBudget]:
+    return [_decode(PinBudget, message) for message in messages]
+
+
+def encode_hint(
+    fingerprint: bytes, runs: Iterable[pb.BlockRun], kind: HintKind, pin_seconds: int = 0
+) -> pb.HintRequest:
+    return pb.HintRequest(namespace=fingerprint, runs=runs, kind=f"HINT_KIND_{kind.name}", pin_seconds=pin_seconds)
+
+
+def decode_hint_kind(kind: int) -> HintKind:
+    """Raises InvalidRequestError for a kind that this release does not know."""
+    try:
+        return HintKind(kind)
+    except ValueError:
+        known = ", ".join(f"{each.value} ({each.name.lower()})" for each in HintKind)
+        raise errors.InvalidRequestError(f"hint of kind {kind}; this server knows the kinds {known}") from None
+
+
+def encode_hint_result(result: HintResult, pin_seconds: int, boot_token: int) -> pb.HintResponse:
+    return _encode(result, pb.HintResponse, boot_token=boot_token, pin_seconds=pin_seconds)
+
+
+def decode_hint_result(message: pb.HintResponse) -> HintResult:
+    return _decode(HintResult, message)
 
 
 def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:

@@ -73,6 +73,7 @@ def serve(
     policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
     tier: Annotated[list[str] | None, typer.Option(help=_help("tier"))] = None,
     quota: Annotated[list[str] | None, typer.Option(help=_help("quota"))] = None,
+    pin_budget: Annotated[str | None, typer.Option(help=_help("pin_budget"))] = None,
     mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
     mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
     mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,

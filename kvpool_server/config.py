@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
-from kvpool.quotas import parse_quota
+from kvpool.quotas import parse_quota, parse_size
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
@@ -167,6 +168,11 @@ class ServerConfig(BaseModel):
         description="Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or "
         "namespace:PREFIX=SIZE with the first characters of a fingerprint. Repeat the flag for several quotas; in the "
         "environment, separate them with commas.",
+    )
+    pin_budget: str = Field(
+        "10%",
+        description="How much of the arena each tenant may pin (`kvpool pin`): a percentage, or a size such as 20GiB. "
+        "Pinned blocks are evicted last, so that more of them leave less room for what is not pinned.",
     )
     mooncake: Literal["off", "tcp", "rdma"] = Field(
         "off", description="Whether clients may also move bytes through Mooncake's Transfer Engine: off, tcp or rdma."
@@ -346,6 +352,12 @@ class ServerConfig(BaseModel):
                 raise ValueError(f"{subject} has two quotas; give one")
         return value
 
+    @field_validator("pin_budget")
+    @classmethod
+    def _check_pin_budget(cls, value: str) -> str:
+        _pin_share(value, 1)
+        return value
+
     @field_validator("memory", "record_bytes")
     @classmethod
     def _check_memory(cls, value: int) -> int:
@@ -358,6 +370,11 @@ class ServerConfig(BaseModel):
         return int(self.unix_mode, 8)
 
     @property
+    def pin_share(self) -> float:
+        """The share of the arena that each tenant may pin."""
+        return _pin_share(self.pin_budget, self.memory)
+
+    @property
     def event_streams(self) -> list[StreamEndpoints]:
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
@@ -368,6 +385,24 @@ class ServerConfig(BaseModel):
         """The flags that have this server use Mooncake."""
         tiers = [f"--tier {text}" for text in self.tier if text.startswith("mooncake:")]
         return [*([] if self.mooncake == "off" else [f"--mooncake {self.mooncake}"]), *tiers]
+
+
+def _pin_share(text: str, memory: int) -> float:
+    """The share of the memory that a percentage or a size is, 1 at most. Raises ValueError."""
+    wrong = "not a budget; give a percentage up to 100%, or a size such as 512MiB or 20GiB"
+    number, percent, rest = text.strip().partition("%")
+    if percent:
+        try:
+            share = float(number) / 100
+        except ValueError:
+            share = math.nan
+        if rest or not 0 <= share <= 1:
+            raise ValueError(wrong)
+        return share
+    try:
+        return min(1.0, parse_size(text.strip()) / memory)
+    except InvalidRequestError:
+        raise ValueError(wrong) from None
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:

@@ -86,6 +86,7 @@ def _handler(
         "SetQuotas": max_spec_bytes,
         "Lookup": MAX_LOOKUP_BYTES,
         "Explain": MAX_LOOKUP_BYTES,
+        "Hint": MAX_LOOKUP_BYTES,
         "Report": MAX_REPORT_BYTES,
     }.get(method.name, MAX_CONTROL_BYTES)
 

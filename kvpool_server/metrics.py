@@ -11,6 +11,7 @@ import asyncio
 import datetime as dt
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from kvpool.errors import KVPoolError
 from kvpool.server_stats import RpcStats, TransferStats
-from kvpool.types import PoolStats, Quota
+from kvpool.types import PinBudget, PoolStats, Quota
 from kvpool.wire import status_of
 from kvpool_server.buckets import cumulative_buckets
 from kvpool_server.cache.counters import COUNTERS
@@ -39,6 +40,7 @@ GAUGES = {
     "num_quarantined": "Slots that wait for late writers or readers before they are free.",
     "num_leases": "Live leases: loads under way.",
     "num_tickets": "Live put tickets: stores under way.",
+    "pinned_bytes": "Bytes of the arena in pinned blocks, which are evicted last.",
 }
 
 TIER_GAUGES = {
@@ -125,6 +127,27 @@ class QuotaCollector(Collector):
             limit.add_metric([label_of(quota.subject)], quota.limit_bytes)
             used.add_metric([label_of(quota.subject)], quota.used_bytes)
         yield from (limit, used)
+
+
+class PinCollector(Collector):
+    """Exports what tenants have pinned; the thread of the scrape calls `budgets`."""
+
+    def __init__(self, budgets: Callable[[], Sequence[PinBudget]]):
+        self._budgets = budgets
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        text = (
+            "Bytes of the arena in pinned blocks, which are evicted last, by tenant. Pins beyond --pin-budget are "
+            f"refused. {MAX_PAIRS} tenants at most have labels of their own, the rest is tenant={OTHER}."
+        )
+        family = GaugeMetricFamily("kvpool_tenant_pinned_bytes", text, labels=["tenant"])
+        by_label: Counter[str] = Counter()
+        budgets = sorted(self._budgets(), key=lambda budget: -budget.used_bytes)
+        for nth, budget in enumerate(budgets):
+            by_label[label_of(budget.tenant) if nth < MAX_PAIRS else OTHER] += budget.used_bytes
+        for label, nbytes in by_label.items():
+            family.add_metric([label], nbytes)
+        yield family
 
 
 class RpcMetrics(Collector):

@@ -54,6 +54,7 @@ from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
     OwnMemory,
+    PinCollector,
     PoolCollector,
     QuotaCollector,
     RpcMetrics,
@@ -213,7 +214,8 @@ class Server:
 
     @property
     def _limits(self) -> Limits:
-        return Limits(max_ttl_ms=self.config.max_ttl_ms, grace_ms=self.config.grace_ms)
+        config = self.config
+        return Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms, pin_share=config.pin_share)
 
     def _make_permits(self) -> PermitTable:
         limits, num_workers = self._limits, self.config.data_workers or default_count()
@@ -243,6 +245,7 @@ class Server:
         registry.register(PoolCollector(on_loop(loop, self._stats)))
         registry.register(UsageCollector(on_loop(loop, self.usage.by_model_and_tenant)))
         registry.register(QuotaCollector(on_loop(loop, self.pool.quotas)))
+        registry.register(PinCollector(on_loop(loop, self.pool.pins.budgets)))
         registry.register(ReportCollector(on_loop(loop, self._reports.snapshot)))
         registry.register(OwnMemory())
         if (access := self._access) is not None:

@@ -27,7 +27,7 @@ from kvpool.holdings import NamespaceInfo
 from kvpool.principal import Role
 from kvpool.quotas import beyond_memory
 from kvpool.reports import MAX_STAGES
-from kvpool.types import BlockRun, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
+from kvpool.types import BlockRun, HintKind, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.value import ValueReport
@@ -48,6 +48,7 @@ from kvpool_server.access.caller import (
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
+from kvpool_server.cache.pins import MAX_PIN_S
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
 from kvpool_server.drain import Drain
@@ -396,6 +397,22 @@ class PoolService(PoolServicer):
             await asyncio.sleep(0)  # Other calls do not wait for all runs.
         return reply
 
+    async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintResponse:
+        fingerprint = self._reader.namespace(request.namespace)
+        runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
+        kind, hints = wire.decode_hint_kind(request.kind), self._pool.hints
+        pin_seconds = min(request.pin_seconds, MAX_PIN_S) if kind is HintKind.PIN else 0
+        if kind is HintKind.PREFETCH:
+            self._drain.check()
+            result = await self._tiered.prefetch(fingerprint, runs)
+        elif kind is HintKind.EXPIRE:
+            result = await self._turns.run(hints.expire_in_steps(fingerprint, runs))
+        elif pin_seconds:
+            result = await self._turns.run(hints.pin_in_steps(fingerprint, runs, pin_seconds))
+        else:
+            result = await self._turns.run(hints.unpin_in_steps(fingerprint, runs))
+        return wire.encode_hint_result(result, pin_seconds, self._boot_token)
+
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         if not request.namespace:
             check_all_tenants("Clear of all namespaces")
@@ -440,6 +457,7 @@ class PoolService(PoolServicer):
         for info in [info for info in self._pool.namespaces(holdings=holdings) if is_visible(info.spec.tenant)]:
             if holdings:
                 info = dataclasses.replace(info, tiers=self._tiered.holdings(info.fingerprint))
+            info = dataclasses.replace(info, pinned_bytes=self._pool.pins.pinned_bytes(info.fingerprint))
             info = self._with_reports(info)
             reply.namespaces.append(wire.encode_namespace_info(info))
             yield
@@ -459,7 +477,11 @@ class PoolService(PoolServicer):
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         quotas = [quota for quota in self._pool.quotas() if may_see_quota(quota.subject)]
-        return pb.ListQuotasResponse(boot_token=self._boot_token, quotas=wire.encode_quotas(quotas))
+        tenants = filter(is_visible, {namespace.spec.tenant for namespace in self._pool.open_namespaces()})
+        budgets = wire.encode_pin_budgets(self._pool.pins.budgets(tenants))
+        return pb.ListQuotasResponse(
+            boot_token=self._boot_token, quotas=wire.encode_quotas(quotas), pin_budgets=budgets
+        )
 
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
         if len(request.quotas) > (most := self._pool.limits.max_quotas):

@@ -58,12 +58,15 @@ def test_every_option_that_asks_for_json_is_documented() -> None:
     command: Any = typer.main.get_command(app)
     for name, each in command.commands.items():
         inner = getattr(each, "commands", {}).values() or [each]
+        section = _section(SAME_JSON.get(name, name))
         if any("--json" in parameter.opts for one in inner for parameter in one.params):
-            assert "| field" in _section(name) or name in ELSEWHERE, name
+            assert "| field" in section or name in ELSEWHERE, name
 
 
 ELSEWHERE = {"explain", "value", "advise", "ledger"}
 """Commands whose JSON other pages describe."""
+SAME_JSON = {"expire": "pin", "prefetch": "pin"}
+"""Commands whose JSON is that of another one."""
 
 
 @pytest.mark.parametrize("status", ExitStatus)
@@ -116,6 +119,10 @@ def test_every_field_of_a_servers_answers_is_documented(
     both = [each.fingerprint.hex() for each in client.admin.namespaces(holdings=False)][:2]
     assert _check("namespaces", run("namespaces", "--diff", *both)) == {"field", "a", "b"}
     _check("quota", run("quota"))
+    (tmp_path / "prompt").write_text("1 " * 16)
+    for hint in ("pin", "expire", "prefetch"):
+        named = ("--prompt", str(tmp_path / "prompt"), "--namespace", name)
+        assert _check("pin", run(hint, *named)) == {"num_blocks", "num_refused", "num_pending"}
     assert _check("doctor", run("doctor")) >= {"findings", "level", "fix"}
 
 

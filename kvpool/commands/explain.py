@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,13 +13,11 @@ from rich.table import Column, Table
 from kvpool.client import Client
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.fingerprints import find_namespace
+from kvpool.commands.named_prompt import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Tokenizer
 from kvpool.commands.output import say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
 from kvpool.explanation_report import PromptReport, trace_sentences
-from kvpool.name_key import NameKey
-from kvpool.prompts import hash_seed, prompt_runs, read_tokens
 
 TIMEOUT_MS = 20_000
 """The server may ask tiers."""
@@ -45,19 +42,10 @@ def explain(
             help="Instead of a prompt: a request of an engine with explain_requests, by vLLM's id or how it begins.",
         ),
     ] = None,
-    tokenizer: Annotated[
-        str,
-        typer.Option(metavar="DIR|NAME", help="Tokenizer of a text; needs transformers or tokenizers."),
-    ] = "",
-    cache_salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
-    seed: Annotated[
-        str | None,
-        typer.Option("--hash-seed", envvar="KVPOOL_HASH_SEED", help="PYTHONHASHSEED of the namespace's engines."),
-    ] = None,
-    name_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The engines' name_key_file, if they have one."),
-    ] = None,
+    tokenizer: Tokenizer = "",
+    cache_salt: CacheSalt = "",
+    hash_seed: HashSeed = None,
+    name_key_file: NameKeyFile = None,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +62,8 @@ def explain(
             _explain_request(client, request, as_json)
             return
         assert prompt is not None and namespace is not None
-        report = _report(client, prompt, namespace, tokenizer, cache_salt, seed, name_key_file)
+        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+        report = _report(client, named)
     if as_json:
         common.print_json(report.as_json())
         return
@@ -88,26 +77,10 @@ def explain(
         Console().print(table)
 
 
-def _report(
-    client: Client,
-    prompt: str,
-    namespace: str,
-    tokenizer: str,
-    cache_salt: str,
-    seed: str | None,
-    key_file: Path | None,
-) -> PromptReport:
-    tokens = read_tokens(prompt, tokenizer)
-    info = find_namespace(client, namespace)
-    key = NameKey.read(key_file) if key_file else None
-    runs = prompt_runs(info.spec, tokens, seed=hash_seed(info.spec, seed), cache_salt=cache_salt, key=key)
-    if not runs:
-        smallest = min(group.block_tokens for group in info.spec.groups)
-        raise InvalidRequestError(
-            f"the prompt has {len(tokens):,} tokens, less than a block of {smallest:,}: nothing of it is stored"
-        )
-    found = client.admin.explain(info.fingerprint, runs, timeout_ms=TIMEOUT_MS)
-    report = PromptReport(info.spec, len(tokens), found)
+def _report(client: Client, named: NamedPrompt) -> PromptReport:
+    info = named.info
+    found = client.admin.explain(info.fingerprint, named.runs, timeout_ms=TIMEOUT_MS)
+    report = PromptReport(info.spec, named.num_tokens, found)
     if report.is_unknown:
         counted = {each.fingerprint: each for each in client.admin.namespaces()}.get(info.fingerprint, info)
         report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))

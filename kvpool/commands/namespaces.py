@@ -56,6 +56,8 @@ def text_of(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
         facts.append(f"hit ratio {share_text(info.lookup_hits, info.lookup_blocks)} of {info.lookup_blocks:,} blocks")
     if info.spec.tenant:
         facts.append(f"tenant {info.spec.tenant}")
+    if info.pinned_bytes:
+        facts.append(f"{size_text(info.pinned_bytes)} pinned")
     if info.superseded:
         facts.append("superseded")
     lines = [

@@ -13,11 +13,11 @@ from rich.table import Column, Table
 from kvpool.client import Client
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.output import console
+from kvpool.commands.output import console, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError, PermissionDeniedError
 from kvpool.quotas import beyond_memory, parse_quota, size_text
-from kvpool.types import Quota
+from kvpool.types import PinBudget, Quota
 
 
 def quota(
@@ -40,6 +40,7 @@ def quota(
     with common.client_of(endpoint) as client:
         found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
         warning = _beyond_memory(client, found)
+        budgets = client.admin.pin_budgets()
     if warning:
         typer.echo(f"kvpool: {warning}", err=True)
     if as_json:
@@ -47,6 +48,7 @@ def quota(
         return
     if not found:
         typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
+        _say_pins(budgets)
         return
     numbers = [Column(name, justify="right") for name in ("limit", "used", "share used")]
     table = Table(Column("subject", overflow="fold"), *numbers, title=escape(f"quotas at {endpoint}"))
@@ -54,6 +56,14 @@ def quota(
         share = f"{each.used_bytes / each.limit_bytes:.0%}"
         table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
     console().print(table)
+    _say_pins(budgets)
+
+
+def _say_pins(budgets: Sequence[PinBudget]) -> None:
+    for each in budgets:
+        if each.used_bytes:
+            tenant = f"tenant {each.tenant}" if each.tenant else "the tenant without a name"
+            say(f"{tenant} has pinned {size_text(each.used_bytes)} of {size_text(each.limit_bytes)}")
 
 
 def _beyond_memory(client: Client, quotas: Sequence[Quota]) -> str:

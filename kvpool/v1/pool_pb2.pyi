@@ -27,6 +27,13 @@ class PutStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUT_STATUS_GRANTED: _ClassVar[PutStatus]
     PUT_STATUS_PRESENT: _ClassVar[PutStatus]
     PUT_STATUS_BUSY: _ClassVar[PutStatus]
+
+class HintKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_KIND_UNSPECIFIED: _ClassVar[HintKind]
+    HINT_KIND_PIN: _ClassVar[HintKind]
+    HINT_KIND_EXPIRE: _ClassVar[HintKind]
+    HINT_KIND_PREFETCH: _ClassVar[HintKind]
 MISS_CAUSE_NEVER_STORED: MissCause
 MISS_CAUSE_BEING_WRITTEN: MissCause
 MISS_CAUSE_EVICTED: MissCause
@@ -40,6 +47,10 @@ BLOCK_STATE_MISSING: BlockState
 PUT_STATUS_GRANTED: PutStatus
 PUT_STATUS_PRESENT: PutStatus
 PUT_STATUS_BUSY: PutStatus
+HINT_KIND_UNSPECIFIED: HintKind
+HINT_KIND_PIN: HintKind
+HINT_KIND_EXPIRE: HintKind
+HINT_KIND_PREFETCH: HintKind
 
 class PoolKey(_message.Message):
     __slots__ = ("namespace", "group_idx", "block_hash", "shard")
@@ -625,6 +636,42 @@ class RemoveResponse(_message.Message):
     num_removed: int
     def __init__(self, boot_token: _Optional[int] = ..., num_removed: _Optional[int] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("namespace", "runs", "kind", "pin_seconds")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    kind: HintKind
+    pin_seconds: int
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., kind: _Optional[_Union[HintKind, str]] = ..., pin_seconds: _Optional[int] = ...) -> None: ...
+
+class HintResponse(_message.Message):
+    __slots__ = ("boot_token", "num_blocks", "num_refused", "num_pending", "pin_seconds")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
+    PIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    num_blocks: int
+    num_refused: int
+    num_pending: int
+    pin_seconds: int
+    def __init__(self, boot_token: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_refused: _Optional[int] = ..., num_pending: _Optional[int] = ..., pin_seconds: _Optional[int] = ...) -> None: ...
+
+class PinBudget(_message.Message):
+    __slots__ = ("tenant", "limit_bytes", "used_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    limit_bytes: int
+    used_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., limit_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+
 class ClearRequest(_message.Message):
     __slots__ = ("namespace",)
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -686,7 +733,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server", "engines", "quotas")
+    __slots__ = ("boot_token", "arena_bytes", "free_bytes", "prefaulted_bytes", "num_entries", "num_incomplete", "num_quarantined", "num_leases", "num_tickets", "counters", "tiers", "server", "engines", "quotas", "pinned_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -708,6 +755,7 @@ class StatsResponse(_message.Message):
     SERVER_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     arena_bytes: int
     free_bytes: int
@@ -722,7 +770,8 @@ class StatsResponse(_message.Message):
     server: ServerStats
     engines: _containers.RepeatedCompositeFieldContainer[EngineState]
     quotas: _containers.RepeatedCompositeFieldContainer[Quota]
-    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+    pinned_bytes: int
+    def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class ServerStats(_message.Message):
     __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage", "http_port", "loop_lag_p99_seconds", "certificate_ends")
@@ -831,7 +880,7 @@ class ListNamespacesRequest(_message.Message):
     def __init__(self, without_holdings: bool = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "superseded", "tiers", "opened_by", "computed_tokens", "saved_seconds", "lost_seconds")
+    __slots__ = ("fingerprint", "spec", "num_entries", "nbytes", "lookup_blocks", "lookup_hits", "age_seconds", "idle_seconds", "superseded", "tiers", "opened_by", "computed_tokens", "saved_seconds", "lost_seconds", "pinned_bytes")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -853,6 +902,7 @@ class NamespaceInfo(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     spec: NamespaceSpec
     num_entries: int
@@ -867,7 +917,8 @@ class NamespaceInfo(_message.Message):
     computed_tokens: _containers.ScalarMap[str, int]
     saved_seconds: float
     lost_seconds: float
-    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., superseded: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ...) -> None: ...
+    pinned_bytes: int
+    def __init__(self, fingerprint: _Optional[bytes] = ..., spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., num_entries: _Optional[int] = ..., nbytes: _Optional[int] = ..., lookup_blocks: _Optional[int] = ..., lookup_hits: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., superseded: bool = ..., tiers: _Optional[_Iterable[_Union[TierHoldings, _Mapping]]] = ..., opened_by: _Optional[str] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class TierHoldings(_message.Message):
     __slots__ = ("tier", "num_entries", "nbytes")
@@ -902,12 +953,14 @@ class ListQuotasRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListQuotasResponse(_message.Message):
-    __slots__ = ("boot_token", "quotas")
+    __slots__ = ("boot_token", "quotas", "pin_budgets")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    PIN_BUDGETS_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     quotas: _containers.RepeatedCompositeFieldContainer[Quota]
-    def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+    pin_budgets: _containers.RepeatedCompositeFieldContainer[PinBudget]
+    def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ..., pin_budgets: _Optional[_Iterable[_Union[PinBudget, _Mapping]]] = ...) -> None: ...
 
 class SetQuotasRequest(_message.Message):
     __slots__ = ("quotas",)

@@ -109,6 +109,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/kvpool.v1.Pool/Hint',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvpool.v1.Pool/Clear',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ClearRequest.SerializeToString,
@@ -276,6 +281,14 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request, context):
+        """Says of a prefix what callers know better than any policy: keep it, it is needed no more, or bring it up from a tier.
+        Changes the order of evictions and what is in memory, nothing else.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Clear(self, request, context):
         """Drops every block of one namespace, or of all.
         """
@@ -431,6 +444,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ExplainRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.HintRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.HintResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -893,6 +911,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Explain',
             kvpool_dot_v1_dot_pool__pb2.ExplainRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Hint',
+            kvpool_dot_v1_dot_pool__pb2.HintRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,8 +7,8 @@ from kvpool.principal import Role
 _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report",
 }  # fmt: skip
-_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks"}
-_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value"}
+_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint"}
+_TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value", "Hint"}
 _POOL = {"Stats", "SetQuotas", "Drain"}
 _ANYBODY = {"Ping", "WhoAmI"}
 

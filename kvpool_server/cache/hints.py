@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from kvpool.types import BlockRun, HintResult
 from kvpool_server.cache.allocator.placement import Placement
-from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.namespaces import Namespaces
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.pins import Pins, pin_end
 from kvpool_server.cache.steps import Steps
 
@@ -40,12 +40,16 @@ class Hints:
         self._clock = clock
         self._counters = counters
 
+    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
+        """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
+        return self._namespaces.groups_of_lookup(fingerprint, runs)
+
     def pin_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun], seconds: int) -> Steps[HintResult]:
         """Has complete blocks of prefixes evicted after all that are not pinned, for so many seconds.
 
         The first blocks are pinned, as many as the tenant's budget has room for. A pin that would end later stays.
         """
-        _, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
+        _, groups = self.groups(fingerprint, runs)
         until = pin_end(seconds, self._clock())
         num_pinned = num_refused = 0
         for group, run in zip(groups, runs, strict=True):
@@ -104,7 +108,7 @@ class Hints:
         Args:
             keeps: whether an entry, with those before it, is left alone.
         """
-        _, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
+        _, groups = self.groups(fingerprint, runs)
         num_done = 0
         for group, run in zip(groups, runs, strict=True):
             child: Entry | None = None
@@ -118,6 +122,7 @@ class Hints:
                     break
                 num_done += do(entry)
                 child = entry
+            yield
         return HintResult(num_done)
 
 

@@ -97,9 +97,10 @@ class Pins:
         share = self._by_namespace.get(fingerprint)
         return 0 if share is None else share.nbytes
 
-    def budgets(self, tenants: Iterable[str]) -> list[PinBudget]:
-        """What these tenants may pin, and have pinned, by tenant."""
+    def budgets(self, tenants: Iterable[str] | None = None) -> list[PinBudget]:
+        """What these tenants may pin, and have pinned, by tenant; by default those that have pinned something."""
         used = self._by_tenant
+        tenants = used if tenants is None else tenants
         return [PinBudget(each, self._budget_bytes, used.get(each, 0)) for each in sorted(set(tenants))]
 
     def check(self, entries: Iterable[Entry], now: float) -> None:
@@ -114,7 +115,7 @@ class Pins:
         counted = {fingerprint: share.nbytes for fingerprint, share in self._by_namespace.items() if share.nbytes}
         assert counted == dict(nbytes), "the bytes of pins are off"
         assert all(sum(share.by_end.values()) == share.nbytes for share in self._by_namespace.values()), "ends are off"
-        for budget in self.budgets(self._by_tenant):
+        for budget in self.budgets():
             assert budget.used_bytes <= budget.limit_bytes, "a tenant has pinned more than its budget"
 
     def _charge(self, entry: Entry, until: int) -> None:

@@ -20,13 +20,14 @@ import structlog
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, Lookup, PoolStats, RunHits, TierStats
+from kvpool.types import BlockRun, HintResult, Lookup, PoolStats, RunHits, TierStats
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.tiering.demoter import Demoter
+from kvpool_server.tiering.prefetcher import Prefetcher
 from kvpool_server.tiering.promoter import Promoter
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import ANSWER_S, Health
@@ -97,6 +98,7 @@ class TieredPool(Observer):
         self._clearing: Counter[bytes] = Counter()
         self._progress = asyncio.Event()  # Replaced once it is set.
         self._num_waiting = 0
+        self._prefetcher = Prefetcher(self._look)
         if self._levels:
             pool.observe(self)
 
@@ -157,6 +159,7 @@ class TieredPool(Observer):
 
     async def close(self) -> None:
         """Ends every transfer and closes the tiers, within seconds. Idempotent."""
+        self._prefetcher.close()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -306,6 +309,22 @@ class TieredPool(Observer):
             elif pending:
                 break
         return num_pending
+
+    async def prefetch(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> HintResult:
+        """Begins to bring prefixes up from the tiers, whatever their length; says how far they are.
+
+        Raises OutOfSpaceError if too many such hints are under way.
+        """
+        namespace, groups = self.pool.hints.groups(fingerprint, runs)
+        self.pool.counters["prefetch_hints"] += 1
+        with_rules = [(run, group.needs_prefix) for run, group in zip(runs, groups, strict=True)]
+        return await self._prefetcher.prefetch(fingerprint, with_rules, namespace.spec.tenant)
+
+    def _look(self, fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
+        """Finds blocks for a prefetch, which is no use of them, and queues those that lack."""
+        found = self.pool.find(fingerprint, [run], prefix_only=prefix_only)
+        hits = self._prefetch(found, [run], prefix_only)[0] if self._levels else found.hits
+        return hits[0]
 
     def stored(self, entry: Entry) -> None:
         if not entry.group.is_measurement:

@@ -50,6 +50,7 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
+        ("pin_budget", "3GiB", "3GiB"),
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
         ("unix_mode", "0660", "0660"),
         ("tenant_memory", True, True),
@@ -358,3 +359,16 @@ def test_a_bad_setting_ends_the_server_with_one_sentence(
     assert done.returncode == 2
     assert done.stderr.startswith("kvpool-server: ") and len(done.stderr.strip().splitlines()) == 1
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("budget", "share"), [("0%", 0.0), ("12.5%", 0.125), ("100%", 1.0), ("256KiB", 0.25), ("1 MiB", 1.0), ("4MiB", 1.0)]
+)
+def test_a_pin_budget_is_a_share_of_the_memory(budget: str, share: float) -> None:
+    assert load({"pin_budget": budget, "memory": "1MiB"}, None, {}).pin_share == share
+
+
+@pytest.mark.parametrize("budget", ["", "101%", "-1%", "ten%", "10%%", "nan%", "much", "-5", "1e3"])
+def test_a_pin_budget_that_is_none_is_refused(budget: str) -> None:
+    with pytest.raises(ConfigError, match=r"setting pin_budget = .*: not a budget; give a percentage up to 100%, or a"):
+        load({"pin_budget": budget}, None, {})

@@ -454,6 +454,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         stub.Verify(pb.VerifyRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
         stub.Remove(pb.RemoveRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
         stub.Explain(pb.ExplainRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
+        stub.Hint(pb.HintRequest(namespace=namespace.fingerprint, runs=[run], kind=pb.HINT_KIND_EXPIRE), timeout=10),
         stub.Clear(pb.ClearRequest(namespace=namespace.fingerprint), timeout=10),
         stub.Ping(pb.PingRequest(), timeout=10),
         stub.WhoAmI(pb.WhoAmIRequest(), timeout=10),
@@ -484,6 +485,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
         ("Verify", lambda ns, run: pb.VerifyRequest(namespace=ns, runs=[run])),
         ("Remove", lambda ns, run: pb.RemoveRequest(namespace=ns, runs=[run])),
         ("Explain", lambda ns, run: pb.ExplainRequest(namespace=ns, runs=[run])),
+        ("Hint", lambda ns, run: pb.HintRequest(namespace=ns, runs=[run], kind=pb.HINT_KIND_PIN, pin_seconds=60)),
     ],
 )
 class TestEveryMethodThatNamesBlocks:
@@ -530,7 +532,7 @@ class TestEveryMethodThatNamesBlocks:
     def test_refuses_more_blocks_than_a_batch_holds(
         self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
     ) -> None:
-        most = Limits().max_lookup_blocks if method in ("Lookup", "Explain") else namespace.max_batch_blocks
+        most = Limits().max_lookup_blocks if method in ("Lookup", "Explain", "Hint") else namespace.max_batch_blocks
         run = pb.BlockRun(block_hashes=bytes(32 * (most + 1)))
         code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
         assert code is grpc.StatusCode.INVALID_ARGUMENT

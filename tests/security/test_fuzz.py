@@ -107,6 +107,7 @@ def _requests(ticket_id: int, lease_id: int, offset: int) -> dict[str, Message]:
         "Verify": pb.VerifyRequest(**named),
         "Remove": pb.RemoveRequest(**named),
         "Explain": pb.ExplainRequest(**named),
+        "Hint": pb.HintRequest(**named, kind=pb.HINT_KIND_PIN, pin_seconds=1),
         "Clear": pb.ClearRequest(namespace=SPEC.fingerprint()),
         "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 20)]),
     }

@@ -202,6 +202,15 @@ def test_explaining_many_runs_whose_blocks_alternate(house: House) -> None:
     assert sum(len(run.ranges) for run in reply.runs) == MAX_ALL_RANGES
 
 
+@pytest.mark.parametrize("hint", [(pb.HINT_KIND_PIN, 60), (pb.HINT_KIND_PIN, 0), (pb.HINT_KIND_EXPIRE, 0)])
+def test_hints_of_many_blocks(house: House, hint: tuple[pb.HintKind, int]) -> None:
+    kind, pin_seconds = hint
+    request = pb.HintRequest(
+        namespace=house.name, runs=wire.encode_runs(_runs(0, 64 * CHAIN)), kind=kind, pin_seconds=pin_seconds
+    )
+    house.expect_short(lambda: house.stub.Hint(request, timeout=60))
+
+
 def test_leases_that_expire_together(house: House) -> None:
     """Half a million blocks of 512 leases, and the same again of one block that is leased many times."""
     block = pb.LookupRequest(

@@ -75,6 +75,7 @@ def requests(target: Target) -> dict[str, Any]:
         "Verify": pb.VerifyRequest(namespace=namespace, runs=runs),
         "Remove": pb.RemoveRequest(namespace=namespace, runs=wire.encode_runs([run_of("nothing")])),
         "Explain": pb.ExplainRequest(namespace=namespace, runs=runs),
+        "Hint": pb.HintRequest(namespace=namespace, runs=runs, kind=pb.HINT_KIND_PIN, pin_seconds=60),
         "Clear": pb.ClearRequest(namespace=namespace),
         "Ping": pb.PingRequest(),
         "WhoAmI": pb.WhoAmIRequest(),

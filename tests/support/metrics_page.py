@@ -14,6 +14,7 @@ from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
     OwnMemory,
+    PinCollector,
     PoolCollector,
     QuotaCollector,
     RpcMetrics,
@@ -34,6 +35,7 @@ def server_rows() -> list[Row]:
     registry.register(PoolCollector(PoolStats))
     registry.register(UsageCollector(tuple))
     registry.register(QuotaCollector(tuple))
+    registry.register(PinCollector(tuple))
     registry.register(ReportCollector(dict))
     registry.register(ValueCollector(lambda: ValueReport(False, 0, ""), None))
     registry.register(OwnMemory())

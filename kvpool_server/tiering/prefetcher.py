@@ -1,0 +1,115 @@
+"""Prefetches whole prefixes that clients have named, however long, before a request comes for them.
+
+A lookup prefetches what it misses, up to a bound, for a client that will look up again. A prefetch hint has no such
+client: the server itself looks again while blocks come up, until none is on its way any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool.errors import KVPoolError, OutOfSpaceError
+from kvpool.types import BlockRun, HintResult, RunHits
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
+
+MAX_PREFETCHES = 16
+"""Hints that are followed at once. A tenant may have as many as are left: one alone gets half of them."""
+MAX_FOLLOWED_S = 120.0
+"""How long one hint is followed."""
+LOOK_EVERY_S = 0.2
+"""From one look to the next of one hint, of which each may take the event loop 2 ms."""
+
+Look = Callable[[bytes, BlockRun, bool], RunHits]
+"""Finds blocks of a run and queues those that lack: (fingerprint, run, prefix_only) -> what is there and pending."""
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """Of a run, `at` is the first block that is not known to be in the arena, or not to come."""
+
+    run: BlockRun
+    prefix_only: bool
+    at: int = 0
+    num_present: int = 0
+
+
+class Prefetcher:
+    """See the module. Belongs to the pool's event loop."""
+
+    def __init__(self, look: Look):
+        self._look = look
+        self._by_tenant: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def prefetch(self, fingerprint: bytes, runs: Sequence[tuple[BlockRun, bool]], tenant: str) -> HintResult:
+        """Begins to prefetch prefixes, and follows them to their ends; says how far they are.
+
+        Args:
+            runs: each with whether a block is of no use without those before it.
+
+        Raises OutOfSpaceError if too many are followed already, and what the look raises.
+        """
+        total = self._by_tenant.total()
+        if self._by_tenant[tenant] >= MAX_PREFETCHES - total:
+            raise OutOfSpaceError(
+                f"{total} prefetches are under way; the limit is {MAX_PREFETCHES}, and a tenant may have as many as "
+                "are left; try again in a moment"
+            )
+        self._by_tenant[tenant] += 1
+        prefixes = [_Prefix(run, prefix_only) for run, prefix_only in runs]
+        try:
+            pending = [await self._advance(fingerprint, prefix) for prefix in prefixes]
+        except BaseException:
+            self._ended(tenant)
+            raise
+        left = [prefix for prefix, count in zip(prefixes, pending, strict=True) if count]
+        if left:
+            task = asyncio.create_task(self._follow(fingerprint, left, tenant))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._ended(tenant)
+        return HintResult(sum(prefix.num_present for prefix in prefixes), num_pending=sum(pending))
+
+    def close(self) -> None:
+        """Follows no hint any more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _follow(self, fingerprint: bytes, prefixes: list[_Prefix], tenant: str) -> None:
+        try:
+            async with asyncio.timeout(MAX_FOLLOWED_S):
+                while prefixes:
+                    await asyncio.sleep(LOOK_EVERY_S)
+                    prefixes = [prefix for prefix in prefixes if await self._advance(fingerprint, prefix)]
+        except (TimeoutError, KVPoolError):
+            pass  # What is queued still comes up; or the namespace was closed.
+        finally:
+            self._ended(tenant)
+
+    async def _advance(self, fingerprint: bytes, prefix: _Prefix) -> int:
+        """Queues the next blocks of a prefix that lack; returns how many are pending: 0 if no more will come."""
+        run = prefix.run
+        while prefix.at < len(run):
+            hashes = run.block_hashes[prefix.at : prefix.at + LOOKUP_STEP_BLOCKS]
+            parent = run.block_hashes[prefix.at - 1] if prefix.at else run.parent_hash
+            hit = self._look(fingerprint, BlockRun(run.group_idx, hashes, parent), prefix.prefix_only)
+            prefix.at += hit.num_leading
+            prefix.num_present += hit.num_leading
+            if hit.num_leading < len(hashes):
+                if hit.num_pending:
+                    return hit.num_pending
+                if prefix.prefix_only:
+                    return 0
+                prefix.num_present += hit.complete.bit_count() - hit.num_leading
+                prefix.at += len(hashes) - hit.num_leading
+            await asyncio.sleep(0)
+        return 0
+
+    def _ended(self, tenant: str) -> None:
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]

@@ -1,0 +1,124 @@
+"""Prefetch hints: prefixes come up from tiers to their ends, and no client looks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool.errors import OutOfSpaceError, UnknownNamespaceError
+from kvpool.types import BlockRun, HintResult
+from kvpool_server.tiering import prefetcher, tiered_pool
+from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns
+from tests.support.values import block_hash
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks again without a wait."""
+    monkeypatch.setattr(prefetcher, "LOOK_EVERY_S", 0.0)
+
+
+def _run(names: Sequence[object]) -> list[BlockRun]:
+    return [BlockRun(0, [block_hash(name) for name in names])]
+
+
+async def _prefetch(rig: Rig, *names: object) -> HintResult:
+    return await rig.tiered.prefetch(rig.namespace.fingerprint, _run(names))
+
+
+async def _ended(rig: Rig) -> None:
+    for _ in range(200):
+        await turns()
+        if not rig.tiered._prefetcher._tasks:
+            return
+    raise AssertionError("a hint is followed for ever")
+
+
+def _present(rig: Rig, *names: object) -> int:
+    return rig.pool.lookup(rig.namespace.fingerprint, _run(names), prefix_only=True).hits[0].num_leading
+
+
+async def _evicted(rig: Rig, *names: object) -> None:
+    rig.put(*names)
+    await rig.wait_idle()
+    rig.evict_all()
+
+
+@pytest.mark.parametrize("tier", [MemoryTier, asked])
+def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_pool, "MAX_PREFETCH_BLOCKS", 3)
+    names = [f"n{nth}" for nth in range(12)]
+
+    @play(tier)
+    async def test(rig: Rig, tier: MemoryTier) -> None:
+        await _evicted(rig, *names)
+        found = await _prefetch(rig, *names)
+        assert found.num_blocks == 0 and found.num_pending >= 3
+        await _ended(rig)
+        assert _present(rig, *names) == 12
+        assert await _prefetch(rig, *names) == HintResult(12)
+        assert rig.pool.counters["prefetch_hints"] == 2 and rig.pool.counters["lookups"] == 1, "a hint is no lookup"
+
+    test()
+
+
+@play()
+async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: MemoryTier) -> None:
+    await _evicted(rig, "a", "b", "c")
+    del tier.kept[block_hash("b")]
+    assert (await _prefetch(rig, "a", "b", "c")).num_pending == 1
+    await _ended(rig)
+    assert _present(rig, "a", "b", "c") == 1
+    assert await _prefetch(rig, "x", "y") == HintResult(0)
+    assert not rig.tiered._prefetcher._tasks
+
+
+@play()
+async def test_a_tier_that_fails_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> None:
+    await _evicted(rig, "a", "b")
+    tier.failure = "broken"
+    assert (await _prefetch(rig, "a", "b")).num_pending == 2
+    await _ended(rig)
+    assert _present(rig, "a", "b") == 0
+
+
+@play()
+async def test_prefetches_are_bounded_and_a_tenant_leaves_some_for_others(rig: Rig, tier: MemoryTier) -> None:
+    names = [f"n{nth}" for nth in range(12)]
+    await _evicted(rig, *names)
+    tier.gate.clear()
+    most = prefetcher.MAX_PREFETCHES // 2
+    for name in (names * 2)[:most]:
+        assert (await _prefetch(rig, name)).num_pending == 1
+    with pytest.raises(OutOfSpaceError, match=f"{most} prefetches are under way; the limit is 16"):
+        await _prefetch(rig, names[-1])
+    tier.gate.set()
+    await _ended(rig)
+    assert await _prefetch(rig, names[0]) == HintResult(1)
+    assert not rig.tiered._prefetcher._by_tenant
+
+
+def test_a_hint_is_followed_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "MAX_FOLLOWED_S", 0.02)
+
+    @play()
+    async def test(rig: Rig, tier: MemoryTier) -> None:
+        await _evicted(rig, "a")
+        tier.gate.clear()
+        assert (await _prefetch(rig, "a")).num_pending == 1
+        await asyncio.sleep(0.05)
+        assert not rig.tiered._prefetcher._tasks
+        tier.gate.set()
+        await rig.wait_idle()
+        assert _present(rig, "a") == 1, "what was queued did not come up"
+
+    test()
+
+
+@play()
+async def test_a_prefetch_of_an_unknown_namespace_is_refused(rig: Rig, tier: MemoryTier) -> None:
+    with pytest.raises(UnknownNamespaceError):
+        await rig.tiered.prefetch(block_hash("none"), _run(["a"]))
+    assert not rig.tiered._prefetcher._by_tenant
