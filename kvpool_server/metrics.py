@@ -58,8 +58,11 @@ USAGE_COUNTERS = {
     "hit_tokens": "Prompt tokens that lookups found in the pool, by model and tenant. Divided by "
     "kvpool_lookup_tokens_total: the hit ratio.",
     "stored_bytes": "Bytes that engines stored in the pool, by model and tenant.",
-    "loaded_bytes": "Bytes of found blocks whose place engines were told, to load them, by model and tenant.",
+    "loaded_bytes": "Bytes of found blocks whose place engines were told, to load them, by model and tenant. An engine "
+    "may load fewer: vllm:kvpool_loaded_bytes_total counts what it has loaded.",
 }
+_USAGE_NAMES = {"loaded_bytes": "located_bytes"}
+"""Fields whose metric has another name: an engine may load fewer bytes than were located for it."""
 USAGE_GAUGES = {
     "held_bytes": "Bytes of the arena that blocks of a model and tenant occupy.",
     "held_blocks": "Complete (readable) blocks of a model and tenant in the arena.",
@@ -103,7 +106,7 @@ class UsageCollector(Collector):
         usage = self._usage()
         for families, kind in ((USAGE_COUNTERS, CounterMetricFamily), (USAGE_GAUGES, GaugeMetricFamily)):
             for name, text in families.items():
-                family = kind(f"kvpool_{name}", text, labels=["model", "tenant"])
+                family = kind(f"kvpool_{_USAGE_NAMES.get(name, name)}", text, labels=["model", "tenant"])
                 for pair in usage:
                     family.add_metric([pair.model, pair.tenant], getattr(pair, name))
                 yield family

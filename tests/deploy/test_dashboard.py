@@ -211,8 +211,11 @@ def test_the_variables_offer_the_models_and_tenants(scene: Scene) -> None:
     assert len(hostile) <= 100 and "\n" not in hostile
 
 
-@pytest.mark.parametrize("name", ["hit_tokens", "loaded_bytes", "stored_bytes"])
-def test_the_server_counts_for_a_model_what_its_engines_count(name: str, scene: Scene) -> None:
-    of_server, of_engines = f'kvpool_{name}_total{{model="tiny"}}', f"vllm:kvpool_{name}_total"
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [("hit_tokens", "hit_tokens"), ("located_bytes", "loaded_bytes"), ("stored_bytes", "stored_bytes")],
+)
+def test_the_server_counts_for_a_model_what_its_engines_count(mine: str, theirs: str, scene: Scene) -> None:
+    of_server, of_engines = f'kvpool_{mine}_total{{model="tiny"}}', f"vllm:kvpool_{theirs}_total"
     assert scene.prometheus.value(of_engines) > 0
     assert scene.prometheus.value(of_server) == scene.prometheus.value(of_engines)

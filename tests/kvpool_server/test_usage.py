@@ -14,6 +14,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.metrics import UsageCollector
 from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
 from kvpool_server.usage import PairUsage, Usage
 from tests.support.clock import FakeClock
@@ -120,6 +121,9 @@ def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
     found = bench.pool.find(namespace.fingerprint, [run_of("a", "b")], prefix_only=True, lease_ttl_ms=1_000)
     bench.pool.lookups.slots(found)
     assert bench.of("m").loaded_bytes == 2 * CHUNK
+    exported = {family.name: family.samples for family in UsageCollector(bench.usage.by_model_and_tenant).collect()}
+    assert [sample.value for sample in exported["kvpool_located_bytes"]] == [2 * CHUNK]
+    assert "kvpool_loaded_bytes" not in exported, "the server does not know what engines load"
 
 
 def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) -> None:
