@@ -44,7 +44,17 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class UsageStats:
-    """What one tenant has used with one model; see `UsageStats` in the proto."""
+    """What the namespaces of one tenant and model have used. Counts are since the server's start, but for `held_`.
+
+    Args:
+        tenant, model: labels; both "other" for all pairs together that are not told apart.
+        lookup_tokens, hit_tokens: tokens that lookups asked for beyond what engines had themselves, and the ones of
+            them that were found. Of a model with pipeline stages only the first stage counts.
+        stored_bytes: bytes that engines stored.
+        loaded_bytes: bytes that lookups or gets told engines the place of, so that engines could load them.
+        held_bytes: bytes of the arena in slots now.
+        held_blocks: readable blocks in the arena now.
+    """
 
     tenant: str
     model: str

@@ -20,14 +20,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.errors import KVPoolError
-from kvpool.server_stats import RpcStats, TransferStats
+from kvpool.server_stats import RpcStats, TransferStats, UsageStats
 from kvpool.types import PinBudget, PoolStats, Quota
 from kvpool.wire import status_of
 from kvpool_server.buckets import cumulative_buckets
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.pairs import MAX_PAIRS, OTHER, label_of
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
-from kvpool_server.usage import PairUsage
 
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
@@ -99,7 +98,7 @@ class PoolCollector(Collector):
 class UsageCollector(Collector):
     """Exports what each model and tenant have used; the thread of the scrape calls `usage`."""
 
-    def __init__(self, usage: Callable[[], Sequence[PairUsage]]):
+    def __init__(self, usage: Callable[[], Sequence[UsageStats]]):
         self._usage = usage
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

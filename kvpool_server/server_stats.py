@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 
-from kvpool.server_stats import ServerStats, UsageStats
+from kvpool.server_stats import ServerStats
 from kvpool.version import __version__
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import RpcMetrics
@@ -41,7 +40,7 @@ def server_stats(
         rpc_seconds_bounds=bounds,
         rpcs=rpcs,
         transfers=metrics.transfers(),
-        usage=tuple(UsageStats(**asdict(pair)) for pair in usage.by_model_and_tenant()),
+        usage=usage.by_model_and_tenant(),
         http_port=http_port,
         certificate_ends={name: ends_at.timestamp() for name, ends_at in (ends or {}).items()},
     )

@@ -9,41 +9,11 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
+from kvpool.server_stats import UsageStats
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.pairs import OTHERS, Pair, Pairs, pair_of
-
-
-@dataclass(frozen=True, slots=True)
-class PairUsage:
-    """What the namespaces of one model and tenant have used. All counts are since the server's start, but for `held_`.
-
-    Args:
-        model, tenant: labels, see `label_of`; both `OTHERS` for all pairs together that are not told apart.
-        lookup_tokens, hit_tokens: tokens that lookups asked for beyond what engines had themselves, and the ones of
-            them that were found. Of a model with pipeline stages only the first stage counts.
-        stored_bytes: bytes that engines stored.
-        loaded_bytes: bytes that lookups or gets told engines the place of, so that engines could load them.
-        held_bytes: bytes of the arena in slots now.
-        held_blocks: readable blocks in the arena now.
-    """
-
-    model: str
-    tenant: str
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    held_bytes: int = 0
-    held_blocks: int = 0
-
-    @property
-    def hit_ratio(self) -> float | None:
-        """Tokens found of those asked for; None if no lookup has asked."""
-        return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else None
-
 
 _COUNTS = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
 
@@ -58,13 +28,13 @@ class Usage:
         """What closed namespaces have used, by pair and name of the count."""
         pool.when_closed(self._closed)
 
-    def by_model_and_tenant(self) -> tuple[PairUsage, ...]:
+    def by_model_and_tenant(self) -> tuple[UsageStats, ...]:
         """The usage of each pair, that with most tokens asked for first, and `OTHERS` last if there is any.
 
         Costs microseconds a namespace, however many blocks the pool holds. The counts of a pair never go back.
         Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHERS`.
         """
-        namespaces = [each for each in self._pool.all_namespaces() if not each.spec.is_measurement]
+        namespaces = [each for each in self._pool.all_namespaces() if not each.is_measurement]
         pairs = [_pair(namespace) for namespace in namespaces]
         self._tell_apart(list(zip(pairs, namespaces, strict=True)))
         sums = Counter(self._ended)
@@ -93,7 +63,7 @@ class Usage:
                 self._pairs.admit(pair)
 
     def _closed(self, namespace: PoolNamespace) -> None:
-        if namespace.spec.is_measurement:
+        if namespace.is_measurement:
             return
         pair = _pair(namespace)
         self._tell_apart([(pair, namespace)])
@@ -113,7 +83,7 @@ def _add(sums: Counter[tuple[Pair, str]], pair: Pair, namespace: PoolNamespace) 
         sums[pair, name] += getattr(namespace, name)
 
 
-def _usage(pair: Pair, sums: Counter[tuple[Pair, str]]) -> PairUsage:
+def _usage(pair: Pair, sums: Counter[tuple[Pair, str]]) -> UsageStats:
     model, tenant = pair
     counts = {name: sums[pair, name] for name in (*_COUNTS, "held_bytes", "held_blocks")}
-    return PairUsage(model, tenant, **counts)
+    return UsageStats(tenant, model, **counts)

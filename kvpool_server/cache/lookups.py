@@ -131,7 +131,7 @@ class Lookups:
         namespace.lookup_tokens += found.lookup_tokens
         namespace.hit_tokens += found.hit_tokens
         self._counters["lookups"] += 1
-        if not namespace.spec.is_measurement:
+        if not namespace.is_measurement:
             self._counters["lookup_blocks"] += found.num_blocks
             self._counters["lookup_hits"] += num_hits
         if found.lease_id:

@@ -38,6 +38,7 @@ class PoolNamespace:
         last_use: the number of its last use, among those of all namespaces.
         tenant: whose extents its blocks are in; "" where the arena has one tenant.
         labels: its model and tenant as labels of metrics, once they have been made.
+        is_measurement: as its spec says; each lookup and put asks.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class PoolNamespace:
         self.lookup_tokens = self.hit_tokens = 0
         self.stored_bytes = self.loaded_bytes = 0
         self.spec = spec
+        self.is_measurement = spec.is_measurement
         self.tenant = tenant
         self.labels: tuple[str, str] | None = None
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
         self.groups = [
-            Group(group, idx, label, fingerprint, tenant, spec.tenant, spec.is_measurement)
+            Group(group, idx, label, fingerprint, tenant, spec.tenant, self.is_measurement)
             for idx, group in enumerate(spec.groups)
         ]
 

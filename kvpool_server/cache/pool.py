@@ -134,7 +134,7 @@ class Pool:
 
     def tell_lookup(self, found: Found, runs: Sequence[BlockRun]) -> None:
         """Tells the observers of traffic that a lookup for a load has been answered."""
-        for observer in () if found.namespace.spec.is_measurement else self._traffic_observers:
+        for observer in () if found.namespace.is_measurement else self._traffic_observers:
             observer.looked_up(found.namespace, runs, found.hits)
 
     def open_namespace(
@@ -285,7 +285,7 @@ class Pool:
         ttl_ms = min(ticket_ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = yield from self.reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
         if self._traffic_observers and not shards.start and (namespace := self.namespace(fingerprint)) is not None:
-            for observer in () if namespace.spec.is_measurement else self._traffic_observers:
+            for observer in () if namespace.is_measurement else self._traffic_observers:
                 observer.put(namespace, runs)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.reports import EngineState
+from kvpool.server_stats import UsageStats
 from kvpool.types import PoolStats, Quota
 from kvpool_server.cache.steps import Steps
 from kvpool_server.history import Key
@@ -14,7 +15,6 @@ from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import Lag
 from kvpool_server.pairs import Pair
 from kvpool_server.reports.totals import Totals
-from kvpool_server.usage import PairUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Instruments:
     loop_lag_seconds: Callable[[], Mapping[str, float]]
     loop_lag: Callable[[], Lag]
     moved_bytes: Callable[[], Mapping[tuple[str, str], int]]
-    usage: Callable[[], Sequence[PairUsage]]
+    usage: Callable[[], Sequence[UsageStats]]
     reported: Callable[[], Mapping[Pair, Totals]]
     engines: Callable[[], Sequence[EngineState]]
     quotas: Callable[[], Sequence[Quota]]

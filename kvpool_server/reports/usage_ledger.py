@@ -19,13 +19,13 @@ import structlog
 
 from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.reports import EngineReport
+from kvpool.server_stats import UsageStats
 from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
 from kvpool_server.reports.saving import measured as saving_of
 from kvpool_server.reports.totals import Measurements
-from kvpool_server.usage import PairUsage
 
 log = structlog.get_logger()
 
@@ -63,7 +63,7 @@ class UsageLedger:
         is_persistent: bool,
         reports: EngineReports,
         pairs: Pairs,
-        usage: Callable[[], tuple[PairUsage, ...]],
+        usage: Callable[[], tuple[UsageStats, ...]],
         unix_clock: Callable[[], float],
         clock: Callable[[], float],
     ):
@@ -78,7 +78,7 @@ class UsageLedger:
         self._pending: dict[tuple[int, Pair], _Pending] = {}
         self._reporters: dict[Reporter, int] = {}
         self._sampled_at = clock()
-        self._moved: dict[Pair, PairUsage] = {}
+        self._moved: dict[Pair, UsageStats] = {}
         self._is_failing = False
         self._is_flushing = asyncio.Lock()
         for (tenant, reporter), sequence in file.reporters().items():
@@ -247,7 +247,7 @@ async def open_ledger(
     path: str,
     reports: EngineReports,
     pairs: Pairs,
-    usage: Callable[[], tuple[PairUsage, ...]],
+    usage: Callable[[], tuple[UsageStats, ...]],
     unix_clock: Callable[[], float],
     clock: Callable[[], float],
 ) -> UsageLedger:

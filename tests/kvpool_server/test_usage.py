@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec
+from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
+from kvpool.server_stats import UsageStats
 from kvpool.types import BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
@@ -16,7 +17,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.metrics import UsageCollector
 from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
-from kvpool_server.usage import PairUsage, Usage
+from kvpool_server.usage import Usage
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -47,7 +48,7 @@ class Bench:
     def look_up(self, namespace: PoolNamespace, *runs: BlockRun, prefix_only: bool = True) -> int:
         return self.pool.lookup(namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000).lease_id
 
-    def of(self, model: str, tenant: str = "") -> PairUsage:
+    def of(self, model: str, tenant: str = "") -> UsageStats:
         (usage,) = [each for each in self.usage.by_model_and_tenant() if (each.model, each.tenant) == (model, tenant)]
         return usage
 
@@ -64,11 +65,10 @@ def test_namespaces_of_one_model_and_tenant_add_up_to_one_pair(bench: Bench) -> 
         lease_id = bench.look_up(namespace, run_of("a", "b", "c"))
         bench.pool.get(lease_id, namespace.fingerprint, [run_of("a", "b")], ShardRange(0, 1))
     bench.put(bench.open(model="m", tenant="u"), "a")
-    assert bench.of("m", "t") == PairUsage(
-        "m", "t", 2 * 3 * TOKENS, 2 * 2 * TOKENS, 4 * CHUNK, 4 * CHUNK, held_bytes=4 * CHUNK, held_blocks=4
+    assert bench.of("m", "t") == UsageStats(
+        "t", "m", 2 * 3 * TOKENS, 2 * 2 * TOKENS, 4 * CHUNK, 4 * CHUNK, held_bytes=4 * CHUNK, held_blocks=4
     )
-    assert bench.of("m", "t").hit_ratio == 2 / 3
-    assert bench.of("m", "u") == PairUsage("m", "u", stored_bytes=CHUNK, held_bytes=CHUNK, held_blocks=1)
+    assert bench.of("m", "u") == UsageStats("u", "m", stored_bytes=CHUNK, held_bytes=CHUNK, held_blocks=1)
 
 
 def test_a_token_counts_once_in_however_many_groups_and_probes_it_is_asked_for(bench: Bench) -> None:
@@ -132,7 +132,7 @@ def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) 
     bench.open(model="unused")
     usage = bench.usage.by_model_and_tenant()
     assert [each.model for each in usage] == [*(f"m{nth}" for nth in range(MAX_PAIRS + 4, 4, -1)), OTHER]
-    assert usage[-1] == PairUsage(OTHER, OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
+    assert usage[-1] == UsageStats(OTHER, OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
 
 
 def test_no_tenant_can_use_up_the_labels_of_others() -> None:
@@ -146,7 +146,7 @@ def test_no_tenant_can_use_up_the_labels_of_others() -> None:
 
 def test_no_count_goes_back_whatever_is_opened_used_and_closed() -> None:
     bench = Bench(max_namespaces=MAX_PAIRS + 2, namespace_idle_ms=1_000)
-    before: dict[tuple[str, str], PairUsage] = {}
+    before: dict[tuple[str, str], UsageStats] = {}
     for nth in range(3 * MAX_PAIRS):
         bench.clock.advance(2.0)  # So that an empty namespace is closed for the next.
         for model in (f"m{nth % (MAX_PAIRS * 2)}", "always"):
@@ -186,3 +186,13 @@ def test_measurements_are_no_use(bench: Bench) -> None:
     bench.look_up(namespace, run_of("a"))
     assert bench.usage.by_model_and_tenant() == ()
     assert bench.pool.counters["lookup_blocks"] == 0 and bench.pool.counters["lookups"] == 1
+
+
+def test_no_lookup_or_put_reads_the_models_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a namespace is a measurement's is decided when it is opened."""
+    namespace = bench.open(model="m")
+    reads: list[NamespaceSpec] = []
+    monkeypatch.setattr(NamespaceSpec, "is_measurement", property(reads.append))
+    bench.put(namespace, "a")
+    bench.look_up(namespace, run_of("a"))
+    assert bench.of("m").stored_bytes == CHUNK and reads == []

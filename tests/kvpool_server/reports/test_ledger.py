@@ -18,6 +18,7 @@ from kvpool.causes import Cause
 from kvpool.errors import ConfigError
 from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, MeasuredSaving, added_up
 from kvpool.reports import MAX_AMOUNT, Agreement, EngineReport, FirstTokenTimes
+from kvpool.server_stats import UsageStats
 from kvpool.wire import encode_ledger
 from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file, measured_tables, usage_ledger
@@ -25,7 +26,6 @@ from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
 from kvpool_server.reports.totals import MAX_TOTAL
 from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
-from kvpool_server.usage import PairUsage
 from tests.support.clock import FakeClock
 
 HOUR = 500_000 * HOUR_S
@@ -39,7 +39,7 @@ class Bench:
     def __init__(self, path: str = "") -> None:
         self.path = path
         self.unix, self.clock = FakeClock(HOUR), FakeClock()
-        self.usage: tuple[PairUsage, ...] = ()
+        self.usage: tuple[UsageStats, ...] = ()
         self.reports = EngineReports(self.clock)
 
     async def open(self) -> UsageLedger:
@@ -85,7 +85,7 @@ def test_a_row_is_what_was_told_in_its_hour(path: str) -> None:
             saved_seconds=2.0, lost_seconds=0.5, num_devices=4, loaded_tokens=10, num_requests=3,
             computed_tokens={EVICTED: 5},
         )  # fmt: skip
-        bench.usage = (PairUsage("model", "acme", stored_bytes=100, loaded_bytes=50, hit_tokens=7, held_bytes=GIB),)
+        bench.usage = (UsageStats("acme", "model", stored_bytes=100, loaded_bytes=50, hit_tokens=7, held_bytes=GIB),)
         bench.ledger.evicted(("model", "acme"), ("model", "umbra"), 64)
         bench.advance(1_800)
         bench.ledger.sample()
