@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ from vllm.v1.request import Request
 
 from kvpool.causes import Cause
 from kvpool.errors import PoolTimeoutError
-from kvpool.types import MissCause
+from kvpool.types import BlockRun, MissCause
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from tests.vllm_plugin.kinds import kv_cache, window
@@ -173,3 +175,50 @@ def test_a_window_that_is_missing(core: MakeCore) -> None:
 
 def test_every_cause_of_the_server_is_one_of_the_engines() -> None:
     assert {cause.name for cause in MissCause} <= {cause.name for cause in Cause}
+
+
+LONG = 131_072
+STEP = 2_048
+CHEAP_S = 0.001
+"""CPU time of the scheduler's thread, for one request and for one step of many."""
+
+
+@pytest.mark.parametrize("taken", [0, blocks(5), blocks(16)])
+def test_a_prompt_of_131072_tokens_is_accounted_for_to_the_token_and_at_no_cost(core: MakeCore, taken: int) -> None:
+    one = core(decline_slow_loads=False).connected()
+    request = make_request("long", [nth % 251 for nth in range(LONG)])
+    fill(one, request.block_hashes[:64])
+    session = one.side.stages.sessions[0]
+    assert session.namespace is not None
+    session.client.admin.remove(session.namespace, [BlockRun(0, request.block_hashes[16:24])])
+    assert one.ask(request) == blocks(16)
+    lookup = one.side.lookups.by_request["long"]
+    others = {f"other {nth}": 1 for nth in range(256)}
+    assert request.prefill_stats is not None
+    request.prefill_stats.set(LONG, 0, taken)
+
+    computed, costs = one.side.computed, []
+    for _ in range(5):
+        started = time.thread_time()
+        computed.admitted(request, lookup)
+        costs.append(time.thread_time() - started)
+    assert min(costs) < CHEAP_S
+
+    costs = []
+    for at in range(taken, LONG, STEP):
+        assert counted(one) == {}, "the prompt has not ended"
+        request.num_computed_tokens = at
+        started = time.thread_time()
+        computed.step({**others, "long": min(STEP, LONG - at)})
+        costs.append(time.thread_time() - started)
+    assert sorted(costs)[len(costs) // 2] < CHEAP_S
+    causes = counted(one)
+    assert sum(causes.values()) == LONG - taken
+    whole = (LONG - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert causes == {
+        **({Cause.WINDOW_OR_STATE: blocks(16) - taken} if taken < blocks(16) else {}),
+        Cause.REMOVED: blocks(48),  # With what is stored behind the removed blocks, and cannot be loaded without them.
+        Cause.NEVER_STORED: whole - blocks(64),
+        Cause.LAST_BLOCK: LONG - whole,
+    }
+    assert len(computed) == 0
