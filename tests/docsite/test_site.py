@@ -162,3 +162,9 @@ def test_versions_lie_beside_each_other(tmp_path: Path) -> None:
     }
     for place in ("0.0.1/index.html", f"{__version__}/index.html", "latest"):  # `latest` is a link.
         subprocess.run([*git, "cat-file", "-e", f"site:{place}"], cwd=tmp_path, check=True)
+
+
+def test_each_picture_is_on_a_page(pages: dict[Path, Page], site: Path) -> None:
+    shown = {_target(path, target) for path, page in pages.items() for target in page.loaded}
+    pictures = {path for folder in ("images", "plots") for path in (site / folder).iterdir()}
+    assert pictures and pictures <= shown
