@@ -12,6 +12,7 @@ SLOW_LAG_S = 0.1
 """The longest lag of a minute that is no warning: every call waits for a pause of the loop."""
 ENDS_SOON_S = (14 * 86_400.0, 2 * 86_400.0)
 """Before a certificate's end: of a warning, and of an error."""
+_STEPS_MS = tuple(factor * 10.0**power for power in range(6) for factor in (1, 2, 5))
 SERVER_CERTIFICATE = "certificate of the server"
 _CHECKS = {"server": SERVER_CERTIFICATE, "client_ca": "certificate of the clients' authority"}
 MAX_NAME_CHARS = 60
@@ -37,15 +38,19 @@ def server_state(stats: PoolStats) -> list[Finding]:
 
 def _lag(p99_s: float, longest_s: float) -> Finding:
     """Args: p99_s: 0 if it is not known."""
-    quantile = f" ({p99_s * 1e3:,.1f} ms at p99)" if p99_s else ""
     if p99_s <= LATE_S[0] and longest_s <= SLOW_LAG_S:
-        text = f"the server's event loop was at most {longest_s * 1e3:.1f} ms late in the last minute{quantile}"
-        return ok("loop lag", text)
+        return ok("loop lag", f"the server's event loop was at most {longest_s * 1e3:.1f} ms late in the last minute")
+    quantile = f" (up to {_step_ms(p99_s):,.0f} ms at p99)" if p99_s else ""
     return (error if p99_s > LATE_S[1] else warning)(
         "loop lag",
-        f"the server's event loop was up to {longest_s * 1e3:,.0f} ms late in the last minute{quantile}",
+        f"the server's event loop was up to {_step_ms(longest_s):,.0f} ms late in the last minute{quantile}",
         "give the server a core of its own; engines that compute on all cores take it away",
     )
+
+
+def _step_ms(seconds: float) -> float:
+    """The next of 1, 2, 5, 10, ... ms: the dashboard's text changes rarely, which screen readers read out each time."""
+    return next(step for step in _STEPS_MS if step >= seconds * 1e3 or step == _STEPS_MS[-1])
 
 
 def certificate_end(check: str, left_s: float, fix: str) -> Finding:
