@@ -40,7 +40,7 @@ MEASURED = re.compile(
     rf"{_NUMBER}(?: {_UNIT}(?!\w)|[^\d<>]{{0,30}}?)\s*<!-- (?!run: )(?P<result>[\w-]+): (?P<row>.+?) -->"
 )
 _TABLE = re.compile(r"^<!-- begin (?P<name>\w+) -->\n.*?^<!-- end (?P=name) -->", re.MULTILINE | re.DOTALL)
-_CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"<!-- run first.*?-->|^ *```.*?^ *```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
