@@ -40,6 +40,7 @@ from kvpool.transport.base import BATCH_BYTES, Transfer
 from kvpool.transport.choice import Attachment, Choose, choose
 from kvpool.types import (
     BlockRun,
+    Existence,
     LeasedSlots,
     Located,
     Lookup,
@@ -117,8 +118,10 @@ class Client:
         spec = self.rpc.named(self._of_tenant(spec))
         opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
         transport = self.attachment.attach(opened.offer, boot_token)
-        arena_bytes = replies.arena_bytes(opened.offer)
-        return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
+        arena_bytes, wants_tokens = replies.arena_bytes(opened.offer), opened.wants_tokens and self.rpc.names_are_plain
+        return Namespace(
+            spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes, wants_tokens
+        )
 
     def lookup(
         self,
@@ -140,6 +143,17 @@ class Client:
             explain: the answer also says why blocks are missing (`RunHits.missing`).
         """
         return self.rpc.lookup(namespace, runs, prefix_only=prefix_only, lease=lease, locate=locate, explain=explain)
+
+    def exists(self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> Existence:
+        """For routers: what an engine would find, without a lease, a use, or a count as a lookup.
+
+        Args:
+            fingerprint: of a namespace, as `admin.namespaces` lists it.
+            runs: the blocks of one prompt from its first token on, one run a group.
+
+        Raises UnknownNamespaceError, InvalidRequestError.
+        """
+        return self.rpc.exists(fingerprint, runs, timeout_ms)
 
     def put(
         self,

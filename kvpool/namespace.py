@@ -66,6 +66,13 @@ class GroupSpec:
     def slot_bytes(self) -> int:
         return self.num_shards * self.chunk_bytes
 
+    @property
+    def hit_blocks(self) -> int:
+        """Blocks just before its end that a hit needs; 0: all blocks of its prefix, also where a kind is not known."""
+        if self.window_tokens:
+            return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+        return 1 if self.kind == "mamba" else 0
+
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:

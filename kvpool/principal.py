@@ -30,6 +30,7 @@ class Role(enum.StrEnum):
     ENGINE_READ = "engine-read"
     ENGINE_WRITE = "engine-write"
     TENANT_OPERATOR = "tenant-operator"
+    ROUTER = "router"
     OPERATOR = "operator"
     METRICS = "metrics"
 

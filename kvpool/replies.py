@@ -36,6 +36,7 @@ from kvpool.types import (
     MAX_MISSES,
     BlockRun,
     Chunk,
+    Existence,
     HintResult,
     Located,
     Lookup,
@@ -75,7 +76,7 @@ MAX_TOKENS = 1e18
 MAX_SIZE = 1_024.0
 """Largest simulated arena, as a multiple of the present one."""
 
-METHOD_LIMITS = {"Get": 40 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
+METHOD_LIMITS = {"Get": 40 << 20, "Exists": 4 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
                  "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES,
                  "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much
@@ -214,13 +215,8 @@ class LookupQuestion:
     def answer(self, reply: pb.LookupResponse) -> Lookup:
         """The answer, once it is checked."""
         hits = reply.hits
-        if len(hits) != len(self.runs):
-            raise InvalidReplyError(f"the server's hits are {len(hits)}, for {len(self.runs)} runs")
+        num_complete = self.check_hits(hits)
         offsets = [hit.offsets for hit in hits]  # Each look at a field of bytes copies them.
-        num_complete = [self._num_complete(hit, len(run)) for hit, run in zip(hits, self.runs, strict=True)]
-        for hit, run, complete in zip(hits, self.runs, num_complete, strict=True):
-            _in("num_pending", hit.num_pending, 0, len(run) - complete)
-            self._check_misses(hit, len(run))
         if not self.lease_ttl_ms:
             _is("lease_id", reply.lease_id, 0)
         _in("lease_ttl_ms", reply.lease_ttl_ms, 0, self.lease_ttl_ms)
@@ -231,6 +227,16 @@ class LookupQuestion:
             for nth, hit in enumerate(hits):
                 self._check_slots(hit, self.runs[nth].group_idx, offsets[nth], num_complete[nth])
         return wire.decode_lookup(reply, self.fingerprint, self.asked_at)
+
+    def check_hits(self, hits: Sequence[pb.RunHits]) -> list[int]:
+        """How many blocks of each run are complete. Raises InvalidReplyError for hits of other runs."""
+        if len(hits) != len(self.runs):
+            raise InvalidReplyError(f"the server's hits are {len(hits)}, for {len(self.runs)} runs")
+        num_complete = [self._num_complete(hit, len(run)) for hit, run in zip(hits, self.runs, strict=True)]
+        for hit, run, complete in zip(hits, self.runs, num_complete, strict=True):
+            _in("num_pending", hit.num_pending, 0, len(run) - complete)
+            self._check_misses(hit, len(run))
+        return num_complete
 
     def _num_complete(self, hit: pb.RunHits, count: int) -> int:
         """How many blocks of a run of `count` are complete, leading ones among them."""
@@ -266,6 +272,15 @@ class LookupQuestion:
         if num_complete:
             last = int(np.frombuffer(offsets, "<u8").max())
             _in("offsets", last, 0, self.arena_bytes - group.slot_bytes)
+
+
+def existence(reply: pb.ExistsResponse, runs: Sequence[BlockRun]) -> Existence:
+    """Of the blocks of some runs."""
+    question = LookupQuestion(b"", (), 0, runs, prefix_only=False, lease_ttl_ms=0, locate=False, explain=False)
+    num_complete = question.check_hits(reply.hits)
+    _in("usable_tokens", reply.usable_tokens, 0, MAX_TOKENS if all(num_complete) else 0)
+    _in("load_seconds", reply.load_seconds, 0, MAX_AGE_S)
+    return wire.decode_existence(reply)
 
 
 # Put and get

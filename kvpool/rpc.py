@@ -36,8 +36,10 @@ from kvpool.tracing import tracing_of
 from kvpool.transport.base import Transport
 from kvpool.types import (
     HASH_BYTES,
+    MAX_ANNOUNCED_BLOCKS,
     MAX_BATCH_CHUNKS,
     BlockRun,
+    Existence,
     HintKind,
     HintResult,
     Located,
@@ -63,6 +65,7 @@ class Namespace:
         transport: how its bytes travel.
         max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
         arena_bytes: bound of every region.
+        wants_tokens: the server publishes tokens of the namespace's blocks to routers: see `PoolRpc.announce`.
     """
 
     spec: NamespaceSpec
@@ -71,6 +74,7 @@ class Namespace:
     transport: Transport
     max_batch_blocks: int
     arena_bytes: int = replies.MAX_ARENA_BYTES
+    wants_tokens: bool = False
 
     def max_blocks(self, shards: ShardRange) -> int:
         """Most blocks of which one put or get can move these shards."""
@@ -196,6 +200,11 @@ class PoolRpc:
         check_key(spec, self._name_key)
         return named_by(spec, self._name_key)
 
+    @property
+    def names_are_plain(self) -> bool:
+        """Whether the server sees the engine's block hashes: no key hides them."""
+        return self._name_key is None
+
     def name_of(self, block_hash: bytes) -> bytes:
         """A block's name on the wire."""
         return self._name_key.name(block_hash) if self._name_key else block_hash
@@ -286,6 +295,10 @@ class PoolRpc:
         """The answer to a lookup, checked."""
         self.check_boot(namespace, reply.boot_token)
         return question.answer(reply)
+
+    def exists(self, fingerprint: bytes, runs: Sequence[BlockRun], timeout_ms: int | None = None) -> Existence:
+        request = pb.ExistsRequest(namespace=fingerprint, runs=self.encode_runs(runs))
+        return replies.existence(self.call(self.stub.Exists, request, timeout_ms), runs)
 
     # Put
 
@@ -403,6 +416,29 @@ class PoolRpc:
         return self.send(self.stub.Hint, wire.encode_hint(fingerprint, self.encode_runs(runs), kind, pin_seconds))
 
     # Reports
+
+    def announce(
+        self, namespace: Namespace, run: BlockRun, token_ids: Sequence[int], timeout_ms: int | None = None
+    ) -> None:
+        """Tells a server that wants it (`Namespace.wants_tokens`) which tokens stored blocks stand for.
+
+        Args:
+            run: blocks of a group that needs whole prefixes, without LoRA adapters, images or salts: routers take
+                blocks of equal tokens for equal.
+            token_ids: of all blocks, in order.
+
+        Raises InvalidRequestError, also where a key hides the blocks' names from the server.
+        """
+        if self._name_key is not None:
+            raise InvalidRequestError("name_key_file hides prompts from the server; announce no tokens with it")
+        size = namespace.group(run.group_idx).block_tokens
+        for at in range(0, len(run), MAX_ANNOUNCED_BLOCKS):
+            before = run.block_hashes[at - 1] if at else run.parent_hash
+            part = BlockRun(run.group_idx, run.block_hashes[at : at + MAX_ANNOUNCED_BLOCKS], before)
+            tokens = token_ids[at * size : (at + MAX_ANNOUNCED_BLOCKS) * size]
+            (message,) = wire.encode_runs([part])
+            request = pb.AnnounceRequest(namespace=namespace.fingerprint, run=message, token_ids=tokens)
+            self.call(self.stub.Announce, request, timeout_ms)
 
     def report(self, report: EngineReport, timeout_ms: int) -> bool:
         """Tells the server what an engine has counted; False if the server is of a release that takes no reports.

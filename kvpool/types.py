@@ -26,6 +26,8 @@ MAX_RUNS = 1_024
 """Most runs that a server takes in one request."""
 MAX_BATCH_CHUNKS = 65_536
 """Most chunks (blocks x shards) that a server takes in one put or get."""
+MAX_ANNOUNCED_BLOCKS = 1_024
+"""Most blocks whose tokens one call announces."""
 MIN_PREFIX = 8
 """Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 
@@ -427,6 +429,22 @@ class OpenedNamespace:
     offer: Offer
     created: bool
     max_batch_blocks: int
+    wants_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Existence:
+    """Answer of `exists`.
+
+    Args:
+        hits: one a run, in order.
+        usable_tokens: the longest prefix that every group has the blocks for.
+        load_seconds: how long engines have waited for loads of so many tokens, on average; 0: not known.
+    """
+
+    hits: tuple[RunHits, ...]
+    usable_tokens: int
+    load_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from kvpool.types import (
     BlockRun,
     Chunk,
     DataPortInfo,
+    Existence,
     HintKind,
     HintResult,
     Located,
@@ -212,7 +213,8 @@ def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceR
 
 
 def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
-    return OpenedNamespace(message.fingerprint, decode_offer(message), message.created, message.max_batch_blocks)
+    offer = decode_offer(message)
+    return OpenedNamespace(message.fingerprint, offer, message.created, message.max_batch_blocks, message.wants_tokens)
 
 
 def encode_pong(
@@ -256,16 +258,40 @@ def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
     )
 
 
-def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> pb.LookupResponse:
-    hits = [
+def encode_existence(found: Existence, runs: Sequence[BlockRun], boot_token: int) -> pb.ExistsResponse:
+    return pb.ExistsResponse(
+        boot_token=boot_token,
+        hits=_encode_hits(found.hits, runs),
+        usable_tokens=found.usable_tokens,
+        load_seconds=found.load_seconds,
+    )
+
+
+def decode_existence(message: pb.ExistsResponse) -> Existence:
+    return Existence(_decode_hits(message.hits), message.usable_tokens, message.load_seconds)
+
+
+def _encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.RunHits]:
+    return [
         pb.RunHits(
             num_leading=hit.num_leading,
             complete=hit.complete.to_bytes((len(run) + 7) // 8, "little") if hit.complete else b"",
             num_pending=hit.num_pending,
             missing=[pb.Miss(cause=cast("pb.MissCause", miss.cause), count=miss.count) for miss in hit.missing],
         )
-        for run, hit in zip(runs, lookup.hits, strict=True)
+        for run, hit in zip(runs, hits, strict=True)
     ]
+
+
+def _decode_hits(messages: Iterable[pb.RunHits]) -> tuple[RunHits, ...]:
+    return tuple(
+        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending, _misses(hit.missing))
+        for hit in messages
+    )
+
+
+def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> pb.LookupResponse:
+    hits = _encode_hits(lookup.hits, runs)
     for message, slots in zip(hits, lookup.slots, strict=False):
         message.offsets, message.checksums, message.permit = slots.offsets, slots.checksums, slots.permit
     return pb.LookupResponse(  # Not by `_encode`, which takes longer than the message.
@@ -284,10 +310,7 @@ def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
 
 def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: float) -> Lookup:
     """The answer of a lookup in a namespace that was asked at `asked_at`, monotonic seconds."""
-    hits = tuple(
-        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending, _misses(hit.missing))
-        for hit in message.hits
-    )
+    hits = _decode_hits(message.hits)
     slots: tuple[Slots, ...] = ()
     if any(hit.offsets for hit in message.hits):
         slots = tuple(Slots(hit.offsets, hit.checksums, hit.permit) for hit in message.hits)

@@ -86,6 +86,7 @@ def serve(
     kv_events: Annotated[str | None, typer.Option(help=_help("kv_events"))] = None,
     kv_events_replay: Annotated[str | None, typer.Option(help=_help("kv_events_replay"))] = None,
     kv_events_tenant: Annotated[list[str] | None, typer.Option(help=_help("kv_events_tenant"))] = None,
+    kv_events_router: Annotated[list[str] | None, typer.Option(help=_help("kv_events_router"))] = None,
     kv_events_key: Annotated[str | None, typer.Option(help=_help("kv_events_key"))] = None,
     kv_events_subscribers: Annotated[str | None, typer.Option(help=_help("kv_events_subscribers"))] = None,
     kv_events_topic: Annotated[str | None, typer.Option(help=_help("kv_events_topic"))] = None,

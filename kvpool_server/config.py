@@ -28,7 +28,7 @@ from kvpool.quotas import parse_quota, parse_size
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.events.streams import StreamEndpoints
+from kvpool_server.events.streams import PrefixEndpoints, StreamEndpoints
 from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
 from kvpool_server.toml_file import read_toml
@@ -217,6 +217,12 @@ class ServerConfig(BaseModel):
         description="A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag "
         "for several tenants; in the environment, separate them with ;.",
     )
+    kv_events_router: tuple[str, ...] = Field(
+        (),
+        description="A stream of one model's usable prefixes with their tokens, for routers: "
+        "NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT, and ,TENANT where engines have one. NAME is what routers call it. "
+        "Repeat the flag for several streams; in the environment, separate them with ;.",
+    )
     kv_events_key: str = Field(
         "",
         description="The server's CURVE key pair (NAME.key_secret of `kvpool certs events-key`): KV events are "
@@ -295,7 +301,7 @@ class ServerConfig(BaseModel):
             raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
         return value
 
-    @field_validator("tier", "kv_events_tenant", mode="before")
+    @field_validator("tier", "kv_events_tenant", "kv_events_router", mode="before")
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -323,6 +329,14 @@ class ServerConfig(BaseModel):
         tenants = [_parse_stream(text).tenant for text in value]
         if len(set(tenants)) < len(tenants):
             raise ValueError("a tenant is given twice; give each tenant once")
+        return value
+
+    @field_validator("kv_events_router")
+    @classmethod
+    def _check_routers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [_parse_prefixes(text).name for text in value]
+        if len(set(names)) < len(names):
+            raise ValueError("a name is given twice; give each stream a name of its own")
         return value
 
     @field_validator("kv_events_topic")
@@ -379,6 +393,11 @@ class ServerConfig(BaseModel):
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
         return everybodys + list(map(_parse_stream, self.kv_events_tenant))
+
+    @property
+    def prefix_streams(self) -> list[PrefixEndpoints]:
+        """The streams of usable prefixes, for routers."""
+        return list(map(_parse_prefixes, self.kv_events_router))
 
     @property
     def uses_mooncake(self) -> list[str]:
@@ -457,6 +476,24 @@ def _parse_stream(text: str) -> StreamEndpoints:
     return StreamEndpoints(tenant, *map(_check_endpoint, endpoints))
 
 
+def _parse_prefixes(text: str) -> PrefixEndpoints:
+    """From NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT or NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT,TENANT. Raises ValueError."""
+    name, _, rest = text.partition("=")
+    parts = rest.split(",")
+    if not name or "@" in name or len(parts) not in (3, 4) or not all(parts):
+        raise ValueError(
+            "not a stream for routers; give NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT, and ,TENANT where engines have one; "
+            "NAME is without @"
+        )
+    model, tenant = parts[0], parts[3] if len(parts) == 4 else ""
+    endpoint, replay_endpoint = map(_check_endpoint, parts[1:3])
+    try:
+        Principal(tenant or "acme", Role.ENGINE_READ)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from None
+    return PrefixEndpoints(name, model, endpoint, replay_endpoint, tenant)
+
+
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
@@ -472,7 +509,7 @@ def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name not in ignored
     }
-    for several in ("tier", "kv_events_tenant"):
+    for several in ("tier", "kv_events_tenant", "kv_events_router"):
         if several in values:
             values[several] = [text for text in values[several].split(";") if text]
     _refuse_unknown(values, "environment", ENV_PREFIX)

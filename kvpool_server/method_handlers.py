@@ -85,6 +85,7 @@ def _handler(
         "OpenNamespace": max_spec_bytes,
         "SetQuotas": max_spec_bytes,
         "Lookup": MAX_LOOKUP_BYTES,
+        "Exists": MAX_LOOKUP_BYTES,
         "Explain": MAX_LOOKUP_BYTES,
         "Hint": MAX_LOOKUP_BYTES,
         "Report": MAX_REPORT_BYTES,

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
+from kvpool.namespace import NamespaceSpec
 from kvpool.quotas import beyond_memory, fullest, parse_quota
 from kvpool.tracing import SERVER_SERVICE, Tracing
 from kvpool.types import PoolStats
@@ -187,7 +188,7 @@ class Server:
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self._memory.prefault.step()
-        if config.event_streams:
+        if config.event_streams or config.prefix_streams:
             self._publish_events()
         self._open.push_async_callback(self._tiered.close)
         await self._tiered.open()
@@ -307,10 +308,16 @@ class Server:
             self.pool.counters,
             config.kv_events_buffer,
             asyncio.get_running_loop().call_soon,
+            config.prefix_streams,
+            self._spec_of,
         )
         self._open.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)
         self._events_of_blocks = streams
+
+    def _spec_of(self, fingerprint: bytes) -> NamespaceSpec | None:
+        namespace = self.pool.namespace(fingerprint)
+        return None if namespace is None else namespace.spec
 
     def _watch_traffic(self, registry: CollectorRegistry) -> ValueInstruments:
         """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
@@ -365,6 +372,7 @@ class Server:
             self._ledger,
             self._value.report,
             self._drain,
+            self._events_of_blocks,
         )
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running

@@ -27,7 +27,19 @@ from kvpool.holdings import NamespaceInfo
 from kvpool.principal import Role
 from kvpool.quotas import beyond_memory
 from kvpool.reports import MAX_STAGES
-from kvpool.types import BlockRun, HintKind, Offer, OpenedNamespace, Piece, PoolStats, PutStatus, SegmentInfo, Slots
+from kvpool.types import (
+    MAX_ANNOUNCED_BLOCKS,
+    BlockRun,
+    Existence,
+    HintKind,
+    Offer,
+    OpenedNamespace,
+    Piece,
+    PoolStats,
+    PutStatus,
+    SegmentInfo,
+    Slots,
+)
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
 from kvpool.value import ValueReport
@@ -50,8 +62,10 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.pins import MAX_PIN_S
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
+from kvpool_server.cache.usable import usable_tokens
 from kvpool_server.data_plane.permits import NO_BOUND, Bound, PermitTable
 from kvpool_server.drain import Drain
+from kvpool_server.events.streams import EventStreams
 from kvpool_server.explainer import Explainer
 from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_size
 from kvpool_server.inline_chunks import get_chunk, put_chunk
@@ -98,6 +112,7 @@ class PoolService(PoolServicer):
         ledger: gets what lookups have missed because of other tenants; None: there is none.
         value: what other arena sizes would hit, of a tenant or of all; None: nothing is simulated.
         drain: refuses new leases and tickets once it has begun; None: one that nobody else knows of.
+        events: gets the tokens that engines announce; None: nobody wants them.
     """
 
     def __init__(
@@ -116,6 +131,7 @@ class PoolService(PoolServicer):
         ledger: UsageLedger | None = None,
         value: Callable[[str | None], ValueReport] | None = None,
         drain: Drain | None = None,
+        events: EventStreams | None = None,
     ):
         self._tiered = pool
         self._memory_of = memory_of
@@ -136,6 +152,7 @@ class PoolService(PoolServicer):
         self._ledger = ledger
         self._value = value or (lambda _: ValueReport(False, pool.pool.arena.arena_bytes, ""))
         self._drain = drain or Drain(pool, 0, _tell_nobody)
+        self._events = events
         self._verifier = Verifier(self._pool, memory, self._turns.run)
         self._streams = LookupStreams(self._pool.limits.max_streams)
 
@@ -167,7 +184,8 @@ class PoolService(PoolServicer):
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
         offered, most = self._offered(context), self._pool.limits.max_batch_blocks
-        opened = OpenedNamespace(namespace.fingerprint, offered, created, most)
+        wants_tokens = self._events is not None and self._events.wants_tokens(namespace.spec)
+        opened = OpenedNamespace(namespace.fingerprint, offered, created, most, wants_tokens)
         return wire.encode_opened(opened, self._boot_token)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
@@ -214,6 +232,27 @@ class PoolService(PoolServicer):
                 each = Slots(each.offsets, each.checksums, permit)
             slots.append(each)
         return dataclasses.replace(found, slots=tuple(slots))
+
+    async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:
+        fingerprint = self._reader.namespace(request.namespace)
+        runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
+        if any(run.parent_hash for run in runs):
+            raise InvalidRequestError("a run has a parent_hash; give the blocks of a prompt from its first token on")
+        # Not recorded: what routers ask for is neither a use of blocks nor a hit or miss of an engine.
+        found = await self._turns.run(self._pool.find_in_steps(fingerprint, runs, prefix_only=False, lease_ttl_ms=0))
+        usable = usable_tokens(found.namespace.spec.groups, runs, found.hits)
+        totals = self._reports.of_namespace(fingerprint)
+        seconds = totals.load_seconds * usable / totals.loaded_tokens if totals and totals.loaded_tokens else 0.0
+        return wire.encode_existence(Existence(found.hits, usable, seconds), runs, self._boot_token)
+
+    async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
+        fingerprint = self._reader.namespace(request.namespace)
+        (run,) = self._reader.runs([request.run], MAX_ANNOUNCED_BLOCKS)
+        if self._pool.namespace(fingerprint) is None:
+            raise unknown_namespace(fingerprint)
+        if self._events is not None:
+            self._events.announced(fingerprint, run, request.token_ids)
+        return pb.AnnounceResponse(boot_token=self._boot_token)
 
     async def LookupStream(self, _: AsyncIterator[pb.LookupRequest], context: Any) -> None:
         task = asyncio.current_task()

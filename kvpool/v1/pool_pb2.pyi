@@ -204,7 +204,7 @@ class DataPort(_message.Message):
     def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., sealed: bool = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port")
+    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port", "wants_tokens")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class OpenNamespaceResponse(_message.Message):
     MAX_BATCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOONCAKE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     fingerprint: bytes
     segment: Segment
@@ -221,7 +222,8 @@ class OpenNamespaceResponse(_message.Message):
     max_batch_blocks: int
     mooncake: MooncakeEngine
     data_port: DataPort
-    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
+    wants_tokens: bool
+    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., wants_tokens: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms", "explain", "traceparent")
@@ -302,6 +304,42 @@ class Miss(_message.Message):
     cause: MissCause
     count: int
     def __init__(self, cause: _Optional[_Union[MissCause, str]] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ExistsRequest(_message.Message):
+    __slots__ = ("namespace", "runs")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ...) -> None: ...
+
+class ExistsResponse(_message.Message):
+    __slots__ = ("boot_token", "hits", "usable_tokens", "load_seconds")
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    USABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    hits: _containers.RepeatedCompositeFieldContainer[RunHits]
+    usable_tokens: int
+    load_seconds: float
+    def __init__(self, boot_token: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[RunHits, _Mapping]]] = ..., usable_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
+
+class AnnounceRequest(_message.Message):
+    __slots__ = ("namespace", "run", "token_ids")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    run: BlockRun
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[bytes] = ..., run: _Optional[_Union[BlockRun, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AnnounceResponse(_message.Message):
+    __slots__ = ("boot_token",)
+    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    boot_token: int
+    def __init__(self, boot_token: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("namespace", "runs", "request_id")

@@ -49,6 +49,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.LookupReply.FromString,
                 _registered_method=True)
+        self.Exists = channel.unary_unary(
+                '/kvpool.v1.Pool/Exists',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.ExistsRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ExistsResponse.FromString,
+                _registered_method=True)
         self.PutStart = channel.unary_unary(
                 '/kvpool.v1.Pool/PutStart',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.PutStartRequest.SerializeToString,
@@ -154,6 +159,11 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ReportRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/kvpool.v1.Pool/Announce',
+                request_serializer=kvpool_dot_v1_dot_pool__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pool__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
         self.Ledger = channel.unary_unary(
                 '/kvpool.v1.Pool/Ledger',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
@@ -191,6 +201,14 @@ class PoolServicer(object):
     def LookupStream(self, request_iterator, context):
         """The same, many over one call, which takes less time than a call each; answered in order. A request that names leases
         to release, and no blocks, is not answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Exists(self, request, context):
+        """For routers: which blocks are there, how much of a prefix an engine could resume, and how long its load would take.
+        Leases, renews and counts nothing, and brings nothing up from a tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,6 +363,14 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Announce(self, request, context):
+        """Which tokens blocks stand for, where the server has asked for that (OpenNamespaceResponse.wants_tokens): for KV events
+        to routers that index blocks by tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ledger(self, request, context):
         """What the pool has saved, held and moved, by hour, tenant and model.
         """
@@ -384,6 +410,11 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.LookupStream,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.LookupRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.LookupReply.SerializeToString,
+            ),
+            'Exists': grpc.unary_unary_rpc_method_handler(
+                    servicer.Exists,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ExistsRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ExistsResponse.SerializeToString,
             ),
             'PutStart': grpc.unary_unary_rpc_method_handler(
                     servicer.PutStart,
@@ -490,6 +521,11 @@ def add_PoolServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ReportRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ReportResponse.SerializeToString,
             ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.AnnounceRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pool__pb2.AnnounceResponse.SerializeToString,
+            ),
             'Ledger': grpc.unary_unary_rpc_method_handler(
                     servicer.Ledger,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.FromString,
@@ -587,6 +623,33 @@ class Pool(object):
             '/kvpool.v1.Pool/LookupStream',
             kvpool_dot_v1_dot_pool__pb2.LookupRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.LookupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exists(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Exists',
+            kvpool_dot_v1_dot_pool__pb2.ExistsRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.ExistsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1154,6 +1217,33 @@ class Pool(object):
             '/kvpool.v1.Pool/Report',
             kvpool_dot_v1_dot_pool__pb2.ReportRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.Pool/Announce',
+            kvpool_dot_v1_dot_pool__pb2.AnnounceRequest.SerializeToString,
+            kvpool_dot_v1_dot_pool__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

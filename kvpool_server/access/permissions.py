@@ -6,6 +6,7 @@ from kvpool.principal import Role
 
 _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report",
+    "Exists", "Announce",
 }  # fmt: skip
 _WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint"}
 _TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value", "Hint"}
@@ -17,6 +18,7 @@ CALLS: dict[Role, frozenset[str]] = {
     Role.ENGINE_WRITE: frozenset(_ANYBODY | _READ | _WRITE),
     Role.TENANT_OPERATOR: frozenset(_ANYBODY | _TENANT),
     Role.OPERATOR: frozenset(_ANYBODY | _READ | _WRITE | _TENANT | _POOL),
+    Role.ROUTER: frozenset(_ANYBODY | {"Exists", "ListNamespaces"}),
     Role.METRICS: frozenset(_ANYBODY | {"Stats", "Value"}),
 }
 """By role: the methods of the Pool service."""

@@ -27,17 +27,24 @@ MAX_UNAPPLIED = 1 << 20
 """Changes that wait for the end of snapshots. With more, the snapshots are given up."""
 APPLIED_AT_ONCE = 1_024
 """Changes that have waited and are applied under one lock: about half a millisecond."""
-Held = dict[Group, dict[bytes, bytes]]
-"""group -> block hash -> hash of the block before it."""
 
 
 class Change(NamedTuple):
-    """One block became readable (`stored`), or ceased to be."""
+    """One block became readable (`stored`), or ceased to be.
+
+    Args:
+        tokens: its token ids, uint32 each; empty: not known.
+    """
 
     stored: bool
     group: Group
     block_hash: bytes
     parent_hash: bytes
+    tokens: bytes = b""
+
+
+Held = dict[Group, dict[bytes, Change]]
+"""group -> block hash -> how it became readable; in that order."""
 
 
 class ChangeBatch(NamedTuple):
@@ -109,10 +116,10 @@ class Ledger(Observer):
         self._append([], cleared=True)
 
     def stored(self, entry: Entry) -> None:
-        self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
+        self.note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
 
     def removed(self, entry: Entry) -> None:
-        self._note(Change(False, entry.group, entry.block_hash, b""))
+        self.note(Change(False, entry.group, entry.block_hash, b""))
 
     def withdraw(self) -> None:
         """The server draws nobody to its blocks any more: all count as gone, and later changes are not told.
@@ -121,16 +128,21 @@ class Ledger(Observer):
         """
         if self._is_withdrawn:
             return
+        self.clear()
+        self._is_withdrawn = True
+
+    def clear(self) -> None:
+        """All blocks are gone, in one message. Snapshots that are being read are given up."""
         self.flush()
         with self._lock:
-            self._is_withdrawn = True
             self._readers.clear()
             self._unapplied.clear()
             self._held = {}  # Another object: a reader may be walking the old one.
             self._append([], cleared=True)
         self.wake()
 
-    def _note(self, change: Change) -> None:
+    def note(self, change: Change) -> None:
+        """A change of this turn. A block is removed only after it was stored."""
         if self._is_withdrawn:
             return
         if not self._pending:
@@ -154,7 +166,7 @@ class Ledger(Observer):
 
     def _apply(self, change: Change) -> None:
         if change.stored:
-            self._held.setdefault(change.group, {})[change.block_hash] = change.parent_hash
+            self._held.setdefault(change.group, {})[change.block_hash] = change
             return
         blocks = self._held[change.group]
         del blocks[change.block_hash]
@@ -188,6 +200,12 @@ class Ledger(Observer):
             self._queue.clear()
             self._queued_blocks = 0
         return batches
+
+    def beat(self) -> None:
+        """Adds an empty batch: a subscriber that has missed the last message, or a restart, sees a gap."""
+        with self._lock:
+            if not self._has_gap:
+                self._append([])
 
     def last_seq(self) -> int:
         """The newest batch's number, published or not."""
@@ -235,7 +253,7 @@ class Ledger(Observer):
         yield ChangeBatch(seq, now, [], cleared=True)
         for namespace in num_batches:
             groups = [group for group in held if group.namespace == namespace]
-            changes = (Change(True, group, *block) for group in groups for block in held[group].items())
+            changes = (change for group in groups for change in held[group].values())
             while part := list(itertools.islice(changes, self.batch_blocks)):
                 seq += 1
                 yield ChangeBatch(seq, now, part)

@@ -66,6 +66,8 @@ class Publisher:
 
     Args:
         endpoint, replay_endpoint, gate, tenant: as `Sockets` takes them.
+        beat_s: after so many seconds of silence an empty message goes out.
+        snapshot_every_s: see `SNAPSHOT_EVERY_S`.
 
     Attributes:
         endpoint, replay_endpoint: as bound.
@@ -83,11 +85,15 @@ class Publisher:
         replay_endpoint: str,
         gate: Gate | None = None,
         tenant: str = ALL_TENANTS,
+        beat_s: float = math.inf,
+        snapshot_every_s: float = SNAPSHOT_EVERY_S,
     ):
         self.ledger = ledger
         self._history = history
         self._gate = gate
         self._tenant = tenant
+        self._beat_s, self._snapshot_every_s = beat_s, snapshot_every_s
+        self._sent_at = time.monotonic()
         self._is_stopping = False
         self._replays: list[_Replay] = []
         self._snapshot_at: dict[bytes, float] = {}
@@ -153,6 +159,8 @@ class Publisher:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             pass
+        if time.monotonic() - self._sent_at >= self._beat_s:
+            self.ledger.beat()
         self._publish()
         if router is not None:
             self._receive(router)
@@ -163,6 +171,7 @@ class Publisher:
     def _publish(self) -> None:
         for message in self._history.publish():
             self._sockets.pub.send_multipart(_frames(message))
+            self._sent_at = time.monotonic()
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
         while len(self._replays) < MAX_REPLAYS:
@@ -179,7 +188,7 @@ class Publisher:
             asker = client if self._gate is None else str(frames[0].get("User-Id")).encode()
             begins_at, is_snapshot = time.monotonic(), self._history.needs_snapshot(start_seq)
             if is_snapshot:
-                begins_at = max(begins_at, self._snapshot_at.get(asker, -math.inf) + SNAPSHOT_EVERY_S)
+                begins_at = max(begins_at, self._snapshot_at.get(asker, -math.inf) + self._snapshot_every_s)
             # A client that asks again has given up on its previous replay: each client has one at most. A key has one
             # snapshot that waits, at most: a client that connected again asks by another name.
             self._replays = [

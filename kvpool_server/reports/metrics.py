@@ -11,6 +11,7 @@ from kvpool_server.pairs import Pair
 from kvpool_server.reports.totals import Totals
 
 SECONDS = {
+    "load_seconds": "Time that requests have waited for loads, as engines report, by model and tenant.",
     "saved_seconds": "Estimated time that loads were faster than computing, as engines report, by model and tenant.",
     "lost_seconds": "Estimated time that loads were slower than computing, as engines report, by model and tenant.",
 }

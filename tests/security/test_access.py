@@ -41,7 +41,7 @@ from tests.support.values import block_hash, namespace_spec, payload, run_of
 
 ABOUT_A_NAMESPACE = (
     "Lookup", "LookupStream", "PutStart", "Get", "PutChunks", "GetChunks", "Verify", "Remove", "Clear",
-    "Explain", "Hint",
+    "Explain", "Hint", "Exists", "Announce",
 )  # fmt: skip
 TIMEOUT_S = 10.0
 DAY = dt.timedelta(days=1)

@@ -477,6 +477,13 @@ def test_with_tls_events_need_keys_on_this_host_as_well() -> None:
     check_exposure(ServerConfig.model_validate({**TLS, "kv_events": "ipc:///run/kv"}))
 
 
+def test_a_stream_for_routers_is_exposed_as_other_streams_are() -> None:
+    routed = {"kv_events_router": "a=m,tcp://0.0.0.0:7,tcp://0.0.0.0:8"}
+    with pytest.raises(ConfigError, match=r"KV events at tcp://0.0.0.0:7: other hosts can reach this port"):
+        check_exposure(ServerConfig.model_validate(routed))
+    check_exposure(ServerConfig.model_validate({**TLS, **KEYS, **routed}))
+
+
 @pytest.mark.parametrize("uses", [{"mooncake": "tcp"}, {"tier": "mooncake:master=h:1"}])
 @pytest.mark.parametrize("tls", [{}, TLS])
 def test_mooncake_needs_a_network_that_is_trusted(uses: dict[str, str], tls: dict[str, str]) -> None:

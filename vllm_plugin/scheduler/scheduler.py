@@ -18,6 +18,7 @@ from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
+from vllm_plugin.scheduler.announcer import Announcer
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.holdout import Holdout
@@ -63,9 +64,11 @@ class KVPoolScheduler:
         self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, self._adapters)
         self._names = geometry.names
         self.budget = StepBudget(recorder)
-        self.stages = Stages(geometry.num_stages, config, recorder)
+        self.stages = stages = Stages(geometry.num_stages, config, recorder)
         publishes = events is not None and events.enable_kv_cache_events
-        self.contents = PoolContents(Events(geometry.groups, enabled=publishes))
+        events_of_engine = Events(geometry.groups, enabled=publishes)
+        announcer = Announcer(geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None)
+        self.contents = PoolContents(events_of_engine, announcer)
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self._traces = RequestTraces() if config.explain_requests else None
@@ -327,6 +330,8 @@ class KVPoolScheduler:
             for watcher in self._watchers:
                 watcher.load_ended(request_id, succeeded)
             self.lookups.release(job.lease_ids)
+            if succeeded and (tracked := self.stores.tracked.get(request_id)) is not None:
+                self.contents.announcer.are_there(tracked.request, job.groups)
             for part in () if succeeded else job.groups:
                 for run in part.runs:
                     self.contents.missing(part.group_idx, run.block_hashes)
@@ -383,6 +388,8 @@ class KVPoolScheduler:
         """Ends the connections; the pool's leases expire by themselves. Idempotent."""
         with self.guard.part("the end of the adapters' thread"):
             self._adapters.close()
+        with self.guard.part("the end of announcements"):
+            self.contents.announcer.close()
         with self.guard.part("the last report"):
             self._reporter.close()
         self.stages.close()

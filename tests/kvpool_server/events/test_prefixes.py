@@ -1,0 +1,259 @@
+"""What is published of a namespace is what a router may promise, at each moment: beside the rule written out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpool.errors import InvalidRequestError
+from kvpool.hashing import block_hashes
+from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.types import BlockRun
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.events import prefixes
+from kvpool_server.events.ledger import Change, Ledger
+from kvpool_server.events.prefix_encoder import PrefixEncoder
+from kvpool_server.events.prefixes import STEP_BLOCKS, PrefixView
+from tests.kvpool_server.cache.test_usable import FULL, MODELS, STATE, WINDOW, written_out
+from tests.support.values import group_spec, namespace_spec
+
+TOKENS = 4
+"""In a block of the main group."""
+PREFIXES = (40, 24)
+"""Tokens of a document, and of each question about it."""
+
+
+class Routed:
+    """A view, and what its messages add up to for a router that indexes blocks by tokens."""
+
+    def __init__(self, spec: NamespaceSpec):
+        self.specs = {spec.fingerprint(): spec}
+        self.ledger = Ledger(lambda flush: None, {"dropped_kv_event_batches": 0}, first_seq=0)
+        self.deferred: list[Callable[[], None]] = []
+        self.view = PrefixView(spec.model, spec.tenant, self.ledger, self.specs.get, self.deferred.append)
+        self.encode = PrefixEncoder("pool", spec.model, full_hashes=True)
+        self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
+
+    def groups(self, spec: NamespaceSpec) -> list[Group]:
+        self.specs[spec.fingerprint()] = spec
+        return [Group(each, idx, "label", spec.fingerprint()) for idx, each in enumerate(spec.groups)]
+
+    def read(self) -> None:
+        """Applies the messages since the last call. Whatever a router could not place is an AssertionError."""
+        while self.deferred:
+            self.deferred.pop(0)()
+        self.ledger.flush()
+        for batch in self.ledger.pop_batches():
+            if batch.cleared:
+                self.blocks.clear()
+            for change in batch.changes:
+                self._apply(change)
+
+    def _apply(self, change: Change) -> None:
+        if not change.stored:
+            del self.blocks[change.block_hash]
+            return
+        assert change.block_hash not in self.blocks
+        assert not change.parent_hash or change.parent_hash in self.blocks, "a block is told before its parent"
+        tokens = tuple(int.from_bytes(change.tokens[at : at + 4], "little") for at in range(0, len(change.tokens), 4))
+        self.blocks[change.block_hash] = (change.parent_hash or None, tokens)
+
+    def promised(self, tokens: list[int]) -> int:
+        """Tokens of the longest run of stored blocks."""
+        children = {(parent, ids): name for name, (parent, ids) in self.blocks.items()}
+        at, parent = 0, None
+        while True:
+            size = next((len(ids) for before, ids in children if before == parent), 0)
+            name = children.get((parent, tuple(tokens[at : at + size]))) if size else None
+            if name is None:
+                return at
+            at, parent = at + size, name
+
+
+def _entry(group: Group, hashes: list[bytes], nth: int) -> Entry:
+    return Entry(group, hashes[nth], None, 0, 0, hashes[nth - 1] if nth else b"")
+
+
+def _names(tokens: list[int], group: GroupSpec) -> list[bytes]:
+    """Of a prompt's blocks: a block of several hash units is named by the last of them."""
+    ratio = group.block_tokens // TOKENS
+    return block_hashes(tokens, TOKENS)[ratio - 1 :: ratio]
+
+
+def _promised_at_most(groups: tuple[GroupSpec, ...], held: list[set[int]], num_tokens: int) -> int:
+    """The longest prefix at each boundary of which a hit could end."""
+    sizes = [group.block_tokens for group in groups]
+    step, promised = max(sizes), 0
+    for boundary in range(step, num_tokens + 1, step):
+        if written_out(groups, held, boundary) != boundary:
+            break
+        promised = boundary
+    return promised
+
+
+@pytest.fixture(params=[STEP_BLOCKS, 2], ids=["whole", "in steps"])
+def step_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "STEP_BLOCKS", request.param)
+
+
+@pytest.mark.usefixtures("step_blocks")
+@pytest.mark.parametrize("groups", MODELS.values(), ids=MODELS)
+def test_a_router_promises_what_every_group_has_blocks_for(groups: tuple[GroupSpec, ...]) -> None:
+    chance = random.Random(3)
+    spec = namespace_spec(*groups, model="m")
+    routed = Routed(spec)
+    pool_groups = routed.groups(spec)
+    main = groups.index(FULL)
+    documents = [[chance.randrange(9) for _ in range(PREFIXES[0])] for _ in range(3)]
+    prompts = [doc + [chance.randrange(9) for _ in range(PREFIXES[1])] for doc in documents for _ in range(3)]
+    held: list[set[bytes]] = [set() for _ in groups]
+    compared = promised = 0
+    for _ in range(3_000):
+        tokens, idx = chance.choice(prompts), chance.randrange(len(groups))
+        names = _names(tokens, groups[idx])
+        nth = chance.randrange(len(names))
+        action = chance.random()
+        if action < 0.15:
+            first = chance.randrange(nth + 1)
+            hashes = _names(tokens, FULL)[first : nth + 1]
+            run = BlockRun(main, hashes, _names(tokens, FULL)[first - 1] if first else b"")
+            if hashes:
+                routed.view.announced(spec.fingerprint(), run, tokens[first * TOKENS : (first + len(hashes)) * TOKENS])
+        elif action < 0.85:
+            for at in range(nth + 1):
+                if names[at] not in held[idx]:
+                    held[idx].add(names[at])
+                    routed.view.stored(_entry(pool_groups[idx], names, at))
+        elif names[nth] in held[idx]:
+            held[idx].discard(names[nth])
+            routed.view.removed(_entry(pool_groups[idx], names, nth))
+        routed.read()
+    run_names = {tuple(tokens): _names(tokens, FULL) for tokens in prompts}
+    for tokens in prompts:
+        names = run_names[tuple(tokens)]
+        routed.view.announced(spec.fingerprint(), BlockRun(main, names), tokens[: len(names) * TOKENS])
+    routed.read()
+    for _ in range(300):
+        tokens = chance.choice(prompts)[: chance.randrange(70)]
+        if chance.random() < 0.3 and tokens:
+            tokens = [*tokens[:-1], 9]
+        indices = [
+            {nth for nth, name in enumerate(_names(tokens, group)) if name in held[idx]}
+            for idx, group in enumerate(groups)
+        ]
+        expected = _promised_at_most(groups, indices, len(tokens))
+        assert routed.promised(tokens) == expected <= written_out(groups, indices, len(tokens))
+        compared, promised = compared + 1, promised + bool(expected)
+    assert promised > 20, f"of {compared} prompts only {promised} are promised anything: the test shows nothing"
+
+
+def _full(**fields: Any) -> NamespaceSpec:
+    return namespace_spec(FULL, model="m", **fields)
+
+
+def _store(routed: Routed, spec: NamespaceSpec, tokens: list[int]) -> list[Entry]:
+    (group,) = routed.groups(spec)
+    names = _names(tokens, FULL)
+    entries = [_entry(group, names, nth) for nth in range(len(names))]
+    for entry in entries:
+        routed.view.stored(entry)
+    routed.view.announced(spec.fingerprint(), BlockRun(0, names), tokens)
+    return entries
+
+
+def test_the_newest_namespace_of_a_model_takes_the_place_of_the_one_before() -> None:
+    old, new = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(old)
+    entries = _store(routed, old, list(range(8)))
+    routed.read()
+    assert routed.promised(list(range(8))) == 8
+    _store(routed, new, [7] * 4)
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([7] * 4)) == (0, 4)
+    routed.view.removed(entries[1])
+    _store(routed, old, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(20, 24))), routed.promised([7] * 4)) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        namespace_spec(FULL, model="other"),
+        _full(tenant="acme"),
+        _full(num_pipeline_stages=2),
+        _full(extra=(("name_key", "1f"),)),
+        namespace_spec(STATE, WINDOW, model="m"),
+        namespace_spec(FULL, group_spec(kind="sliding_window", block_tokens=6, window_tokens=9), model="m"),
+    ],
+    ids=["model", "tenant", "stages", "hidden names", "no whole prefixes", "blocks that do not meet"],
+)
+def test_other_namespaces_are_not_followed(spec: NamespaceSpec) -> None:
+    routed = Routed(_full())
+    assert not routed.view.follows(spec)
+    group = routed.groups(spec)[0]
+    routed.view.stored(_entry(group, _names([1] * 8, FULL), 0))
+    routed.view.announced(spec.fingerprint(), BlockRun(0, _names([1] * 8, FULL)[:1]), [1] * 4)
+    routed.read()
+    assert not routed.blocks
+
+
+def test_the_tokens_of_a_block_that_comes_back_are_remembered() -> None:
+    spec = _full()
+    routed = Routed(spec)
+    entries = _store(routed, spec, list(range(8)))
+    routed.view.removed(entries[1])
+    routed.read()
+    assert routed.promised(list(range(8))) == 4
+    routed.view.stored(entries[1])
+    routed.read()
+    assert routed.promised(list(range(8))) == 8
+
+
+def test_a_long_prefix_is_withdrawn_in_steps() -> None:
+    spec = _full()
+    routed = Routed(spec)
+    tokens = list(range(4 * 3 * STEP_BLOCKS))
+    entries = _store(routed, spec, tokens)
+    routed.read()
+    assert len(routed.blocks) == 3 * STEP_BLOCKS
+    routed.view.removed(entries[0])
+    routed.ledger.flush()
+    assert sum(len(batch.changes) for batch in routed.ledger.pop_batches()) == STEP_BLOCKS
+    routed.view.stored(entries[0])  # Waits until all behind it are withdrawn.
+    routed.blocks.clear()
+    removed = 0
+    while routed.deferred:
+        routed.deferred.pop(0)()
+        routed.ledger.flush()
+        changes = [change for batch in routed.ledger.pop_batches() for change in batch.changes]
+        assert len(changes) <= STEP_BLOCKS
+        for change in changes:
+            removed += not change.stored
+            if change.stored:
+                routed._apply(change)
+    assert removed == 2 * STEP_BLOCKS
+    assert len(routed.blocks) == 3 * STEP_BLOCKS
+
+
+def test_a_wrong_number_of_tokens_is_refused() -> None:
+    spec = _full()
+    routed = Routed(spec)
+    _store(routed, spec, list(range(8)))
+    with pytest.raises(InvalidRequestError, match="7 token_ids for 2 blocks; give 4 for each block of group 0"):
+        routed.view.announced(spec.fingerprint(), BlockRun(0, _names(list(range(8)), FULL)), list(range(7)))
+
+
+def test_a_chain_that_bites_its_tail_is_never_published() -> None:
+    spec = _full()
+    routed = Routed(spec)
+    (group,) = routed.groups(spec)
+    names = _names(list(range(8)), FULL)
+    for nth, parent in ((0, names[1]), (1, names[0])):
+        routed.view.stored(_entry(group, names, nth))
+        routed.view.announced(spec.fingerprint(), BlockRun(0, [names[nth]], parent), [1] * 4)
+    routed.read()
+    assert not routed.blocks
