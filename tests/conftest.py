@@ -39,6 +39,7 @@ LONG_FILES = (
     "tests/security/test_intruder_machine.py",
     "tests/kvpool_server/tiering/test_servers.py",
     "tests/kvpool_server/tiers/mooncake/",
+    "tests/routers/",
     "tests/security/",
     "tests/kvpool_server/",
 )
