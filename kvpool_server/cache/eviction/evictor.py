@@ -80,8 +80,11 @@ class Evictor:
         self._policy.used(entries, stamp)
 
     def dropped(self, entry: Entry) -> None:
-        if entry.queued is not None:
-            entry.queued._forget(entry)
+        if (queue := entry.queued) is not None:
+            if entry.pinned_until or queue._expired or queue._unpopped:
+                queue._forget(entry)
+            else:
+                queue._num_dead += 1
         if self._num_dead > self._num_queued // 2 + MIN_DEAD_TO_SWEEP:
             removed = self._queue.sweep(SWEPT_PER_DROP, self._holds)
             self._num_queued -= removed
@@ -152,8 +155,9 @@ class Evictor:
         num_popped = 0
         self._unpark()
         while len(victims) < count:
-            victim = self._pop(chosen, leased, pinned)
-            if victim is None:
+            # Most calls find one in the queue: no call of `_pop` for these.
+            victim = None if self._expired else self._pop_queued(chosen, leased)
+            if victim is None and (victim := self._pop(chosen, leased, pinned)) is None:
                 break
             chosen[victim] = VICTIM
             if victim.queued is self:
@@ -231,7 +235,7 @@ class Evictor:
             if not self._holds(entry):
                 self._num_dead -= 1
                 continue
-            if entry in self._unpopped:  # A victim already, which is in the queue no longer.
+            if self._unpopped and entry in self._unpopped:  # A victim already, which is in the queue no longer.
                 self._unpopped.remove(entry)
                 self._num_dead -= 1
                 continue
