@@ -72,6 +72,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "up to 60 s where": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
         "by 5 % of the compute time": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
     },
+    "hint.md": {"of the arena, 10 % by default": "kvpool_server.cache.limits: Limits().pin_share"},
     "page.md": {
         "a sample every 10 seconds": "kvpool_server.history: INTERVAL_S",
         "series: at most 4 MiB": "kvpool_server.history: MAX_BYTES",
