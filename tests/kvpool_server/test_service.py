@@ -426,8 +426,14 @@ def test_a_lookup_may_name_leases_that_end(pool_server: StartServer, connect: Co
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, spec: NamespaceSpec) -> None:
-    namespace = shm_client.open_namespace(spec)
+def test_every_reply_carries_the_boot_token(pool_server: StartServer, connect: Connect, spec: NamespaceSpec) -> None:
+    server = pool_server("--memory", "64MiB")  # A server of its own, which the last call stops.
+    with grpc.insecure_channel(server.endpoint) as channel:
+        _ask_everything(PoolStub(channel), connect(server, transport="shm"), spec)
+
+
+def _ask_everything(stub: PoolStub, client: Client, spec: NamespaceSpec) -> None:
+    namespace = client.open_namespace(spec)
     run = pb.BlockRun(block_hashes=block_hash("a"))
     one = pb.ShardRange(count=1)
     grant = stub.PutStart(pb.PutStartRequest(namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10)
@@ -468,6 +474,7 @@ def test_every_reply_carries_the_boot_token(stub: PoolStub, shm_client: Client, 
     ]
     streamed = stub.LookupStream(iter([pb.LookupRequest(namespace=namespace.fingerprint, runs=[run])]), timeout=10)
     assert [reply.found.boot_token for reply in streamed] == [namespace.boot_token]
+    replies.append(stub.Drain(pb.DrainRequest(deadline_ms=1_000), timeout=10))
     methods = [method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods if method.name != "LookupStream"]
     assert {type(reply).DESCRIPTOR.name for reply in replies} == {method.output_type.name for method in methods}
     assert {reply.boot_token for reply in replies} == {namespace.boot_token} and namespace.boot_token
