@@ -153,6 +153,8 @@ that do not depend on bytes take as long for many ranks as for one, and weigh mo
     "gpu_parallel-tcp": """The same over TCP (loopback, one host of 32 cores), as if the pool were on another host:
 `python -m benchmarks.cases.gpu_parallel --transport tcp`; the changes are against shared memory on another host. The
 ranks and the server share the host's loopback and memory, see the two ranks of network-16-cores.""",
+    "package": """What an install of kvpool costs, without PyTorch and vLLM: bytes on the disk, and CPU time of whole
+processes that import it.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",
 }
 
