@@ -21,6 +21,7 @@ from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.announcer import Announcer
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
+from vllm_plugin.scheduler.hints import Hints
 from vllm_plugin.scheduler.holdout import Holdout
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
@@ -85,6 +86,7 @@ class KVPoolScheduler:
         if self._spans is not None:
             self.lookups.traceparent_of = self._spans.lookup_traceparent
             self.jobs.traceparent_of = self._spans.request_traceparent
+        self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
         self._peer_loads = PeerLoads(self.stores, self.jobs)
         self._resets = Resets(config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder)
         self._failed: set[str] = set()
@@ -108,6 +110,8 @@ class KVPoolScheduler:
         matched: int | None = 0
         with self.budget:
             self.holdout.asked(request)
+            with self.guard.part("the hints of a request"):
+                self.hints.asked(request)
             for watcher in self._watchers:
                 watcher.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
@@ -148,6 +152,8 @@ class KVPoolScheduler:
             self._peer_loads.admitted(request_id)
             self._names.admitted(request_id)
             self.holdout.admitted(request_id)
+            with self.guard.part("the hints of a request"):
+                self.hints.admitted(request)
             with self.guard.part("the count of computed tokens"):
                 self.computed.admitted(request, lookup)
                 for watcher in self._watchers:
@@ -279,6 +285,7 @@ class KVPoolScheduler:
             "loads": len(self.loads.loading),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
+            "requests with hints": len(self.hints),
         }
 
     # End
@@ -359,6 +366,8 @@ class KVPoolScheduler:
             self.stores.tracked.pop(request_id, None)
             with part("dropping stores"):
                 self.jobs.drop_lost(self._peer_loads.held_ids)
+        with part("the hints of a request"):
+            self.hints.finished(request)
 
     def reset(self) -> bool:
         """See `Resets.reset`."""
@@ -390,6 +399,7 @@ class KVPoolScheduler:
             self._adapters.close()
         with self.guard.part("the end of announcements"):
             self.contents.announcer.close()
+        self.hints.close()
         with self.guard.part("the last report"):
             self._reporter.close()
         self.stages.close()

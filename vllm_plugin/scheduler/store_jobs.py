@@ -23,6 +23,7 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.scheduler.hints import Hints
 from vllm_plugin.scheduler.pins import Pins, let_resets_pass
 from vllm_plugin.scheduler.pool_contents import PoolContents
 
@@ -94,6 +95,7 @@ class StoreJobs:
         self._job_ids = itertools.count(1)
         self.step = 0
         self.traceparent_of: Callable[[str], str] | None = None  # Of a request's span; None: there are no spans.
+        self.hints: Hints | None = None  # Told of each job's begin and end.
         self._unpin_budget = self.step_blocks
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -131,6 +133,8 @@ class StoreJobs:
         if self.traceparent_of is not None:
             job.traceparent = self.traceparent_of(request.request_id)
         self._storing[job.job_id] = Storing(request, job)
+        if self.hints is not None:
+            self.hints.storing(request)
         self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job
 
@@ -157,7 +161,10 @@ class StoreJobs:
     def cancel(self, job: StoreJob) -> Request:
         """Ends a job that no rank has been given; returns its request."""
         self.pins.unpin(job.job_id)
-        return self._storing.pop(job.job_id).request
+        storing = self._storing.pop(job.job_id)
+        if self.hints is not None:
+            self.hints.stored(storing.request, job, succeeded=False)
+        return storing.request
 
     def drop_lost(self, kept: Collection[int], undelivered_step: int = 0) -> None:
         """Ends the jobs that a hook which has failed left pinned, and that no rank will ever report.
@@ -193,6 +200,8 @@ class StoreJobs:
                 self._recorder.add("store_dropped_blocks", num_blocks)
         elif storing.job.weights_epoch == self.weights_epoch:  # Else it is in a namespace that the engine has left.
             self._contents.stored(storing.request, storing.job)
+        if self.hints is not None:
+            self.hints.stored(storing.request, storing.job, succeeded=not storing.has_failed)
         return num_blocks
 
     # The engine lacks blocks

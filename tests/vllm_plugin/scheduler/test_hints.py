@@ -1,0 +1,191 @@
+"""Hints of requests: what is parsed and refused, and what the pool is told when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.request import Request
+
+from kvpool.client import Client
+from kvpool.types import BlockRun
+from tests.support.processes import wait_for
+from tests.support.vllm_objects import make_request, tokens
+from tests.vllm_plugin.core import Core, MakeCore, fill, lose_pool
+from vllm_plugin.scheduler import hints
+from vllm_plugin.scheduler.hints import MAX_PIN_S, RequestHints, parse
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvpool": {}}, [], "kvpool", 3])
+def test_requests_without_hints_have_none_and_are_not_complained_of(params: object) -> None:
+    assert parse(params) == (RequestHints(), [])
+
+
+def test_hints_are_read() -> None:
+    given = {"kvpool": {"pin_s": 600, "expire": True, "prefetch": False}, "other": 1}
+    assert parse(given) == (RequestHints(600, True, False), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"pin": 600}, "unknown key 'pin'; give pin_s, expire or prefetch"),
+        ({"pin_s": 0}, f"pin_s = 0 is no pin; give 1 to {MAX_PIN_S} seconds"),
+        ({"pin_s": MAX_PIN_S + 1}, f"pin_s = {MAX_PIN_S + 1} is no pin"),
+        ({"pin_s": True}, "pin_s = True is no pin"),
+        ({"pin_s": "600"}, "pin_s = '600' is no pin"),
+        ({"expire": 1}, "expire = 1 is neither true nor false; give one of them"),
+        ("pin", "kvpool = 'pin' is no object; give one with pin_s, expire or prefetch"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: object, sentence: str) -> None:
+    found, refused = parse({"kvpool": given})
+    assert found == RequestHints() and len(refused) == 1 and refused[0].startswith(sentence)
+
+
+def test_a_bad_key_does_not_spoil_the_others() -> None:
+    found, refused = parse({"kvpool": {"pin_s": 5, "prefetch": "yes", "colour": "red"}})
+    assert found == RequestHints(5) and len(refused) == 2
+
+
+@given(values)
+def test_nothing_that_a_request_can_say_raises(value: object) -> None:
+    for params in (value, {"kvpool": value}, {"kvpool": {"pin_s": value, "expire": value, "prefetch": value}}):
+        found, refused = parse(params)
+        assert isinstance(found, RequestHints)
+        assert all(len(sentence) < 300 and sentence.isprintable() for sentence in refused)
+
+
+# What the pool is told
+
+
+def _request(name: str, params: object, count: int = 64) -> Request:
+    return make_request(name, tokens(count, name), extra_args={"kv_transfer_params": params})
+
+
+def _client(core: Core) -> Client:
+    return core.side.stages.sessions[0].client
+
+
+def _pinned_bytes(core: Core) -> int:
+    namespace = core.side.stages.sessions[0].namespace
+    assert namespace is not None
+    infos = _client(core).admin.namespaces()
+    return next(info.pinned_bytes for info in infos if info.fingerprint == namespace.fingerprint)
+
+
+def _slot_bytes(core: Core) -> int:
+    return core.side.stages.specs[0].groups[0].slot_bytes
+
+
+def _expired(core: Core) -> int:
+    return _client(core).admin.stats().counters["expired_by_hint_blocks"]
+
+
+def _ended(core: Core, request: Request, *jobs: Any) -> None:
+    core.finish(request)
+    steps = [core.step()]
+    core.report(*[job.job_id for job in jobs], *(job.job_id for step in steps for job in step.stores))
+    for _ in range(3):
+        core.step()
+    assert not any(core.side.held().values()), core.side.held()
+
+
+def test_a_prompt_that_the_pool_has_is_pinned_when_it_gets_its_blocks(core: MakeCore) -> None:
+    one = core().connected()
+    request = _request("pin", {"kvpool": {"pin_s": 60}})
+    fill(one, request.block_hashes[:4])
+    external = one.ask(request)
+    one.allocate(request, external)
+    wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
+    one.report(finished_recving={"pin"} if external else None)
+    _ended(one, request, *one.step((request, 64 - external)).stores)
+
+
+def test_a_prompt_is_pinned_as_it_is_stored_and_the_answer_is_not(core: MakeCore) -> None:
+    one = core().connected()
+    request = _request("store", {"kvpool": {"pin_s": 60}})
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    (job,) = one.step((request, 64)).stores
+    fill(one, request.block_hashes[:4])  # What the worker does.
+    one.report(job.job_id)
+    one.step()
+    wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
+    assert len(one.side.hints) == 1
+    _ended(one, request)
+    wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
+
+
+def test_a_prompt_expires_once_its_last_store_has_ended(core: MakeCore) -> None:
+    one = core().connected()
+    request = _request("over", {"kvpool": {"expire": True}})
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    (job,) = one.step((request, 64)).stores
+    before = _expired(one)
+    one.finish(request)
+    one.step()
+    assert len(one.side.hints) == 1, "its stores have not ended"
+    fill(one, request.block_hashes[:4])
+    one.report(job.job_id)
+    for _ in range(3):
+        one.step()
+    wait_for(lambda: _expired(one) == before + 4, "the expiry")
+    assert not any(one.side.held().values())
+
+
+def test_a_prefetch_is_told_with_the_first_question(core: MakeCore) -> None:
+    one = core().connected()
+    request = _request("soon", {"kvpool": {"prefetch": True}})
+    before = _client(one).admin.stats().counters["prefetch_hints"]
+    one.ask(request)
+    wait_for(lambda: _client(one).admin.stats().counters["prefetch_hints"] == before + 1, "the prefetch")
+    one.ask(request)
+    _ended(one, request)
+    assert _client(one).admin.stats().counters["prefetch_hints"] == before + 1, "it was told twice"
+
+
+def test_bad_hints_are_logged_by_name_and_the_request_is_served(
+    core: MakeCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = core().connected()
+    for nth in range(2):
+        request = _request(f"bad{nth}", {"kvpool": {"pinn_s": 60, "expire": "yes"}})
+        assert one.ask(request) == 0
+        one.allocate(request, 0)
+        _ended(one, request, *one.step((request, 64)).stores)
+    assert caplog.text.count("unknown key 'pinn_s'; give pin_s, expire or prefetch") == 1, "logged once"
+    assert "expire = 'yes' is neither true nor false" in caplog.text
+    counted = one.side.stats()
+    assert counted is not None and counted.data["refused_hints"] == 4 and "unexpected_errors" not in counted.data
+
+
+def test_a_pool_that_is_away_gets_no_hints(core: MakeCore) -> None:
+    one = core().connected()
+    lose_pool(one)
+    request = _request("away", {"kvpool": {"pin_s": 60, "prefetch": True, "expire": True}})
+    assert one.ask(request) == 0
+    one.allocate(request, 0)
+    _ended(one, request, *one.step((request, 64)).stores)
+    counted = one.side.stats()
+    assert counted is not None and counted.data["lost_hints"] >= 3
+
+
+def test_hints_that_pile_up_are_dropped(core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = core().connected()
+    sender = one.side.hints._sender
+    monkeypatch.setattr(hints.threading.Thread, "start", lambda _: None)
+    for _ in range(hints.MAX_WAITING + 5):
+        sender.send(hints.HintKind.EXPIRE, [BlockRun(0, [bytes(32)])], 0)
+    counted = one.side.stats()
+    assert counted is not None and counted.data["lost_hints"] == 5
+    one.side.shutdown()

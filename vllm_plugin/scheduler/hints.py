@@ -1,0 +1,264 @@
+"""Hints of requests: what `kv_transfer_params` of a request say of its prompt, told to the pool.
+
+    {"kvpool": {"pin_s": 600, "expire": true, "prefetch": true}}
+
+A request with an unknown key or a bad value is served as if the key were not there; the log names the key. The pool is
+told of a pin when the request gets its blocks, after each store of it, and when its last store has ended; of an expiry
+when the request and its stores have ended. A thread of its own tells the pool (`HintSender`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kvpool.errors import KVPoolError
+from kvpool.rpc import Namespace
+from kvpool.types import BlockRun, HintKind
+from vllm_plugin.metadata import StoreJob
+from vllm_plugin.metrics import Recorder
+from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.scheduler.stages import Stages
+from vllm_plugin.session import Session
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvpool.hints")
+
+KEY = "kvpool"
+"""Of `kv_transfer_params`; other connectors have keys of their own."""
+MAX_PIN_S = 86_400
+MAX_WAITING = 256
+"""Hints that wait for the thread; further ones are dropped."""
+TIMEOUT_MS = 5_000
+MAX_LOGGED = 16
+"""Different complaints that one engine logs, each once."""
+MAX_SHOWN = 64
+"""Characters of a key or value in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What one request says.
+
+    Args:
+        pin_s: seconds; 0: its prompt is not pinned.
+    """
+
+    pin_s: int = 0
+    expire: bool = False
+    prefetch: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.pin_s or self.expire or self.prefetch)
+
+
+def parse(params: object) -> tuple[RequestHints, list[str]]:
+    """The hints in a request's `kv_transfer_params`, and a sentence for each key that is refused. Never raises."""
+    if not isinstance(params, Mapping) or KEY not in params:
+        return RequestHints(), []
+    given = params[KEY]
+    if not isinstance(given, Mapping):
+        return RequestHints(), [f"{KEY} = {_shown(given)} is no object; give one with pin_s, expire or prefetch"]
+    values: dict[str, Any] = {}
+    refused = []
+    for key, value in given.items():
+        if key == "pin_s":
+            if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_PIN_S:
+                values[key] = value
+            else:
+                refused.append(f"pin_s = {_shown(value)} is no pin; give 1 to {MAX_PIN_S} seconds")
+        elif key in ("expire", "prefetch"):
+            if isinstance(value, bool):
+                values[key] = value
+            else:
+                refused.append(f"{key} = {_shown(value)} is neither true nor false; give one of them")
+        else:
+            refused.append(f"unknown key {_shown(key)}; give pin_s, expire or prefetch")
+    return RequestHints(**values), refused
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:MAX_SHOWN].encode("unicode_escape").decode()[:MAX_SHOWN]
+
+
+@dataclass(slots=True)
+class _Hinted:
+    """A request with hints, from the first question about it until its last store has ended."""
+
+    request: Request
+    hints: RequestHints
+    num_storing: int = 0
+    is_admitted: bool = False
+    has_ended: bool = False
+
+
+class Hints:
+    """Those of one engine. Called on the scheduler's thread; returns at once."""
+
+    def __init__(self, geometry: Geometry, stages: Stages, recorder: Recorder):
+        self._geometry = geometry
+        self._recorder = recorder
+        self._sender = HintSender(stages, recorder)
+        self._hinted: dict[str, _Hinted] = {}
+        self._logged: set[str] = set()
+
+    def __len__(self) -> int:
+        """Requests with hints that have not ended, or whose stores have not."""
+        return len(self._hinted)
+
+    def asked(self, request: Request) -> None:
+        """vLLM asks about a request, maybe again."""
+        if not request.kv_transfer_params or request.request_id in self._hinted:
+            return
+        hints, refused = parse(request.kv_transfer_params)
+        if not hints and not refused:
+            return
+        hinted = self._hinted[request.request_id] = _Hinted(request, hints)
+        self._refuse(refused)
+        if hints.prefetch:
+            self._send(hinted, HintKind.PREFETCH, self._runs(request, request.num_prompt_tokens))
+
+    def admitted(self, request: Request) -> None:
+        """A request was given blocks."""
+        hinted = self._hinted.get(request.request_id)
+        if hinted is not None and not hinted.is_admitted:
+            hinted.is_admitted = True
+            self._pin(hinted)
+
+    def storing(self, request: Request) -> None:
+        """A store of a request has been built."""
+        if (hinted := self._hinted.get(request.request_id)) is not None and hinted.request is request:
+            hinted.num_storing += 1
+
+    def stored(self, request: Request, job: StoreJob, succeeded: bool) -> None:
+        """A store of a request has ended, or was canceled."""
+        hinted = self._hinted.get(request.request_id)
+        if hinted is None or hinted.request is not request:
+            return
+        hinted.num_storing -= 1
+        if succeeded and hinted.hints.pin_s and not hinted.has_ended:
+            self._send(hinted, HintKind.PIN, self._prompt_part(request, job))
+        self._end(hinted)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended; its last stores are built."""
+        hinted = self._hinted.get(request.request_id)
+        if hinted is not None and hinted.request is request:
+            hinted.has_ended = True
+            self._end(hinted)
+
+    def close(self) -> None:
+        """Tells nothing any more. Idempotent."""
+        self._sender.close()
+
+    def _end(self, hinted: _Hinted) -> None:
+        if not hinted.has_ended or hinted.num_storing > 0:
+            return
+        request = hinted.request
+        del self._hinted[request.request_id]
+        self._pin(hinted)
+        if hinted.hints.expire:
+            self._send(hinted, HintKind.EXPIRE, self._runs(request, request.num_tokens))
+
+    def _pin(self, hinted: _Hinted) -> None:
+        if hinted.hints.pin_s:
+            self._send(hinted, HintKind.PIN, self._runs(hinted.request, hinted.request.num_prompt_tokens))
+
+    def _runs(self, request: Request, num_tokens: int) -> list[BlockRun]:
+        """A request's blocks among its first tokens, one run a group."""
+        names, runs = self._geometry.names, []
+        if not names.are_known(request):
+            return []
+        num_tokens = min(num_tokens, len(request.block_hashes) * names.hash_tokens)
+        for idx, group in enumerate(self._geometry.groups):
+            if count := num_tokens // group.kind.block_tokens:
+                runs.append(names.run(request, idx, group.kind, 0, count))
+        return runs
+
+    def _prompt_part(self, request: Request, job: StoreJob) -> list[BlockRun]:
+        """Those of a job's blocks that are the prompt's."""
+        runs = []
+        for part in job.groups:
+            count = request.num_prompt_tokens // self._geometry.groups[part.group_idx].kind.block_tokens
+            for run, first in zip(part.runs, part.firsts, strict=True):
+                if first < count:
+                    runs.append(BlockRun(run.group_idx, run.block_hashes[: count - first], run.parent_hash))
+        return runs
+
+    def _send(self, hinted: _Hinted, kind: HintKind, runs: Sequence[BlockRun]) -> None:
+        if runs:
+            self._sender.send(kind, runs, hinted.hints.pin_s if kind is HintKind.PIN else 0)
+
+    def _refuse(self, refused: Sequence[str]) -> None:
+        self._recorder.add("refused_hints", len(refused))
+        for sentence in refused:
+            if sentence not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(sentence)
+                logger.warning("kvpool: a request's kv_transfer_params have a hint that is refused: %s", sentence)
+
+
+_Hint = tuple[Session, Namespace, HintKind, Sequence[BlockRun], int]
+
+
+class HintSender:
+    """Tells the pool of hints, in their order, from a thread that the first hint starts. A hint can be lost."""
+
+    def __init__(self, stages: Stages, recorder: Recorder):
+        self._stages = stages
+        self._recorder = recorder
+        self._waiting: queue.Queue[_Hint | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._said = ""
+
+    def send(self, kind: HintKind, runs: Sequence[BlockRun], pin_s: int) -> None:
+        """Has the pool told of a prefix in the namespace of each stage; lost if the pool is away, or too many wait."""
+        for session in self._stages.sessions:
+            namespace = session.namespace
+            if namespace is None or self._is_closed:
+                self._recorder.add("lost_hints")
+                continue
+            try:
+                self._waiting.put_nowait((session, namespace, kind, runs, pin_s))
+            except queue.Full:
+                self._recorder.add("lost_hints")
+                continue
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvpool-hints", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._is_closed = True
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            pass  # The thread is a daemon, and sees that it is closed with its next hint.
+
+    def _run(self) -> None:
+        while (hint := self._waiting.get()) is not None and not self._is_closed:
+            with self._recorder.guard.part("a hint to the pool"):
+                self._tell(*hint)
+
+    def _tell(
+        self, session: Session, namespace: Namespace, kind: HintKind, runs: Sequence[BlockRun], pin_s: int
+    ) -> None:
+        rpc = session.client.rpc
+        try:
+            told = rpc.hint(namespace.fingerprint, rpc.encode_runs(runs), kind, pin_s, TIMEOUT_MS)
+        except KVPoolError as error:
+            self._recorder.add("lost_hints")
+            if self._said != str(error):
+                self._said = str(error)
+                logger.warning("kvpool: the pool did not take a hint: %s", error)
+            return
+        if kind is HintKind.PIN:
+            self._recorder.add("pinned_hint_blocks", told.num_blocks)
+            self._recorder.add("unpinned_hint_blocks", told.num_refused)
