@@ -51,9 +51,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "a block hash of 32 bytes": "kvpool.types: HASH_BYTES",
         "any 32 bytes that name": "kvpool.types: HASH_BYTES",
     },
-    "hint.md": {
-        "of the arena, 10 % by default": "kvpool_server.config: float(ServerConfig().pin_budget[:-1]) / 100 # share",
-    },
     "explain.md": {
         "and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S",
         "at most 512 requests, or 48 KiB of them": "kvpool.reports: MAX_REQUESTS_BYTES",
